@@ -1,0 +1,30 @@
+"""Run Mixture-of-Experts language models that do not fit in fast memory, with exactly the target model's output."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmoe.config import SamplingParams
+    from spmoe.engine.llm import LLM, Completion
+
+try:
+    __version__ = version("spmoe")
+except PackageNotFoundError:  # run from a source tree
+    __version__ = "0.1.0"
+
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when the engine is asked for, so that `spmoe --help` is quick."""
+    if name in ("LLM", "Completion"):
+        from spmoe.engine import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from spmoe.config import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'spmoe' has no attribute '{name}'")

@@ -1,0 +1,182 @@
+"""Settings, frozen and checked when made. Sizes and cutoffs are parsed here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from spmoe.errors import UsageError
+
+PREFETCH_POLICIES = ("draft-gate", "on-demand")
+EVICTIONS = ("draft-informed", "lru")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def home() -> Path:
+    """Where expert files and profiles are cached: `SPMOE_HOME`, else the user's cache directory."""
+    if explicit := os.environ.get("SPMOE_HOME"):
+        return Path(explicit).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmoe"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, or a share of something whose size is not known yet."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | int | Self) -> Self:
+        """Read `6GiB`, `512MiB`, `1.5GB`, `25%` or a plain number of bytes."""
+        if isinstance(text, cls):
+            return text
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-zA-Z]*)\s*", str(text))
+        if match:
+            number, unit = float(match[1]), match[2].lower()
+            if unit == "%" and 0 < number <= 100:
+                return cls(share=number / 100)
+            if unit in _UNITS and number > 0:
+                return cls(bytes=int(number * _UNITS[unit]))
+        raise UsageError(f"'{text}' is not a size; write it as 6GiB, 512MiB or as a share such as 25%")
+
+    def of(self, total: int) -> int:
+        """The size in bytes, where a share is taken of `total`."""
+        return self.bytes if self.bytes is not None else round((self.share or 0.0) * total)
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}%" if self.share is not None else format_bytes(self.bytes or 0)
+
+
+def format_bytes(count: float) -> str:
+    """A byte count for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class CutoffMode(Enum):
+    """How the deepest layer that the draft stage prefetches for is chosen."""
+
+    AUTO = "auto"
+    FIXED = "fixed"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Cutoff:
+    """The `--cutoff` option: how many layers, counted from the first, may be prefetched for."""
+
+    mode: CutoffMode
+    layers: int = 0
+
+    @classmethod
+    def parse(cls, text: str | int | Self | None) -> Self:
+        """Read `auto`, `none` or a number of layers."""
+        if isinstance(text, cls):
+            return text
+        word = "none" if text is None else str(text).strip().lower()
+        if word in ("auto", "none"):
+            return cls(CutoffMode(word))
+        if word.isdecimal():
+            return cls(CutoffMode.FIXED, int(word))
+        raise UsageError(f"'{text}' is not a cutoff; write auto, none or a number of layers")
+
+    def __str__(self) -> str:
+        return str(self.layers) if self.mode is CutoffMode.FIXED else self.mode.value
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        _require(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        _require(self.seed is None or 0 <= self.seed < 2**63, f"seed must be from 0 to 2**63-1, not {self.seed}")
+        _require(all(stop), "a stop string must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from. Unknown keys raise."""
+
+    model: str
+    draft: str | None = None
+    num_speculative_tokens: int = 4
+    prefetch: str = "draft-gate"
+    cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
+    eviction: str = "draft-informed"
+    expert_memory: Size = Size(share=0.25)
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    prefill_chunk: int = 512
+    link_gbps: float | None = None
+    progress: bool = True
+
+    @classmethod
+    def make(cls, **options: Any) -> Self:
+        """Build from loosely typed options, as Python users and the command line write them."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(options) - known):
+            raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
+        if "expert_memory" in options:
+            options["expert_memory"] = Size.parse(options["expert_memory"])
+        if "cutoff" in options:
+            options["cutoff"] = Cutoff.parse(options["cutoff"])
+        if options.get("draft") == "none":
+            options["draft"] = None
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
+        _choose("eviction", self.eviction, EVICTIONS)
+        _choose("dtype", self.dtype, DTYPES)
+        k = self.num_speculative_tokens
+        _require(0 <= k <= 64, f"num_speculative_tokens must be from 0 to 64, not {k}")
+        _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            f"max_model_len must be at least 2, not {self.max_model_len}",
+        )
+        _require(
+            self.link_gbps is None or 0 < self.link_gbps < float("inf"),
+            f"link_gbps must be a speed above 0, not {self.link_gbps}",
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not '{value}'")

@@ -1,0 +1,1 @@
+"""Drafts: whatever proposes tokens."""

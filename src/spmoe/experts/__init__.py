@@ -1,0 +1,1 @@
+"""Holding and moving experts. Knows nothing of models."""

@@ -1,0 +1,92 @@
+"""The cache: which expert is in which slot, and in which state. Bookkeeping only: no threads, no bytes, no time.
+
+One pool of slots serves all layers. A key is in at most one slot; a slot that is being written or is pinned (in use)
+is never given to another key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.transfer import Ticket
+from spmoe.types import ExpertKey, Residency
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An expert that has a slot."""
+
+    key: ExpertKey
+    slot: int
+    prefetched: bool  # came by a wish and has not been needed yet
+    state: Residency = Residency.LOADING
+    ticket: Ticket | None = None  # while LOADING
+    pins: int = 0
+
+
+class Reservation(NamedTuple):
+    """A slot for a key, and what had to leave it."""
+
+    entry: Entry
+    evicted: Entry | None
+
+
+class ExpertCache:
+    """Slots by key. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, slot_count: int, eviction: Eviction) -> None:
+        self.slot_count = slot_count
+        self.peak = 0
+        self._eviction = eviction
+        self._entries: dict[ExpertKey, Entry] = {}
+        self._free = list(range(slot_count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: ExpertKey) -> Entry | None:
+        """The key's entry, if it has a slot."""
+        return self._entries.get(key)
+
+    def entries(self) -> list[Entry]:
+        """Everything that has a slot."""
+        return list(self._entries.values())
+
+    def reserve(self, key: ExpertKey, *, prefetched: bool) -> Reservation | None:
+        """Take a slot for an ABSENT key, which is LOADING from then on; None when no slot may be taken.
+
+        A wish takes only what eviction holds to be worth less than the wished expert; a demand takes any.
+        """
+        if key in self._entries:
+            raise ValueError(f"{key} already has a slot")
+        evicted = None
+        if not self._free:
+            below = self._eviction.worth(key) if prefetched else float("inf")
+            held = {e.key for e in self._entries.values() if e.pins or e.state is Residency.LOADING}
+            victims = self._eviction.victims(1, held, below)
+            if victims is None:
+                return None
+            evicted = self._remove(victims[0])
+        entry = Entry(key, self._free.pop(), prefetched)
+        self._entries[key] = entry
+        self._eviction.inserted(key)
+        self.peak = max(self.peak, len(self._entries))
+        return Reservation(entry, evicted)
+
+    def loaded(self, entry: Entry) -> None:
+        """The copy ended well: READY."""
+        entry.state, entry.ticket = Residency.READY, None
+
+    def failed(self, entry: Entry) -> None:
+        """The copy ended badly: ABSENT, and the slot is free again."""
+        entry.ticket, entry.pins = None, 0
+        self._remove(entry.key)
+
+    def _remove(self, key: ExpertKey) -> Entry:
+        entry = self._entries.pop(key)
+        entry.state = Residency.ABSENT
+        self._eviction.removed(key)
+        self._free.append(entry.slot)
+        return entry

@@ -1,0 +1,44 @@
+"""Slots: one allocation, made at start, cut into places of one blob each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spmoe.errors import BudgetError
+from spmoe.experts.store import BlobLayout
+
+
+class Slots(Protocol):
+    """Fixed places for experts in fast memory."""
+
+    count: int
+
+    def weights(self, slot: int) -> Mapping[str, Tensor]:
+        """The tensors of whatever expert is in the slot."""
+        ...
+
+
+class MemorySlots:
+    """Slots in the machine's memory."""
+
+    def __init__(self, count: int, layout: BlobLayout) -> None:
+        self.count = count
+        try:
+            self._arena = torch.empty(count, layout.nbytes, dtype=torch.uint8)  # [slots, blob bytes]
+        except RuntimeError as error:
+            raise BudgetError(
+                f"cannot allocate {count} expert slots of {layout.nbytes} bytes; lower --expert-memory"
+            ) from error
+        self._weights = [layout.views(self._arena[slot]) for slot in range(count)]
+        self._bytes = [memoryview(self._arena[slot].numpy()) for slot in range(count)]
+
+    def weights(self, slot: int) -> Mapping[str, Tensor]:
+        return self._weights[slot]
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot's bytes, to be written."""
+        return self._bytes[slot]

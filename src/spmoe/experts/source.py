@@ -1,0 +1,304 @@
+"""The source: all that a model sees of the experts room. It puts cache, slots, queue and transfer together.
+
+One lock guards the bookkeeping; nobody waits for bytes while holding it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spmoe.errors import SpmoeError
+from spmoe.experts.cache import Entry, ExpertCache
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
+from spmoe.experts.slots import Slots
+from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey, Residency, Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Experts of one layer that are ready together; their slots stay theirs until the next wave is asked for."""
+
+    layer: int
+    experts: tuple[int, ...]
+    slots: tuple[int, ...]
+    weights: tuple[Mapping[str, Tensor], ...]
+
+
+class ExpertSource:
+    """Experts on demand and ahead of demand, in a fixed number of slots.
+
+    With `threaded=False` no worker runs and the owner calls `pump` itself, which makes every run repeatable.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        transfer: Transfer,
+        eviction: Eviction,
+        blob_bytes: int,
+        clock: Clock,
+        counters: Counters,
+        *,
+        threaded: bool = True,
+    ) -> None:
+        self.blob_bytes = blob_bytes
+        self.counters = counters
+        self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
+        self.cache = ExpertCache(slots.count, eviction)
+        self._slots = slots
+        self._transfer = transfer
+        self._eviction = eviction
+        self._clock = clock
+        self._queue = WishQueue(counters)
+        self._lock = threading.RLock()
+        self._loading: list[Entry] = []  # oldest first
+        self._issued_in_step = 0
+        self._position = -1  # the layer that runs; -1 while the draft does
+        self._closed = False
+        self._worker = PrefetchWorker(self.pump) if threaded else None
+
+    # ---- the step, as the loop tells it
+
+    def begin_step(self) -> None:
+        """A draft is about to start: wishes of the last step are void."""
+        with self._lock:
+            self._queue.drop_all()
+            self._eviction.begin_step()
+            self._issued_in_step = 0
+            self._position = -1
+
+    def wish(self, wishes: Iterable[Wish]) -> None:
+        """Take note of guesses; they start to move as soon as the transfer has room."""
+        with self._lock:
+            if self._closed:
+                return
+            for wish in wishes:
+                self.counters.wishes += 1
+                if wish.deadline <= self._position:
+                    self.counters.wishes_stale += 1
+                    continue
+                self._eviction.wished(wish)
+                if self.cache.get(wish.key) is not None:
+                    self.counters.wishes_resident += 1
+                else:
+                    self._queue.put(wish)
+            pending = len(self._queue) > 0
+        if pending:
+            self._poke()
+
+    def use(self, layer: int, experts: Sequence[int]) -> Iterator[Wave]:
+        """Yield all these experts, wave by wave: those READY first, the others as they arrive."""
+        held: list[Entry] = []
+        try:
+            with self._lock:
+                self._reap()
+                self._position = layer
+                self._queue.drop_passed(layer)
+                self._eviction.reached(layer)
+                ready, waiting, absent = self._claim([ExpertKey(layer, e) for e in experts])
+                held += ready + waiting
+                self._demand(absent, waiting, held)
+            if ready:
+                yield self._wave(layer, ready)
+                self._release(ready, held)
+            while waiting or absent:
+                with self._lock:
+                    self._demand(absent, waiting, held)
+                arrived = self._arrivals(waiting)
+                if arrived:
+                    yield self._wave(layer, arrived)
+                    self._release(arrived, held)
+        finally:
+            self._release(list(held), held)
+
+    def end_step(self) -> None:
+        """The step is over: what is still wished for is void."""
+        with self._lock:
+            self._queue.drop_all()
+
+    def pump(self) -> Ticket | None:
+        """Submit wishes, in one batch, while the transfer has room for them.
+
+        Returns the ticket to wait for when wishes are left and only the transfer's depth holds them back.
+        """
+        with self._lock:
+            self._reap()
+            batch: list[Entry] = []
+            while not self._closed and (wish := self._queue.first()) is not None:
+                if len(self._loading) + len(batch) >= self._transfer.depth:
+                    break
+                if self.cache.get(wish.key) is not None:
+                    self.counters.wishes_resident += 1
+                    self._queue.discard(wish.key)
+                    continue
+                if self.step_budget is not None and self._issued_in_step + self.blob_bytes > self.step_budget:
+                    self._queue.drop_all(over_budget=True)
+                    break
+                entry = self._reserve(wish.key, prefetched=True)
+                if entry is None:
+                    break  # every slot is worth more; asked again as the pass proceeds
+                self._queue.discard(wish.key)
+                self._issued_in_step += self.blob_bytes
+                self.counters.prefetch_loads += 1
+                self.counters.issued_bytes += self.blob_bytes
+                batch.append(entry)
+            try:
+                self._submit(batch, urgent=False)
+            except SpmoeError:
+                return None  # booked as failed; the error is raised where an expert is used
+            full = len(self._loading) >= self._transfer.depth
+            return self._loading[0].ticket if full and len(self._queue) else None
+
+    def close(self) -> None:
+        """End the worker and every copy, and let go of the slots. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.drop_all()
+        if self._worker is not None:
+            self._worker.close()
+        self._transfer.close()
+
+    # ---- under the lock
+
+    def _claim(self, keys: list[ExpertKey]) -> tuple[list[Entry], list[Entry], list[ExpertKey]]:
+        """Pin what has a slot; book every key as hit, late or demanded."""
+        ready: list[Entry] = []
+        waiting: list[Entry] = []
+        absent: list[ExpertKey] = []
+        for key in keys:
+            entry = self.cache.get(key)
+            if entry is None:
+                self.counters.demand_loads += 1
+                self.counters.demand_bytes += self.blob_bytes
+                absent.append(key)
+                continue
+            entry.pins += 1
+            self._eviction.used(key)
+            if entry.state is Residency.READY:
+                self.counters.hits += 1
+                ready.append(entry)
+            else:
+                self.counters.late += 1
+                self.counters.late_bytes += self.blob_bytes
+                waiting.append(entry)
+                if entry.ticket is not None:
+                    entry.ticket.hurry()
+            if entry.prefetched:
+                entry.prefetched = False
+                self.counters.used_bytes += self.blob_bytes
+        return ready, waiting, absent
+
+    def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
+        """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
+        batch: list[Entry] = []
+        while absent and (entry := self._reserve(absent[0], prefetched=False)) is not None:
+            del absent[0]
+            entry.pins += 1
+            self._eviction.used(entry.key)
+            batch.append(entry)
+        self._submit(batch, urgent=True)
+        waiting += batch
+        held += batch
+
+    def _reserve(self, key: ExpertKey, *, prefetched: bool) -> Entry | None:
+        reservation = self.cache.reserve(key, prefetched=prefetched)
+        if reservation is None:
+            return None
+        if reservation.evicted is not None and reservation.evicted.prefetched:
+            self.counters.wasted_bytes += self.blob_bytes
+        return reservation.entry
+
+    def _submit(self, batch: list[Entry], *, urgent: bool) -> None:
+        if not batch:
+            return
+        try:
+            tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in batch], urgent=urgent)
+        except SpmoeError:
+            for entry in batch:
+                self._fail(entry)
+            raise
+        for entry, ticket in zip(batch, tickets, strict=True):
+            entry.ticket = ticket
+            self._loading.append(entry)
+
+    def _reap(self) -> None:
+        """Settle every copy that has ended. Failures of pinned experts are left for those who wait for them."""
+        for entry in list(self._loading):
+            if entry.ticket is not None and entry.ticket.ready():
+                try:
+                    entry.ticket.wait()
+                except SpmoeError:
+                    if entry.pins:
+                        continue
+                    self._loading.remove(entry)
+                    self._fail(entry)
+                else:
+                    self._loading.remove(entry)
+                    self.cache.loaded(entry)
+
+    def _fail(self, entry: Entry) -> None:
+        if entry.prefetched:
+            self.counters.failed_bytes += self.blob_bytes
+        self.cache.failed(entry)
+
+    # ---- the compute thread, outside the lock
+
+    def _arrivals(self, waiting: list[Entry]) -> list[Entry]:
+        """Those of `waiting` that are READY, after waiting for at least one; taken out of it.
+
+        With nothing of its own under way, it waits for whatever copy holds the slot that is needed next.
+        """
+        with self._lock:
+            self._reap()
+            arrived = [e for e in waiting if e.state is Residency.READY]
+            blocking = waiting[0] if waiting else (self._loading[0] if self._loading else None)
+            ticket = blocking.ticket if blocking is not None else None
+        if not arrived:
+            if blocking is None or ticket is None:
+                raise AssertionError("every slot is pinned by a wave that was never given back")
+            started = self._clock.now()
+            try:
+                ticket.wait()
+            except SpmoeError:
+                with self._lock:
+                    if blocking in self._loading:
+                        self._loading.remove(blocking)
+                        self._fail(blocking)
+                if blocking in waiting:
+                    raise
+            finally:
+                self.counters.stall_seconds += self._clock.now() - started
+            with self._lock:
+                self._reap()
+                arrived = [e for e in waiting if e.state is Residency.READY]
+        for entry in arrived:
+            waiting.remove(entry)
+        return arrived
+
+    def _wave(self, layer: int, entries: list[Entry]) -> Wave:
+        self._poke()
+        slots = tuple(e.slot for e in entries)
+        return Wave(layer, tuple(e.key.expert for e in entries), slots, tuple(self._slots.weights(s) for s in slots))
+
+    def _release(self, entries: list[Entry], held: list[Entry]) -> None:
+        with self._lock:
+            for entry in entries:
+                held.remove(entry)
+                if entry.state is not Residency.ABSENT:
+                    entry.pins -= 1
+
+    def _poke(self) -> None:
+        if self._worker is not None:
+            self._worker.poke()
+        else:
+            self.pump()

@@ -1,0 +1,272 @@
+"""The store on disk: every expert of a checkpoint, one contiguous blob each, in one expert file.
+
+The file is a cache. It is a plain safetensors file (one U8 tensor per blob, aligned for direct reads) whose metadata
+holds the fingerprint of the checkpoint it was made from, the layout of a blob and a checksum of each. It appears under
+its name only when complete, so a process sees either none or a whole one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from spmoe.config import format_bytes
+from spmoe.errors import StoreError
+from spmoe.types import ExpertKey
+
+FORMAT = "spmoe-experts-1"
+ALIGNMENT = 4096  # of blobs in the file
+_FIELD_ALIGNMENT = 256  # of tensors in a blob
+
+
+@dataclass(frozen=True, slots=True)
+class BlobField:
+    """One tensor of an expert and where in the blob it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobLayout:
+    """How one expert's tensors lie in its blob."""
+
+    dtype: str  # a torch dtype's name
+    fields: tuple[BlobField, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Self:
+        """Lay out tensors of these shapes one after the other."""
+        placed, offset = [], 0
+        for name, shape in shapes.items():
+            nbytes = dtype.itemsize * torch.Size(shape).numel()
+            placed.append(BlobField(name, tuple(shape), offset, nbytes))
+            offset = _round_up(offset + nbytes, _FIELD_ALIGNMENT)
+        return cls(str(dtype).removeprefix("torch."), tuple(placed), _round_up(offset, ALIGNMENT))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `asdict`."""
+        placed = tuple(BlobField(f["name"], tuple(f["shape"]), f["offset"], f["nbytes"]) for f in data["fields"])
+        return cls(data["dtype"], placed, data["nbytes"])
+
+    def views(self, blob: Tensor) -> dict[str, Tensor]:
+        """The expert's tensors as views of a blob's bytes."""  # blob: [nbytes] uint8
+        dtype = getattr(torch, self.dtype)
+        return {f.name: blob[f.offset : f.offset + f.nbytes].view(dtype).view(f.shape) for f in self.fields}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """What an expert file must hold to be the one asked for."""
+
+    fingerprint: str
+    layout: BlobLayout
+    experts: tuple[int, ...]  # experts of each layer
+
+    @property
+    def count(self) -> int:
+        """Experts of all layers."""
+        return sum(self.experts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blobs."""
+        return self.count * self.layout.nbytes
+
+    def keys(self) -> Iterator[ExpertKey]:
+        """Every expert, in file order."""
+        return (ExpertKey(layer, e) for layer, count in enumerate(self.experts) for e in range(count))
+
+
+class ExpertFile:
+    """An open expert file. Reading is left to a `Transfer`; this says where a blob is and whether it is sound."""
+
+    def __init__(self, path: Path, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
+        self.path = path
+        self.spec = spec
+        self.fd = os.open(path, os.O_RDONLY)
+        self._data_start = data_start
+        self._checksums = checksums
+        self._checked = bytearray(spec.count)
+        self._first = [0, *accumulate(spec.experts)]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a complete file; raises StoreError when it is not one."""
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > 1 << 30:
+                    raise ValueError("header too long")
+                header = json.loads(file.read(length))
+            meta = header["__metadata__"]
+            if meta["format"] != FORMAT:
+                raise ValueError(f"format {meta['format']}")
+            layout = BlobLayout.from_json(json.loads(meta["layout"]))
+            spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])))
+            sums = meta["crc32"]
+            checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+            if len(checksums) != spec.count:
+                raise ValueError("wrong number of checksums")
+            expected = 8 + length + spec.nbytes
+            if (actual := path.stat().st_size) != expected:
+                raise ValueError(f"{actual} bytes instead of {expected}")
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise StoreError(f"{path} is not a usable expert file ({error}); delete it to have it rebuilt") from error
+        return cls(path, spec, 8 + length, checksums)
+
+    def offset(self, key: ExpertKey) -> int:
+        """Where in the file the expert's blob begins."""
+        return self._data_start + self._ordinal(key) * self.spec.layout.nbytes
+
+    def check(self, key: ExpertKey, blob: memoryview) -> None:
+        """Compare a blob with its checksum, the first time it is read."""
+        ordinal = self._ordinal(key)
+        if not self._checked[ordinal]:
+            if zlib.crc32(blob) != self._checksums[ordinal]:
+                raise StoreError(
+                    f"expert {key.expert} of layer {key.layer} in {self.path} fails its checksum; delete that file "
+                    "to have it rebuilt, and check the disk"
+                )
+            self._checked[ordinal] = 1
+
+    def close(self) -> None:
+        """Give the file descriptor back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _ordinal(self, key: ExpertKey) -> int:
+        return self._first[key.layer] + key.expert
+
+
+FillBlob = Callable[[ExpertKey, dict[str, Tensor]], None]
+
+
+def ensure_expert_file(
+    path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> ExpertFile:
+    """Open the expert file at `path`, building it first unless it is whole and of this spec.
+
+    `fill` writes one expert's tensors into the views it is given. Only one process builds; others wait for it.
+    """
+    if found := _open_if_current(path, spec):
+        return found
+    with _storage_errors(path, spec):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if found := _open_if_current(path, spec):
+                return found
+            for leftover in path.parent.glob(f".{path.name}.*.partial"):
+                leftover.unlink(missing_ok=True)
+            _require_space(path, spec)
+            partial = path.parent / f".{path.name}.{os.getpid()}.partial"
+            try:
+                _write(partial, spec, fill, on_progress)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+    return ExpertFile.open(path)
+
+
+def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
+    if not path.exists():
+        return None
+    try:
+        file = ExpertFile.open(path)
+    except StoreError:
+        return None
+    if file.spec == spec:
+        return file
+    file.close()
+    return None
+
+
+def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None]) -> None:
+    blob = torch.zeros(spec.layout.nbytes, dtype=torch.uint8)
+    views = spec.layout.views(blob)
+    view = memoryview(blob.numpy())
+    checksums: list[int] = []
+    blank = _header(spec, [0] * spec.count)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(blank))
+        for done, key in enumerate(spec.keys()):
+            on_progress(done, spec.count)
+            fill(key, views)
+            checksums.append(zlib.crc32(view))
+            _write_all(file.fileno(), view)
+        on_progress(spec.count, spec.count)
+        file.seek(0)
+        _write_all(file.fileno(), memoryview(_header(spec, checksums)))
+        os.fsync(file.fileno())
+
+
+def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
+    """A safetensors header whose length does not depend on the checksums."""
+    size = spec.layout.nbytes
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "fingerprint": spec.fingerprint,
+            "layout": json.dumps(asdict(spec.layout)),
+            "experts": json.dumps(spec.experts),
+            "crc32": "".join(f"{c:08x}" for c in checksums),
+        }
+    }
+    for ordinal, (layer, expert) in enumerate(spec.keys()):
+        header[f"layers.{layer}.experts.{expert}"] = {
+            "dtype": "U8",
+            "shape": [size],
+            "data_offsets": [ordinal * size, (ordinal + 1) * size],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (_round_up(8 + len(text), ALIGNMENT) - 8 - len(text))
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _require_space(path: Path, spec: StoreSpec) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if free < spec.nbytes:
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
+
+
+@contextmanager
+def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreError(
+                f"the disk is full: {path.parent} needs {format_bytes(spec.nbytes)} for the expert file "
+                f"({error.strerror}); free some space or point SPMOE_HOME at another disk"
+            ) from error
+        raise StoreError(
+            f"cannot write the expert file {path} ({error.strerror or error}); point SPMOE_HOME at a writable directory"
+        ) from error
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,309 @@
+"""Transfers: how a blob gets from the store into a slot. The narrow waist of the runtime.
+
+`FileTransfer` reads an expert file; `ThrottledTransfer` puts a slower, emulated link before another transfer;
+`VirtualTransfer` moves nothing and takes time on a virtual clock only, for tests and replays.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.slots import MemorySlots
+from spmoe.experts.store import ExpertFile
+from spmoe.observe.clock import Clock
+from spmoe.types import ExpertKey
+
+
+class CopyJob(NamedTuple):
+    """Bring this expert into this slot."""
+
+    key: ExpertKey
+    slot: int
+
+
+class Ticket(Protocol):
+    """A handle on one submitted copy."""
+
+    def ready(self) -> bool:
+        """Whether the copy has ended, well or badly. Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the copy has ended; raises SpmoeError if it failed."""
+        ...
+
+    def hurry(self) -> None:
+        """Somebody waits for this copy now: it goes before every copy that has not started."""
+        ...
+
+
+class Transfer(Protocol):
+    """Moves blobs. Copies run in the order given, urgent ones before others that have not started."""
+
+    depth: int  # how many copies keep it busy; more than that only makes later ones wait
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        """Submit a batch, return at once with one ticket per job."""
+        ...
+
+    def close(self) -> None:
+        """Let copies in flight end, fail the rest, release everything."""
+        ...
+
+
+class FutureTicket:
+    """A ticket on a copy that another thread runs at once."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def hurry(self) -> None:
+        """Nothing to do: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
+
+
+class FileTransfer:
+    """Reads blobs from an expert file with several reads outstanding; reads hold no interpreter lock."""
+
+    def __init__(self, file: ExpertFile, slots: MemorySlots, readers: int = 4) -> None:
+        self.depth = readers
+        self._file = file
+        self._slots = slots
+        self._jobs: queue.PriorityQueue[tuple[int, int, CopyJob | None, Future[None]]] = queue.PriorityQueue()
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._read_jobs, name=f"spmoe-reader-{i}", daemon=True) for i in range(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        return [FutureTicket(self._put(0 if urgent else 1, job)) for job in jobs]
+
+    def close(self) -> None:
+        if not self._closed:
+            for _ in self._threads:
+                self._put(-1, None)
+            self._closed = True
+            for thread in self._threads:
+                thread.join()
+            while not self._jobs.empty():
+                self._jobs.get()[3].set_exception(TransferError("the engine was closed"))
+            self._file.close()
+
+    def _put(self, priority: int, job: CopyJob | None) -> Future[None]:
+        if self._closed:
+            raise TransferError("the engine is closed")
+        future: Future[None] = Future()
+        with self._lock:
+            self._sequence += 1
+            self._jobs.put((priority, self._sequence, job, future))
+        return future
+
+    def _read_jobs(self) -> None:
+        while True:
+            _, _, job, future = self._jobs.get()
+            if job is None:
+                return
+            try:
+                self._read(job)
+            except (SpmoeError, OSError) as error:
+                future.set_exception(_as_transfer_error(job.key, self._file, error))
+            else:
+                future.set_result(None)
+
+    def _read(self, job: CopyJob) -> None:
+        buffer = self._slots.buffer(job.slot)
+        offset, done = self._file.offset(job.key), 0
+        while done < len(buffer):
+            count = os.preadv(self._file.fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise OSError(f"the file ends {len(buffer) - done} bytes early")
+            done += count
+        self._file.check(job.key, buffer)
+
+
+def _as_transfer_error(key: ExpertKey, file: ExpertFile, error: Exception) -> SpmoeError:
+    if isinstance(error, SpmoeError):
+        return error
+    failure = TransferError(
+        f"expert {key.expert} of layer {key.layer} could not be read from {file.path} ({error}); "
+        "check the disk, or delete the file to have it rebuilt"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+class _Passage:
+    """One copy's way over an emulated link."""
+
+    def __init__(self, nbytes: int, asked_at: float, order: tuple[bool, int]) -> None:
+        self.nbytes = nbytes
+        self.asked_at = asked_at
+        self.order = order  # (can wait, sequence)
+        self.done_at: float | None = None  # None until it has started
+
+    def __lt__(self, other: _Passage) -> bool:
+        return self.order < other.order
+
+
+class Link:
+    """An emulated link: one copy at a time, at a fixed rate, urgent ones before those not started."""
+
+    def __init__(self, bytes_per_second: float, clock: Clock) -> None:
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._waiting: list[_Passage] = []
+        self._free_at = 0.0
+        self._sequence = 0
+        self._lock = threading.Lock()
+
+    def enter(self, nbytes: int, urgent: bool) -> _Passage:
+        """Queue a copy."""
+        with self._lock:
+            now = self._clock.now()
+            self._advance(now)
+            self._sequence += 1
+            passage = _Passage(nbytes, now, (not urgent, self._sequence))
+            heapq.heappush(self._waiting, passage)
+            self._advance(now)
+            return passage
+
+    def passed(self, passage: _Passage) -> bool:
+        """Whether the copy is over."""
+        with self._lock:
+            now = self._clock.now()
+            self._advance(now)
+            return passage.done_at is not None and passage.done_at <= now
+
+    def wait(self, passage: _Passage) -> None:
+        """Sleep until the copy is over."""
+        while not self.passed(passage):
+            until = passage.done_at if passage.done_at is not None else self._free_at
+            self._clock.sleep(until - self._clock.now())
+
+    def hurry(self, passage: _Passage) -> None:
+        """Move a waiting copy before all that are not urgent."""
+        with self._lock:
+            self._advance(self._clock.now())
+            if passage.done_at is None:
+                passage.order = (False, passage.order[1])
+                heapq.heapify(self._waiting)
+
+    def next_event(self) -> float | None:
+        """When the copy now under way ends."""
+        with self._lock:
+            now = self._clock.now()
+            self._advance(now)
+            return self._free_at if self._free_at > now else None
+
+    def _advance(self, now: float) -> None:
+        while self._waiting and self._free_at <= now:
+            passage = heapq.heappop(self._waiting)
+            passage.done_at = max(self._free_at, passage.asked_at) + passage.nbytes / self._rate
+            self._free_at = passage.done_at
+
+
+class _LinkTicket:
+    """Ready when both the emulated link and the real copy (if there is one) are done."""
+
+    def __init__(self, link: Link, passage: _Passage, finish: Callable[[], None], inner: Ticket | None = None) -> None:
+        self._link = link
+        self._passage = passage
+        self._finish = finish
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._outcome: Future[None] = Future()
+
+    def ready(self) -> bool:
+        return self._link.passed(self._passage) and (self._inner is None or self._inner.ready())
+
+    def wait(self) -> None:
+        self._link.wait(self._passage)
+        if self._inner is not None:
+            self._inner.wait()
+        with self._lock:
+            if not self._outcome.done():
+                try:
+                    self._outcome.set_result(self._finish())
+                except SpmoeError as error:
+                    self._outcome.set_exception(error)
+        self._outcome.result()
+
+    def hurry(self) -> None:
+        self._link.hurry(self._passage)
+        if self._inner is not None:
+            self._inner.hurry()
+
+
+class ThrottledTransfer:
+    """Another transfer behind an emulated, slower link."""
+
+    depth = 2  # one on the link and one behind it, so that the link never idles between two
+
+    def __init__(self, inner: Transfer, blob_bytes: int, gigabytes_per_second: float, clock: Clock) -> None:
+        self._inner = inner
+        self._blob_bytes = blob_bytes
+        self._link = Link(gigabytes_per_second * 1e9, clock)
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        tickets = self._inner.copy(jobs, urgent=urgent)
+        return [
+            _LinkTicket(self._link, self._link.enter(self._blob_bytes, urgent), lambda: None, ticket)
+            for ticket in tickets
+        ]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class VirtualTransfer:
+    """A double for tests and replays: takes time on a virtual clock, and does what it is told at start and end.
+
+    `on_done` may raise a TransferError: that is how a failing copy is played. With no callbacks it moves nothing.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        blob_bytes: int,
+        bytes_per_second: float,
+        depth: int = 2,
+        on_start: Callable[[CopyJob], None] = lambda job: None,
+        on_done: Callable[[CopyJob], None] = lambda job: None,
+    ) -> None:
+        self.depth = depth
+        self.link = Link(bytes_per_second, clock)
+        self.submissions: list[tuple[CopyJob, ...]] = []
+        self.closed = False
+        self._blob_bytes = blob_bytes
+        self._on_start = on_start
+        self._on_done = on_done
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        if self.closed:
+            raise TransferError("the engine is closed")
+        self.submissions.append(tuple(jobs))
+        tickets: list[Ticket] = []
+        for job in jobs:
+            self._on_start(job)
+            passage = self.link.enter(self._blob_bytes, urgent)
+            tickets.append(_LinkTicket(self.link, passage, lambda job=job: self._on_done(job)))  # type: ignore[misc]
+        return tickets
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,1 @@
+"""The seam to transformers, and the only place that knows its model code."""

@@ -1,0 +1,1 @@
+"""Clocks, the ledger and profiles."""

@@ -1,0 +1,1 @@
+"""Guesses at which experts will be needed."""

@@ -1,0 +1,36 @@
+"""The contract of prediction: guesses are pure functions of what was seen. No devices, no streams, no experts room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+
+
+class Gates(Protocol):
+    """The target's own pre-FFN norms and routers, callable on any hidden state of its width."""
+
+    hidden_size: int
+    layer_depths: Sequence[int]  # the decoder layer of each MoE layer
+    depth_count: int  # decoder layers in all
+
+    def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
+        """Which experts each layer's gate picks for these states."""  # residual: [layers, rows, hidden]
+        ...
+
+
+class PrefetchPolicy(Protocol):
+    """Turns what a model has produced into wishes."""
+
+    stages: frozenset[Stage]  # the stages it wants to see; nothing is tapped for the others
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        """Called for every slab of layers, in order."""
+        ...
+
+    def on_accept(self, accepted: Accepted) -> None:
+        """Called when a step has been judged."""
+        ...

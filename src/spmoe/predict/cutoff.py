@@ -1,0 +1,60 @@
+"""The cutoff: how many layers the draft stage may prefetch for, from a profile and an analytical latency model.
+
+With k missing experts per layer, `t_io` seconds per expert, `t_draft` and `t_verify` seconds per layer, K draft tokens and
+L_all layers, the first L layers may be prefetched for as long as
+
+    memory:   L * k                 <=  slots that may be given to prefetched experts
+    time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
+
+that is, every layer's experts arrive just in time and none is brought in before there is room for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured on this machine, for this pair and these settings."""
+
+    draft_seconds_per_layer: float  # one draft pass of one token
+    draft_layers: int
+    verify_seconds_per_layer: float  # K + 1 rows, experts resident
+    seconds_per_expert: float  # store to slot
+    free_slots: int  # slots beyond what one layer needs at once
+
+
+@dataclass(frozen=True, slots=True)
+class CutoffInputs:
+    """What the formula needs besides the profile."""
+
+    layers: int  # MoE layers of the target
+    experts_per_layer: int
+    top_k: int
+    slots: int
+    draft_tokens: int
+
+    @property
+    def missing_per_layer(self) -> float:
+        """Expected experts of a layer that verification needs and no slot holds, under even routing."""
+        rows = self.draft_tokens + 1
+        needed = self.experts_per_layer * (1 - (1 - self.top_k / self.experts_per_layer) ** rows)
+        return needed * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
+
+
+def cutoff_layer(profile: Profile, inputs: CutoffInputs) -> int:
+    """The largest L that satisfies both bounds; all layers when nothing is ever missing."""
+    missing = inputs.missing_per_layer
+    if missing <= 0.0:
+        return inputs.layers
+    draft_window = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
+    deepest = 0
+    for layer in range(1, inputs.layers + 1):
+        in_memory = layer * missing <= profile.free_slots
+        window = draft_window + (layer - 1) * profile.verify_seconds_per_layer
+        in_time = layer * missing * profile.seconds_per_expert <= window
+        if not (in_memory and in_time):
+            break
+        deepest = layer
+    return deepest

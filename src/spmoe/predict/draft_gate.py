@@ -1,0 +1,54 @@
+"""Speculative expert prefetching: the draft's hidden states through the target's own gates.
+
+The draft's residual stream after attention, normalised by the *target's* pre-FFN norm, goes to the target's gate of the
+layer at the same relative depth. The experts that gate picks are wished for, scored by the weight it gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spmoe.predict.base import Gates
+from spmoe.types import Accepted, ExpertKey, Seen, Stage, Wish
+
+
+class DraftGate:
+    """Wishes for what the draft's states route to, for layers before the cutoff."""
+
+    stages = frozenset({Stage.PREFILL, Stage.DRAFT})
+
+    def __init__(self, gates: Gates, draft_depth: int, cutoff: int) -> None:
+        self.cutoff = cutoff  # layers, counted from the first, that may be wished for
+        self._gates = gates
+        self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        pairs = [
+            (layer, row)
+            for row, depth in enumerate(seen.depths)
+            for layer in self._layers_at[depth]
+            if layer < self.cutoff
+        ]
+        if not pairs:
+            return
+        layers = [layer for layer, _ in pairs]
+        routing = self._gates.route(layers, seen.residual[[row for _, row in pairs]])
+        for layer, experts, scores in zip(layers, routing.experts.tolist(), routing.scores.tolist(), strict=True):
+            best: dict[int, float] = {}
+            for row_experts, row_scores in zip(experts, scores, strict=True):
+                for expert, score in zip(row_experts, row_scores, strict=True):
+                    best[expert] = max(best.get(expert, 0.0), score)
+            for expert, score in best.items():
+                yield Wish(ExpertKey(layer, expert), score, deadline=layer)
+
+    def on_accept(self, accepted: Accepted) -> None:
+        pass
+
+
+def layers_by_draft_depth(layer_depths: Iterable[int], depth_count: int, draft_depth: int) -> list[list[int]]:
+    """For each decoder layer of the draft, the target's MoE layers nearest to it in relative depth."""
+    layers: list[list[int]] = [[] for _ in range(draft_depth)]
+    for layer, depth in enumerate(layer_depths):
+        middle = (depth + 0.5) / depth_count
+        layers[min(int(middle * draft_depth), draft_depth - 1)].append(layer)
+    return layers

@@ -1,0 +1,102 @@
+"""The nouns every room shares. Words are those of docs/architecture.md; nothing here has behaviour.
+
+A *layer* is always counted among the target's MoE layers, in the order a forward reaches them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spmoe.config import SamplingParams
+
+
+class ExpertKey(NamedTuple):
+    """One expert of the target."""
+
+    layer: int
+    expert: int
+
+
+class Stage(Enum):
+    """Where in a request a forward pass belongs."""
+
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    VERIFY = "verify"
+
+
+class Residency(Enum):
+    """Whether an expert's weights are in a slot."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs."""
+
+    key: ExpertKey
+    score: float
+    deadline: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a slab of layers of the model that ran has produced.
+
+    `depths` are decoder layers of that model, out of `depth_count`.
+    """
+
+    stage: Stage
+    depths: range
+    depth_count: int
+    residual: Tensor  # [depths, rows, hidden], the residual stream after attention
+
+
+class Routing(NamedTuple):
+    """What the target's own gates say about some hidden states."""
+
+    experts: Tensor  # [layers, rows, top_k] int64
+    scores: Tensor  # [layers, rows, top_k] float32, every row sums to one
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request's tokens: the prompt, then every accepted, recovered or bonus token."""
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    rng: torch.Generator = field(repr=False)
+    capacity: int  # positions that its KV caches must be able to hold
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """K proposed tokens for one sequence; `probs` is what they were sampled from, absent when greedy."""
+
+    tokens: list[int]
+    probs: Tensor | None = None  # [K, vocabulary] float32
+
+
+class Verdict(NamedTuple):
+    """How many draft tokens are kept, and the recovered (or, when all are kept, bonus) token after them."""
+
+    accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a policy is told when a step ends."""
+
+    drafted: int
+    accepted: int

@@ -1,0 +1,32 @@
+"""From logits to the distribution a token is drawn from. Target and draft go through the same function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmoe.config import SamplingParams
+
+
+def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, then normalised: float32, rows sum to one."""
+    # logits: [rows, vocabulary]
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, order = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered  # mass ahead of each token; the first is always kept
+        drop = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
+        scores = scores.masked_fill(drop, float("-inf"))
+    probs = scores.softmax(dim=-1)
+    if sampling.min_p > 0.0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def draw(probs: Tensor, rng: torch.Generator) -> int:
+    """One token from one row."""  # probs: [vocabulary]
+    return int(torch.multinomial(probs, 1, generator=rng))
