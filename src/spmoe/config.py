@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,9 +44,9 @@ class Size:
             number, unit = float(match[1]), match[2].lower()
             if unit == "%" and 0 < number <= 100:
                 return cls(share=number / 100)
-            if unit in _UNITS and number > 0:
+            if unit in _UNITS and 1 <= number * _UNITS[unit] < float("inf"):
                 return cls(bytes=int(number * _UNITS[unit]))
-        raise UsageError(f"'{text}' is not a size; write it as 6GiB, 512MiB or as a share such as 25%")
+        raise UsageError(f"{str(text)!r} is not a size; write it as 6GiB, 512MiB or as a share such as 25%")
 
     def of(self, total: int) -> int:
         """The size in bytes, where a share is taken of `total`."""
@@ -89,7 +90,7 @@ class Cutoff:
             return cls(CutoffMode(word))
         if word.isdecimal():
             return cls(CutoffMode.FIXED, int(word))
-        raise UsageError(f"'{text}' is not a cutoff; write auto, none or a number of layers")
+        raise UsageError(f"{str(text)!r} is not a cutoff; write auto, none or a number of layers")
 
     def __str__(self) -> str:
         return str(self.layers) if self.mode is CutoffMode.FIXED else self.mode.value
@@ -105,19 +106,28 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require(isinstance(self.stop, (str, tuple, list)), f"stop must be text or a list of texts, not {self.stop!r}")
+        stop = self.stop_strings
         object.__setattr__(self, "stop", stop)
+        _whole(max_tokens=self.max_tokens, top_k=self.top_k, seed=0 if self.seed is None else self.seed)
+        _number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _require(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
         _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
         _require(self.seed is None or 0 <= self.seed < 2**63, f"seed must be from 0 to 2**63-1, not {self.seed}")
+        _require(all(isinstance(s, str) for s in stop), f"stop must be text or a list of texts, not {stop!r}")
         _require(all(stop), "a stop string must not be empty")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, always a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def greedy(self) -> bool:
@@ -152,14 +162,17 @@ class EngineConfig:
             options["expert_memory"] = Size.parse(options["expert_memory"])
         if "cutoff" in options:
             options["cutoff"] = Cutoff.parse(options["cutoff"])
-        if options.get("draft") == "none":
-            options["draft"] = None
+        draft = options.get("draft")
+        options["draft"] = None if draft in (None, "none") else str(draft)
         return cls(**options)
 
     def __post_init__(self) -> None:
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
         _choose("eviction", self.eviction, EVICTIONS)
         _choose("dtype", self.dtype, DTYPES)
+        _whole(num_speculative_tokens=self.num_speculative_tokens, prefill_chunk=self.prefill_chunk)
+        _whole(max_model_len=2 if self.max_model_len is None else self.max_model_len)
+        _number(link_gbps=1 if self.link_gbps is None else self.link_gbps)
         k = self.num_speculative_tokens
         _require(0 <= k <= 64, f"num_speculative_tokens must be from 0 to 64, not {k}")
         _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
@@ -178,5 +191,17 @@ def _require(holds: bool, message: str) -> None:
         raise UsageError(message)
 
 
+def _whole(**values: object) -> None:
+    for name, value in values.items():
+        fits = isinstance(value, Integral) and not isinstance(value, bool)
+        _require(fits, f"{name} must be a whole number, not {value!r}")
+
+
+def _number(**values: object) -> None:
+    for name, value in values.items():
+        fits = isinstance(value, Real) and not isinstance(value, bool)
+        _require(fits, f"{name} must be a number, not {value!r}")
+
+
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not '{value}'")
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {str(value)!r}")

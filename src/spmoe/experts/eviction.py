@@ -75,7 +75,7 @@ class LeastRecentlyUsed:
 
     def victims(self, n: int, pinned: Collection[ExpertKey], below: float) -> list[ExpertKey] | None:
         spared = self._promised if below < float("inf") else ()
-        chosen = []
+        chosen: list[ExpertKey] = []
         for key in self._order:
             if len(chosen) == n:
                 break

@@ -34,7 +34,7 @@ class MemorySlots:
                 f"cannot allocate {count} expert slots of {layout.nbytes} bytes; lower --expert-memory"
             ) from error
         self._weights = [layout.views(self._arena[slot]) for slot in range(count)]
-        self._bytes = [memoryview(self._arena[slot].numpy()) for slot in range(count)]
+        self._bytes = [memoryview(self._arena[slot].numpy()) for slot in range(count)]  # type: ignore[arg-type]
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
         return self._weights[slot]

@@ -203,7 +203,7 @@ def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
 def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None]) -> None:
     blob = torch.zeros(spec.layout.nbytes, dtype=torch.uint8)
     views = spec.layout.views(blob)
-    view = memoryview(blob.numpy())
+    view = memoryview(blob.numpy())  # type: ignore[arg-type]
     checksums: list[int] = []
     blank = _header(spec, [0] * spec.count)
     with path.open("wb", buffering=0) as file:

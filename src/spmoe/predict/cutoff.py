@@ -1,7 +1,7 @@
 """The cutoff: how many layers the draft stage may prefetch for, from a profile and an analytical latency model.
 
-With k missing experts per layer, `t_io` seconds per expert, `t_draft` and `t_verify` seconds per layer, K draft tokens and
-L_all layers, the first L layers may be prefetched for as long as
+With k missing experts per layer, `t_io` seconds per expert, `t_draft` and `t_verify` seconds per layer, K draft tokens
+and L_all layers, the first L layers may be prefetched for as long as
 
     memory:   L * k                 <=  slots that may be given to prefetched experts
     time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
@@ -36,11 +36,15 @@ class CutoffInputs:
     draft_tokens: int
 
     @property
+    def needed_per_layer(self) -> float:
+        """Expected experts of a layer that K + 1 rows need between them, under even routing."""
+        unused = (1 - self.top_k / self.experts_per_layer) ** (self.draft_tokens + 1)
+        return self.experts_per_layer * (1 - unused)
+
+    @property
     def missing_per_layer(self) -> float:
-        """Expected experts of a layer that verification needs and no slot holds, under even routing."""
-        rows = self.draft_tokens + 1
-        needed = self.experts_per_layer * (1 - (1 - self.top_k / self.experts_per_layer) ** rows)
-        return needed * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
+        """Those of them that no slot holds."""
+        return self.needed_per_layer * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
 
 
 def cutoff_layer(profile: Profile, inputs: CutoffInputs) -> int:

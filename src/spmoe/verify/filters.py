@@ -11,15 +11,17 @@ from spmoe.config import SamplingParams
 def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Temperature, then top-k, top-p and min-p, then normalised: float32, rows sum to one."""
     # logits: [rows, vocabulary]
-    scores = logits.float() / sampling.temperature
+    # further out float32 overflows, and the distribution is that of the argmax, or uniform, long before
+    scores = logits.float() / min(max(sampling.temperature, 1e-30), 1e30)
     if 0 < sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
     if sampling.top_p < 1.0:
-        ordered, order = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered  # mass ahead of each token; the first is always kept
-        drop = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
-        scores = scores.masked_fill(drop, float("-inf"))
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        ordered = ordered.softmax(dim=-1)
+        drop = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the mass ahead of each token is enough without it
+        drop[..., 0] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
     probs = scores.softmax(dim=-1)
     if sampling.min_p > 0.0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)

@@ -1,7 +1,7 @@
 """Lossless rejection sampling: whatever the draft proposes, the output follows the target's distribution.
 
-A draft token x, drawn from q, is kept with probability min(1, p(x) / q(x)). At the first rejection the recovered token is
-drawn from max(p - q, 0), normalised; when all are kept, the bonus token is drawn from p.
+A draft token x, drawn from q, is kept with probability min(1, p(x) / q(x)). At the first rejection the recovered token
+is drawn from max(p - q, 0), normalised; when all are kept, the bonus token is drawn from p.
 """
 
 from __future__ import annotations

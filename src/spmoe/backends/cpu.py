@@ -1,0 +1,49 @@
+"""The CPU backend: plain PyTorch, and the definition that faster backends are proved against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from spmoe.experts.source import Wave
+
+
+class CpuBackend:
+    """One expert after the other, with the arithmetic and the order of addition of transformers' eager experts.
+
+    Contributions are kept apart until all have arrived and then added in order of expert number, so the result does
+    not depend, in any bit, on which experts were resident.
+    """
+
+    def run_experts(
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+    ) -> Tensor:
+        rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
+        parts = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
+        for wave in waves:
+            for expert, tensors in zip(wave.experts, wave.weights, strict=True):
+                rows, choice = torch.where(index == expert)
+                out = run_expert(experts, tensors, hidden[rows]) * weights[rows, choice, None]
+                parts[rank[rows, choice], rows] = out.to(parts.dtype)
+        total = torch.zeros_like(hidden)
+        for part in parts:
+            total += part
+        return total
+
+
+def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """One expert's feed-forward, as its module declares it."""  # x: [rows, hidden] -> [rows, hidden]
+    if experts.has_gate:
+        x = experts._apply_gate(_project(experts, tensors, "gate_up_proj", x))
+    else:
+        x = experts.act_fn(_project(experts, tensors, "up_proj", x))
+    return _project(experts, tensors, "down_proj", x)
+
+
+def _project(experts: Any, tensors: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    weight = tensors[name].T if experts.is_transposed else tensors[name]
+    return linear(x, weight, tensors[f"{name}_bias"] if experts.has_bias else None)

@@ -1,0 +1,80 @@
+"""`spmoe info`: what a model is, what would be resident, and how deep prefetching would go."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spmoe.cli.options import Json, load, stderr, takes_shared_options
+from spmoe.config import EngineConfig, format_bytes
+
+if TYPE_CHECKING:
+    from spmoe.engine.plan import Plan
+
+
+@takes_shared_options
+def info(
+    engine: dict[str, Any],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the pair and measure the profile, if it was not yet.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a model is, the division of the memory, the profile and the cutoff. Loads no weights."""
+    from spmoe.engine.llm import with_default_pair
+    from spmoe.engine.plan import make_plan
+
+    engine = with_default_pair(engine)
+    if measure:
+        load(engine, progress=not as_json).close()
+    plan = make_plan(EngineConfig.make(**engine))
+    if as_json:
+        print(json.dumps(plan.to_dict()))
+        return
+    if plan.emulated_link_gbps is not None:
+        stderr().print(f"note: emulated link of {plan.emulated_link_gbps:g} GB/s; times are not this machine's own")
+    Console(highlight=False).print(_table(plan))
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    table.add_row(
+        "model", f"{plan.model} ({plan.architecture}, {plan.parameters / 1e9:.3g} B parameters, {plan.dtype})"
+    )
+    experts = f"{plan.experts_per_layer} experts, {plan.top_k} per token"
+    table.add_row("layers", f"{plan.decoder_layers}, {plan.moe_layers} of them with {experts}")
+    table.add_row("context", f"{plan.context} tokens, {format_bytes(plan.kv_bytes_per_token)} of KV cache each")
+    share = plan.slots_bytes / plan.all_experts_bytes
+    table.add_row("experts", f"{format_bytes(plan.all_experts_bytes)}, {format_bytes(plan.expert_bytes)} each")
+    table.add_row("expert file", f"{plan.expert_file} ({'built' if plan.expert_file_built else 'not built yet'})")
+    table.add_row("", "")
+    table.add_row("resident", f"{format_bytes(plan.resident_bytes)} target without experts")
+    if plan.draft is not None:
+        table.add_row("", f"{format_bytes(plan.draft_bytes)} draft {plan.draft} ({plan.draft_architecture})")
+    table.add_row(
+        "", f"{format_bytes(plan.slots_bytes)} expert slots ({plan.slots} slots, {100 * share:.0f}% of experts)"
+    )
+    total = plan.resident_bytes + plan.draft_bytes + plan.slots_bytes
+    table.add_row("", f"{format_bytes(total)} in all, and KV caches")
+    table.add_row("", "")
+    table.add_row("draft tokens", str(plan.num_speculative_tokens))
+    table.add_row("prefetch", plan.prefetch)
+    if plan.profile is not None:
+        link = "emulated link" if plan.emulated_link_gbps is not None else "store to slot"
+        table.add_row(
+            "profile",
+            f"draft {1e3 * plan.profile.draft_seconds_per_layer:.3f} ms per layer, "
+            f"verify {1e3 * plan.profile.verify_seconds_per_layer:.3f} ms per layer, "
+            f"{1e3 * plan.profile.seconds_per_expert:.3f} ms per expert ({link}), {plan.profile.free_slots} free slots",
+        )
+    if plan.prefetch == "draft-gate":
+        known = f"{plan.cutoff_layers} of {plan.moe_layers} layers" if plan.cutoff_layers is not None else "not known"
+        hint = "" if plan.cutoff_layers is not None else "; run the model once, or add --measure"
+        table.add_row("cutoff", f"{plan.cutoff}: {known}{hint}")
+    return table

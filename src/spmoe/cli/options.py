@@ -1,0 +1,119 @@
+"""The options that several verbs take, declared once, and how they become an engine."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from spmoe.config import EngineConfig, SamplingParams
+from spmoe.errors import PromptError
+
+if TYPE_CHECKING:
+    from spmoe.engine.llm import LLM
+
+
+def _engine(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the pair that ships."),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft with the same tokenizer: a directory, a hub id or 'none'.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")
+    ] = 4,
+    prefetch: Annotated[str, typer.Option(help="Prefetch policy: draft-gate or on-demand.")] = "draft-gate",
+    cutoff: Annotated[
+        str, typer.Option(help="Layers that may be prefetched for: auto (from a profile), none, or a number.")
+    ] = "auto",
+    eviction: Annotated[str, typer.Option(help="What leaves full slots: draft-informed or lru.")] = "draft-informed",
+    expert_memory: Annotated[
+        str, typer.Option(help="Memory for experts: a size (6GiB) or a share of all experts (25%).")
+    ] = "25%",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as the checkpoint is).")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest context, prompt and output together; default: the model's.")
+    ] = None,
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
+    ] = None,
+) -> dict[str, Any]:
+    options = dict(locals())
+    EngineConfig.make(**{**options, "model": model or ""})  # refuses bad values before anything heavy is imported
+    return options
+
+
+def _sampling(
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this much mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+) -> SamplingParams:
+    return SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+
+_GROUPS: dict[str, Callable[..., Any]] = {"engine": _engine, "params": _sampling}
+
+
+def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread a command's `engine` and `params` arguments into the options they are made from."""
+    own = inspect.signature(command, eval_str=True).parameters
+    groups = {name: inspect.signature(_GROUPS[name], eval_str=True).parameters for name in own if name in _GROUPS}
+    spread = [p for group in groups.values() for p in group.values()]
+    spread += [p for p in own.values() if p.name not in groups]
+
+    @wraps(command)
+    def wrapper(**values: Any) -> None:
+        made = {name: _GROUPS[name](**{p: values.pop(p) for p in group}) for name, group in groups.items()}
+        command(**made, **values)
+
+    signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in spread])
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in spread}
+    return wrapper
+
+
+def stderr() -> Console:
+    """Where everything goes that is not the answer."""
+    return Console(stderr=True, highlight=False)
+
+
+def load(engine: dict[str, Any], *, progress: bool) -> LLM:
+    """Build the engine; says what it is and where it does less than was asked."""
+    from spmoe.engine.llm import LLM
+    from spmoe.models.placeholder import is_placeholder
+
+    llm = LLM(**engine, progress=progress)
+    console = stderr()
+    if is_placeholder(llm.engine.config.model):
+        console.print("note: this is a placeholder model with random weights; its text means nothing")
+    if llm.engine.config.link_gbps is not None:
+        console.print(f"note: emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
+    for notice in llm.notices:
+        console.print(f"note: {notice}", markup=False)
+    return llm
+
+
+def read_text(prompt: str) -> str:
+    """The prompt itself, or standard input for `-`."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin.isatty():
+        stderr().print("reading the prompt from standard input; end it with Ctrl-D")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError("standard input is not UTF-8 text") from error

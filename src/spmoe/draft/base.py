@@ -1,0 +1,26 @@
+"""The contract of a draft: propose tokens, and show what its layers produce on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from spmoe import types
+
+OnSeen = Callable[[types.Seen], None]
+
+
+class Drafter(Protocol):
+    """Proposes up to k tokens per sequence. It keeps its own state of every sequence until told to release it."""
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+        """Catch up with the sequences' tokens and propose k more each; k = 0 only catches up with a new prompt."""
+        ...
+
+    def rewind(self, lengths: Mapping[int, int]) -> None:
+        """Forget, per sequence id, every position from the given length on."""
+        ...
+
+    def release(self, sequence_id: int) -> None:
+        """The sequence is over."""
+        ...

@@ -1,0 +1,78 @@
+"""A draft model: a smaller network, held in memory whole, that runs K single-token passes per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spmoe import types
+from spmoe.draft.base import OnSeen
+from spmoe.models.kv import KvState
+from spmoe.models.network import Network
+from spmoe.models.taps import OnTap
+from spmoe.verify.filters import draw, probabilities
+
+
+class DraftModel:
+    """Proposes what another language model with the same tokenizer would say."""
+
+    def __init__(self, network: Network, vocab_size: int, prefill_chunk: int) -> None:
+        self.network = network
+        self._vocab_size = vocab_size  # the target's
+        self._prefill_chunk = prefill_chunk
+        self._states: dict[int, KvState] = {}
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+        return [self._propose(sequence, k, on_seen) for sequence in sequences]
+
+    def rewind(self, lengths: Mapping[int, int]) -> None:
+        for sequence_id, length in lengths.items():
+            if sequence_id in self._states:
+                self._states[sequence_id].rewind(length)
+
+    def release(self, sequence_id: int) -> None:
+        self._states.pop(sequence_id, None)
+
+    def _propose(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> types.Draft:
+        if len(sequence.tokens) + k > self.network.max_positions:
+            return types.Draft([])
+        kv = self._states.get(sequence.id)
+        if kv is None:
+            kv = self._states[sequence.id] = self.network.new_kv(sequence.capacity)
+        elif k == 0:
+            return types.Draft([])
+        stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
+        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._tap(stage, on_seen))
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        for position in range(k):
+            if position:
+                logits = self.network.forward(tokens[-1:], kv, keep=1, on_tap=self._tap(types.Stage.DRAFT, on_seen))
+            tokens.append(self._choose(logits, sequence, probs))
+        return types.Draft(tokens, torch.stack(probs) if probs else None)
+
+    def _catch_up(self, pending: list[int], kv: KvState, on_tap: OnTap | None) -> Tensor:
+        for start in range(0, len(pending), self._prefill_chunk):
+            logits = self.network.forward(pending[start : start + self._prefill_chunk], kv, keep=1, on_tap=on_tap)
+        return logits
+
+    def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
+        """Pick a token the way the target would; when sampling, note the distribution it came from."""
+        missing = self._vocab_size - logits.shape[-1]
+        logits = pad(logits, (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
+        if sequence.sampling.greedy:
+            return int(logits[-1].argmax())
+        probs.append(probabilities(logits[-1:], sequence.sampling)[0])
+        return draw(probs[-1], sequence.rng)
+
+    def _tap(self, stage: types.Stage, on_seen: OnSeen | None) -> OnTap | None:
+        if on_seen is None:
+            return None
+
+        def on_tap(depth: int, residual: Tensor) -> None:
+            on_seen(types.Seen(stage, range(depth, depth + 1), self.network.depth_count, residual[None]))
+
+        return on_tap

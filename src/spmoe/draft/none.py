@@ -1,0 +1,21 @@
+"""No draft: plain decoding, through the same loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spmoe import types
+from spmoe.draft.base import OnSeen
+
+
+class NoDraft:
+    """Proposes nothing."""
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+        return [types.Draft([]) for _ in sequences]
+
+    def rewind(self, lengths: Mapping[int, int]) -> None:
+        pass
+
+    def release(self, sequence_id: int) -> None:
+        pass

@@ -1,0 +1,247 @@
+"""The Python interface: `LLM` and what it returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from spmoe import types
+from spmoe.config import EngineConfig, SamplingParams
+from spmoe.engine.build import Engine, build
+from spmoe.engine.stats import Stats
+from spmoe.engine.text import TextStream
+from spmoe.errors import PromptError, SpmoeError, UsageError
+from spmoe.models.placeholder import placeholder_pair
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one prompt."""
+
+    text: str
+    token_ids: list[int]  # as generated, a final EOS included
+    finish_reason: str  # "stop", "length" or "interrupted"
+    stats: Stats
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Token counts, named as OpenAI's API names them."""
+        prompt, output = self.stats.prompt_tokens, self.stats.output_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "stats": self.stats.to_dict(),
+        }
+
+
+class LLM:
+    """An MoE model whose experts live in a store, with an optional draft. Use it as a context manager, or `close` it.
+
+    With no model, the pair that comes with the package is used. Options are those of `spmoe.config.EngineConfig`.
+    """
+
+    def __init__(self, model: str | None = None, draft: str | None = None, **options: Any) -> None:
+        self.engine: Engine = build(EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options})))
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def notices(self) -> list[str]:
+        """Where the engine does less than was asked, and why."""
+        return self.engine.notices
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Complete each prompt, one after the other. A prompt is text or token ids."""
+        single = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
+        batch: Any = [prompts] if single else prompts
+        generations = [self.stream(prompt, params) for prompt in batch]  # every prompt is checked before any is run
+        return [generation.run() for generation in generations]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Start one completion; iterating over it yields text as it is generated."""
+        return Generation(self, self._encode(prompt), params or SamplingParams())
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation of `{"role": ..., "content": ...}` messages."""
+        return self.stream_chat(messages, params).run()
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
+        """Start an answer to a conversation."""
+        tokenizer = self._tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError(f"{self.engine.config.model} has no chat template; use `spmoe run` or LLM.generate")
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates raise their own errors through jinja
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise PromptError(f"the chat template refuses these messages ({reason})") from error
+        return self.stream(ids, params)
+
+    def close(self) -> None:
+        """Release slots, threads and files. Idempotent."""
+        self._closed = True
+        self.engine.source.close()
+
+    def _tokenizer(self) -> Any:
+        if self.engine.tokenizer is None:
+            raise UsageError(f"{self.engine.config.model} ships no tokenizer; give prompts as token ids")
+        return self.engine.tokenizer
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty; give at least one character")
+            ids: list[int] = self._tokenizer()(prompt)["input_ids"]
+        else:
+            ids = list(prompt)
+        limit, vocabulary = self.engine.max_model_len, self.engine.target.vocab_size
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        if len(ids) >= limit:
+            raise PromptError(f"the prompt has {len(ids)} tokens but the context holds {limit}; shorten the prompt")
+        if not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
+            raise PromptError(f"the prompt holds token ids outside the model's vocabulary of {vocabulary}")
+        return ids
+
+    def _new_sequence(self, prompt: list[int], params: SamplingParams, room: int) -> types.Sequence:
+        rng = torch.Generator()
+        if params.seed is None:
+            rng.seed()
+        else:
+            rng.manual_seed(params.seed)
+        with self._lock:
+            self._next_id += 1
+            return types.Sequence(self._next_id, list(prompt), len(prompt), params, rng, len(prompt) + room)
+
+    def _step(self, sequence: types.Sequence, room: int) -> list[int]:
+        with self._lock:
+            if self._closed:
+                raise SpmoeError("the engine is closed")
+            return self.engine.loop.step(sequence, room)
+
+    def _release(self, sequence: types.Sequence) -> None:
+        with self._lock:
+            self.engine.loop.release(sequence)
+
+
+class Generation:
+    """One completion under way. Iterate for text; `completion` is what there is so far, also after an interruption."""
+
+    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason = "interrupted"
+        self._llm = llm
+        self._engine = llm.engine
+        self._params = params
+        self._room = min(params.max_tokens, self._engine.max_model_len - len(prompt))
+        self._prompt = prompt
+        self._eos = frozenset() if params.ignore_eos else _eos_tokens(self._engine)
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None and params.stop_strings:
+            raise UsageError(f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be seen")
+        self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
+        self._started = self._first = self._ended = 0.0
+        self._before = self._engine.loop.counters.copy()
+        self._pieces = self._generate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def run(self) -> Completion:
+        """Generate to the end."""
+        for _ in self:
+            pass
+        return self.completion
+
+    @property
+    def completion(self) -> Completion:
+        """What has been generated."""
+        engine = self._engine
+        stats = Stats(
+            prompt_tokens=len(self._prompt),
+            output_tokens=len(self.token_ids),
+            ttft_seconds=self._first - self._started,
+            latency_seconds=self._ended - self._started,
+            counters=engine.loop.counters.minus(self._before),
+            slots=engine.slots,
+            peak_slots=engine.source.cache.peak,
+            cutoff_layers=engine.cutoff,
+            layers=len(engine.target.moe),
+            prefetch="draft-gate" if engine.cutoff is not None else "on-demand",
+            draft_tokens=engine.loop.draft_tokens,
+            emulated_link_gbps=engine.config.link_gbps,
+        )
+        return Completion(self._text.text if self._text else "", list(self.token_ids), self.finish_reason, stats)
+
+    def _generate(self) -> Iterator[str]:
+        clock = self._engine.clock
+        self._before = self._engine.loop.counters.copy()
+        self._started = self._first = self._ended = clock.now()
+        sequence = self._llm._new_sequence(self._prompt, self._params, self._room)
+        try:
+            while self.finish_reason == "interrupted":
+                new = self._llm._step(sequence, self._room - len(self.token_ids))
+                self._ended = clock.now()
+                if not self.token_ids:
+                    self._first = self._ended
+                for token in new:
+                    yield from self._take(token)
+                    if self.finish_reason != "interrupted":
+                        break
+        finally:
+            self._llm._release(sequence)
+            self._flush()
+
+    def _take(self, token: int) -> Iterator[str]:
+        """Book one token and decide whether it is the last."""
+        self.token_ids.append(token)
+        ended = token in self._eos
+        if self._text is not None and not ended and (piece := self._text.push(token)):
+            yield piece
+        if ended or (self._text is not None and self._text.stopped):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._room:
+            self.finish_reason = "length"
+        if self.finish_reason != "interrupted" and (rest := self._flush()):
+            yield rest
+
+    def _flush(self) -> str:
+        return self._text.finish() if self._text is not None else ""
+
+
+def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with the pair that comes with the package where no model is named."""
+    if options["model"] is not None:
+        return {**options, "model": str(options["model"])}
+    model, draft = placeholder_pair()
+    return {**options, "model": model, "draft": options["draft"] or draft}
+
+
+def _eos_tokens(engine: Engine) -> frozenset[int]:
+    declared = engine.target.model.generation_config.eos_token_id
+    found = set(declared) if isinstance(declared, (list, tuple)) else {declared}
+    if engine.tokenizer is not None:
+        found.add(engine.tokenizer.eos_token_id)
+    return frozenset(token for token in found if token is not None)

@@ -1,0 +1,105 @@
+"""The loop: one step of speculative decoding over offloaded experts. Read `step` first."""
+
+from __future__ import annotations
+
+import torch
+
+from spmoe.draft.base import Drafter
+from spmoe.errors import SpmoeError
+from spmoe.experts.source import ExpertSource
+from spmoe.models.kv import KvState
+from spmoe.models.target import Target
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Counters
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.types import Accepted, Seen, Sequence
+from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.rejection import RejectionVerifier
+
+
+class Loop:
+    """Everything a step touches."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        policy: PrefetchPolicy,
+        source: ExpertSource,
+        clock: Clock,
+        draft_tokens: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.policy = policy
+        self.source = source
+        self.draft_tokens = draft_tokens  # K
+        self.counters: Counters = source.counters
+        self._clock = clock
+        self._prefill_chunk = prefill_chunk
+        self._states: dict[int, KvState] = {}
+
+    def step(self, sequence: Sequence, room: int) -> list[int]:
+        """Draft, predict, prefetch, verify, accept, account; the new tokens, of which there are at most `room`."""
+        started = self._clock.now()
+        self.source.begin_step()
+        k = self._draft_length(sequence, room)
+
+        (draft,) = self.drafter.propose([sequence], k, self._on_seen if self.policy.stages else None)
+        drafted = self._clock.now()
+
+        logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
+        verifier = GreedyVerifier() if sequence.sampling.greedy else RejectionVerifier()
+        verdict = verifier.judge(sequence, draft, logits)
+
+        new = [*draft.tokens[: verdict.accepted], verdict.next_token]
+        sequence.tokens += new
+        self._rewind(sequence, len(sequence.tokens) - 1)
+
+        self.source.end_step()
+        self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))
+        self.counters.steps += 1
+        self.counters.tokens += len(new)
+        self.counters.count_draft(len(draft.tokens), verdict.accepted)
+        self.counters.draft_seconds += drafted - started
+        self.counters.verify_seconds += self._clock.now() - drafted
+        return new
+
+    def release(self, sequence: Sequence) -> None:
+        """The request is over, however it ended."""
+        self.source.end_step()
+        self._states.pop(sequence.id, None)
+        self.drafter.release(sequence.id)
+
+    def _draft_length(self, sequence: Sequence, room: int) -> int:
+        """K, less at the end of a request; none before the prompt has been read."""
+        return min(self.draft_tokens, room - 1) if sequence.id in self._states else 0
+
+    def _on_seen(self, seen: Seen) -> None:
+        """Predict and prefetch, while the draft runs."""
+        if seen.stage in self.policy.stages:
+            self.source.wish(self.policy.on_seen(seen))
+
+    def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
+        """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""
+        kv = self._states.get(sequence.id)
+        if kv is None:
+            kv = self._states[sequence.id] = self.target.new_kv(sequence.capacity)
+        pending = sequence.tokens[kv.length :] + draft
+        # a state that cannot roll back may also not be continued by several tokens at once
+        chunk = self._prefill_chunk if kv.can_rewind else len(pending)
+        keep = len(draft) + 1
+        parts = [
+            self.target.forward(pending[start : start + chunk], kv, keep) for start in range(0, len(pending), chunk)
+        ]
+        logits = torch.cat(parts)[-keep:]
+        if bool(logits.isnan().any()):
+            raise SpmoeError(
+                "the target's output is not a number; its weights overflow this dtype: try another --dtype"
+            )
+        return logits
+
+    def _rewind(self, sequence: Sequence, length: int) -> None:
+        self._states[sequence.id].rewind(length)
+        self.drafter.rewind({sequence.id: length})

@@ -1,0 +1,109 @@
+"""The plan: what a model is and how the memory would be divided, without loading a weight."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from spmoe.config import CutoffMode, EngineConfig
+from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings, slot_count
+from spmoe.engine.profiling import profile_path, read_profile
+from spmoe.models.anatomy import dissect
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
+from spmoe.predict.cutoff import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `spmoe info` shows."""
+
+    model: str
+    architecture: str
+    dtype: str
+    decoder_layers: int
+    moe_layers: int
+    experts_per_layer: int
+    top_k: int
+    context: int
+    parameters: int
+    resident_bytes: int  # the target's dense weights
+    expert_bytes: int  # one expert
+    all_experts_bytes: int
+    slots: int
+    slots_bytes: int
+    kv_bytes_per_token: int
+    expert_file: str
+    expert_file_built: bool
+    draft: str | None
+    draft_architecture: str | None
+    draft_bytes: int
+    num_speculative_tokens: int
+    prefetch: str
+    emulated_link_gbps: float | None
+    profile: Profile | None  # None: not measured yet, or not needed
+    cutoff: str  # as asked for
+    cutoff_layers: int | None  # None: no prefetching, or not known before a measurement
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Read configs and file headers only."""
+    checkpoint = Checkpoint.find(config.model)
+    dtype = checkpoint.dtype(config.dtype)
+    model = load_skeleton(checkpoint)
+    anatomy = dissect(model)
+    spec = store_spec(checkpoint, model, [site.path for site in anatomy.moe], dtype)
+    top_k = max(site.top_k for site in anatomy.moe)
+    slots = slot_count(config, spec, top_k)
+    path = expert_file_path(checkpoint, dtype)
+    text = checkpoint.config.get_text_config(decoder=True)
+
+    draft = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
+    draft_model = load_dense_skeleton(draft) if draft is not None else None
+    draft_tokens = config.num_speculative_tokens if draft is not None else 0
+    profile, layers = None, None
+    if draft is not None and config.prefetch == "draft-gate":
+        inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
+        profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
+        if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
+            layers = choose_cutoff(config.cutoff, profile, inputs)
+    expert_parameters = spec.nbytes // dtype.itemsize
+    return Plan(
+        model=config.model,
+        architecture=type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        decoder_layers=anatomy.depth_count,
+        moe_layers=len(anatomy.moe),
+        experts_per_layer=max(spec.experts),
+        top_k=top_k,
+        context=min(config.max_model_len or text.max_position_embeddings, text.max_position_embeddings),
+        parameters=_parameters(model) + expert_parameters,
+        resident_bytes=_parameters(model) * dtype.itemsize,
+        expert_bytes=spec.layout.nbytes,
+        all_experts_bytes=spec.nbytes,
+        slots=slots,
+        slots_bytes=slots * spec.layout.nbytes,
+        kv_bytes_per_token=anatomy.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
+        expert_file=str(path),
+        expert_file_built=path.exists(),
+        draft=config.draft if draft is not None else None,
+        draft_architecture=type(draft_model).__name__ if draft_model is not None else None,
+        draft_bytes=_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0,
+        num_speculative_tokens=draft_tokens,
+        prefetch=config.prefetch if draft is not None else "on-demand",
+        emulated_link_gbps=config.link_gbps,
+        profile=profile,
+        cutoff=str(config.cutoff),
+        cutoff_layers=layers,
+    )
+
+
+def _parameters(model: nn.Module) -> int:
+    """Weights; tied ones count once, as `parameters` lists them once."""
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,172 @@
+"""Anatomy: where a model's pre-FFN norms, routers and experts are, discovered by watching one small forward.
+
+Nothing is known of families. Tensors are followed by identity: the router is the module whose output holds the very
+indices the experts receive, the norm is the module whose output is what the router (or a dense feed-forward) is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmoe.errors import CheckpointError
+from spmoe.models.experts_port import experts_modules
+from spmoe.models.kv import KvState
+
+PROBE_TOKENS = 3  # few, but more than one: shapes of one row are ambiguous
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """A router and the arguments it was called with, so that it can be called alone on other hidden states."""
+
+    router: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    flat: bool  # whether hidden states come as [rows, hidden] rather than [batch, rows, hidden]
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts and their weights."""  # hidden: [rows, hidden] -> 2 x [rows, top_k]
+        given = hidden if self.flat else hidden[None]
+        _, weights, experts = self.router(given, *self.args, **self.kwargs)
+        return experts.reshape(hidden.shape[0], -1), weights.reshape(hidden.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class MoeSite:
+    """One MoE layer of a target."""
+
+    path: str  # of the experts module
+    depth: int  # decoder layer
+    experts: nn.Module
+    top_k: int
+    norm: nn.Module | None  # None: nothing to feed another model's hidden states through
+    router: RouterCall | None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What was found in a model."""
+
+    depth_count: int
+    norms: tuple[nn.Module | None, ...]  # the pre-FFN norm of each decoder layer; its input is the tap
+    moe: tuple[MoeSite, ...]  # in the order a forward reaches them
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def given(self) -> Tensor | None:
+        """The first tensor argument."""
+        return next((a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)), None)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Every tensor returned."""
+        found = self.output if isinstance(self.output, (tuple, list)) else (self.output,)
+        return [t for t in found if isinstance(t, Tensor)]
+
+
+def dissect(model: Any) -> Anatomy:
+    """Run a few tokens through the model and see what feeds what."""
+    layers_path, depth_count = _decoder_layers(model)
+    kv = KvState(model.config, PROBE_TOKENS)
+    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    with _watch(model) as calls, torch.inference_mode():
+        model(input_ids=tokens, past_key_values=kv.cache, use_cache=True)
+    norms = tuple(_ffn_norm(calls, f"{layers_path}.{depth}") for depth in range(depth_count))
+    paths = dict(experts_modules(model))
+    moe = tuple(_moe_site(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
+    return Anatomy(depth_count, norms, moe, kv.bytes_per_token)
+
+
+@contextmanager
+def _watch(model: nn.Module) -> Iterator[list[_Call]]:
+    """Record every module call, in order of completion. The record keeps tensors alive, so identity is safe."""
+    calls: list[_Call] = []
+
+    def note(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            calls.append(_Call(path, module, args, kwargs, output))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(note(path), with_kwargs=True) for path, module in model.named_modules() if path
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _decoder_layers(model: Any) -> tuple[str, int]:
+    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return path, wanted
+    raise CheckpointError(f"no list of {wanted} decoder layers was found in {type(model).__name__}")
+
+
+def _moe_site(calls: list[_Call], index: int, layers_path: str) -> MoeSite:
+    experts = calls[index]
+    chosen = experts.args[1] if len(experts.args) > 1 else experts.kwargs["top_k_index"]
+    site: dict[str, Any] = {
+        "path": experts.path,
+        "depth": int(experts.path.removeprefix(layers_path + ".").partition(".")[0]),
+        "experts": experts.module,
+        "top_k": chosen.shape[-1],
+        "norm": None,
+        "router": None,
+    }
+    router = next(
+        (c for c in reversed(calls[:index]) if len(c.outputs) == 3 and any(_same(t, chosen) for t in c.outputs)), None
+    )
+    if router is not None and router.given is not None and router.args and router.given is router.args[0]:
+        site["router"] = RouterCall(router.module, router.args[1:], router.kwargs, flat=router.given.ndim == 2)
+        site["norm"] = _producer(calls[:index], router.given)
+    return MoeSite(**site)
+
+
+def _ffn_norm(calls: list[_Call], layer_path: str) -> nn.Module | None:
+    """The norm before a decoder layer's last block that is not itself a norm."""
+    children = [c for c in calls if c.path.rpartition(".")[0] == layer_path]
+    blocks = [c for c in children if not _is_norm(c)]
+    if not blocks or blocks[-1].given is None:
+        return None
+    return _producer(children, blocks[-1].given)
+
+
+def _producer(calls: list[_Call], tensor: Tensor) -> nn.Module | None:
+    """The norm whose output this tensor is (or is a view of)."""
+    return next((c.module for c in calls if _is_norm(c) and _same_storage(c.outputs[0], tensor)), None)
+
+
+def _is_norm(call: _Call) -> bool:
+    """A leaf with nothing but vectors for weights, whose output is a new tensor of its input's shape."""
+    if any(True for _ in call.module.children()) or len(call.outputs) != 1 or call.given is None:
+        return False
+    weights = list(call.module.parameters(recurse=False))
+    changed = call.outputs[0].shape == call.given.shape and not _same_storage(call.outputs[0], call.given)
+    return changed and all(w.ndim == 1 for w in weights)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and a.data_ptr() == b.data_ptr())
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

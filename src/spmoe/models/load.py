@@ -1,0 +1,277 @@
+"""Loading: dense weights into memory by transformers' own loader; experts, one at a time, into the expert file.
+
+The fused expert parameters never exist: a subclass made on the fly drops them while they are still on the meta device,
+and the loader then never reads their tensors. A load holds the dense weights, one blob and one expert's source tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import __version__ as transformers_version
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import logging as transformers_logging
+
+from spmoe.config import home
+from spmoe.errors import CheckpointError
+from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.experts_port import experts_modules, take_over
+from spmoe.types import ExpertKey
+
+OnProgress = Callable[[int, int], None]
+
+
+def load_dense(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """A whole model, as drafts are: everything resident."""
+    return _load(checkpoint, _causal_class(checkpoint), dtype)
+
+
+def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """A model whose experts' weights were left out and whose experts go through (silent) ports."""
+    model = _load(checkpoint, _without_experts(_causal_class(checkpoint)), dtype)
+    _require_experts(checkpoint, model)
+    take_over(model)
+    return model
+
+
+def load_dense_skeleton(checkpoint: Checkpoint) -> Any:
+    """A whole model without any weights, on the meta device."""
+    with torch.device("meta"), _quiet():
+        return _causal_class(checkpoint)(checkpoint.config)
+
+
+def load_skeleton(checkpoint: Checkpoint) -> Any:
+    """A target without any weights, on the meta device: enough to look at."""
+    with torch.device("meta"), _quiet():
+        model = _without_experts(_causal_class(checkpoint))(checkpoint.config)
+    _require_experts(checkpoint, model)
+    take_over(model)
+    return model.eval()
+
+
+def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype) -> StoreSpec:
+    """What the expert file of this checkpoint holds. `paths` are the model's experts modules, in layer order."""
+    shapes = [model.get_submodule(path).spmoe_shapes for path in paths]
+    blobs = [{name: tuple(shape[1:]) for name, shape in one.items()} for one in shapes]
+    if any(blob != blobs[0] for blob in blobs):
+        raise CheckpointError(f"{checkpoint.name} has experts of several sizes, which spmoe cannot hold yet")
+    counts = tuple(next(iter(one.values()))[0] for one in shapes)
+    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blobs[0], dtype), counts)
+
+
+def build_expert_file(
+    checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype, on_progress: OnProgress
+) -> ExpertFile:
+    """The expert file of this checkpoint and dtype; built unless a current one is in the cache directory."""
+    spec = store_spec(checkpoint, model, paths, dtype)
+    with _ExpertReader(checkpoint, model, paths) as reader:
+        return ensure_expert_file(expert_file_path(checkpoint, dtype), spec, reader.fill, on_progress)
+
+
+def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
+    """Where the expert file is cached: one per checkpoint (by hub id or directory) and dtype."""
+    source = str(checkpoint.directory) if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
+    tag = hashlib.sha256(source.encode()).hexdigest()[:12]
+    plain = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
+    return home() / "experts" / f"{plain}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
+
+
+def _causal_class(checkpoint: Checkpoint) -> Any:
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+    except KeyError as error:
+        raise CheckpointError(
+            f"{checkpoint.name} ({checkpoint.config.model_type}) is not a causal language model that transformers "
+            f"{transformers_version} knows; choose a text-generation checkpoint"
+        ) from error
+
+
+def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
+    if not any(True for _ in experts_modules(model)):
+        raise CheckpointError(
+            f"{checkpoint.name} ({checkpoint.config.model_type}) has no experts that transformers "
+            f"{transformers_version} lets an engine take over; a dense model can serve as --draft"
+        )
+
+
+def _without_experts(cls: Any) -> Any:
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        for _, module in experts_modules(self):
+            count = getattr(module, "num_experts", None)
+            names = [
+                n for n, p in module.named_parameters(recurse=False) if p.ndim >= 2 and count in (None, p.shape[0])
+            ]
+            module.spmoe_shapes = {n: tuple(module._parameters[n].shape) for n in names}  # type: ignore[union-attr, assignment]
+            for name in names:
+                module._parameters[name] = None
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+    # transformers looks conversion rules up by class and module name, and refuses them to foreign modules
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+def _load(checkpoint: Checkpoint, cls: Any, dtype: torch.dtype) -> Any:
+    try:
+        with _quiet():
+            model, info = cls.from_pretrained(
+                checkpoint.directory,
+                config=checkpoint.config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{checkpoint.name} cannot be loaded ({reason}); check that config.json belongs to the weights"
+        ) from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise CheckpointError(
+            f"config.json and the weights of {checkpoint.name} disagree: {name} is {list(found)} in the file but "
+            f"{list(expected)} by the config ({len(mismatched)} such); use the config that belongs to the weights"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {missing[0]} ({len(missing)} weights missing); the checkpoint is incomplete or "
+            "config.json is not its own: download it again"
+        )
+    for name, tensor in model.named_parameters():
+        _require_finite(checkpoint, name, tensor.data)
+    return model.eval().requires_grad_(False)
+
+
+class _ExpertReader:
+    """Reads one expert's tensors at a time, by transformers' own conversion rules."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, paths: list[str]) -> None:
+        self._checkpoint = checkpoint
+        self._model = model
+        self._paths = paths
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        wanted = {
+            f"{path}.{name}": shape for path in paths for name, shape in model.get_submodule(path).spmoe_shapes.items()
+        }
+        known = dict.fromkeys([*model.state_dict(), *wanted], True)
+        sources: dict[str, dict[str | None, list[str]]] = {name: {} for name in wanted}
+        for name in sorted(checkpoint.files, key=_natural):
+            target, pattern = rename_source_key(name, renamings, self._converters, model.base_model_prefix, known)
+            if target in sources:
+                sources[target].setdefault(pattern, []).append(name)
+        self._sources = sources
+        for target, (count, *_) in wanted.items():
+            self._check_sources(target, count)
+
+    def __enter__(self) -> _ExpertReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
+        """Write this expert's tensors into the views of a blob."""
+        for name, view in views.items():
+            target = f"{self._paths[key.layer]}.{name}"
+            tensor = self._read(target, key.expert)
+            if tensor.shape != view.shape:
+                raise CheckpointError(
+                    f"config.json and the weights of {self._checkpoint.name} disagree: an expert of {target} is "
+                    f"{list(tensor.shape)} in the file but {list(view.shape)} by the config; use the config that "
+                    "belongs to the weights"
+                )
+            view.copy_(tensor)
+            _require_finite(self._checkpoint, f"{target} (expert {key.expert})", view)
+
+    def _check_sources(self, target: str, count: int) -> None:
+        found = self._sources[target]
+        if not found:
+            raise CheckpointError(
+                f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json is not its own: "
+                "download it again"
+            )
+        for names in found.values():
+            if len(names) not in (1, count):
+                raise CheckpointError(
+                    f"{self._checkpoint.name} has {len(names)} experts for {target} but config.json says {count}; the "
+                    "checkpoint is incomplete or config.json is not its own"
+                )
+
+    def _read(self, target: str, expert: int) -> Tensor:
+        """One expert's part of a fused parameter."""
+        tensors: Any = {pattern: [self._read_source(names, expert)] for pattern, names in self._sources[target].items()}
+        if None in tensors:  # stored as the module holds it
+            return tensors[None][0][0]  # type: ignore[no-any-return]
+        converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
+        for operation in converter.operations:
+            tensors = operation.convert(
+                tensors,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=target,
+                model=self._model,
+                config=self._model.config,
+                missing_keys=None,
+            )
+        (fused,) = tensors.values()  # [1, ...]: all experts, of which there is one
+        return fused[0]  # type: ignore[no-any-return]
+
+    def _read_source(self, names: list[str], expert: int) -> Tensor:
+        """An expert's own tensor, or its slice [1, ...] of a tensor that holds all of them."""
+        fused = len(names) == 1
+        name = names[0] if fused else names[expert]
+        path = self._checkpoint.files[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        try:
+            if fused:
+                return self._open[path].get_slice(name)[expert : expert + 1]  # type: ignore[no-any-return]
+            return self._open[path].get_tensor(name)  # type: ignore[no-any-return]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise CheckpointError(f"{name} cannot be read from {path} ({error}); download it again") from error
+
+
+def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{name} of {checkpoint.name} holds values that are not finite in {str(tensor.dtype)[6:]}; the checkpoint "
+            "is damaged, or needs --dtype bfloat16 or float32"
+        )
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which expert 2 comes before expert 10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the loader's own bars and reports off the terminal; what is wrong is raised, in our words."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

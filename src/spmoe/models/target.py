@@ -1,0 +1,51 @@
+"""The target: a network whose experts come from a source, and whose gates can be asked about any hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmoe.backends.base import Backend
+from spmoe.experts.source import ExpertSource
+from spmoe.models.anatomy import MoeSite
+from spmoe.models.experts_port import SourcePort, attach
+from spmoe.models.network import Network
+from spmoe.types import Routing
+
+
+class Target(Network):
+    """The MoE model whose output counts. Its experts are silent until `connect`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.moe: tuple[MoeSite, ...] = self.anatomy.moe
+        self.layer_depths: Sequence[int] = [site.depth for site in self.moe]
+        self.top_k = max(site.top_k for site in self.moe)
+
+    @property
+    def gates_found(self) -> bool:
+        """Whether every MoE layer's norm and router can be called alone."""
+        return all(site.norm is not None and site.router is not None for site in self.moe)
+
+    def connect(self, source: ExpertSource, backend: Backend) -> None:
+        """From now on experts come from this source."""
+        for layer, site in enumerate(self.moe):
+            attach(site.experts, SourcePort(layer, source, backend))
+
+    def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
+        """The layers' own norms and routers on hidden states of any origin."""
+        # residual: [layers, rows, hidden]
+        experts, scores = [], []
+        with torch.inference_mode():
+            for layer, states in zip(layers, residual, strict=True):
+                site = self.moe[layer]
+                if site.norm is None or site.router is None:
+                    raise ValueError(f"layer {layer} has no gate that can be called alone")
+                chosen, weights = site.router(site.norm(states))
+                weights = weights.float()
+                experts.append(chosen)
+                scores.append(weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20))
+        return Routing(torch.stack(experts), torch.stack(scores))

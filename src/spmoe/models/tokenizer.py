@@ -1,0 +1,44 @@
+"""Tokenizers: loading one, and refusing a draft that reads other tokens than the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from spmoe.errors import CheckpointError, UsageError
+from spmoe.models.checkpoint import Checkpoint
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The checkpoint's tokenizer; None when it ships none (prompts are then token ids)."""
+    if not any((directory / name).is_file() for name in _FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception on a damaged file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"the tokenizer in {directory} cannot be read ({reason}); download it again") from error
+
+
+def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:
+    """Refuse a draft whose tokens mean something else. Sizes padded beyond the tokenizer's entries are fine."""
+    if target is None or draft is None:
+        sizes = [c.config.get_text_config(decoder=True).vocab_size for c in (checkpoint, other)]
+        if (target is None) != (draft is None) or sizes[0] != sizes[1]:
+            raise UsageError(
+                f"{checkpoint.name} and {other.name} cannot be shown to share a tokenizer (one ships none, or their "
+                "vocabularies differ in size); choose a draft of the same family"
+            )
+        return
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise UsageError(
+                f"the draft's tokenizer differs from the target's: token {index} is {ours.get(index)!r} in "
+                f"{checkpoint.name} but {theirs.get(index)!r} in {other.name}; choose a draft with the same tokenizer"
+            )
