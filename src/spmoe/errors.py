@@ -31,3 +31,11 @@ class StoreError(SpmoeError):
 
 class TransferError(SpmoeError):
     """An expert could not be brought into its slot."""
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of somebody else's says, as one short line to quote in a message of ours."""
+    text = " ".join(str(error).split())
+    if " " not in text:  # a KeyError, or no words at all
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

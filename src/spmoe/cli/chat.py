@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from spmoe.cli.options import Json, load, stderr, takes_shared_options
+from spmoe.cli.options import Json, ctrl_c_stops, load, readable_stdin, show, stderr, takes_shared_options
 from spmoe.config import SamplingParams
 from spmoe.errors import PromptError
 
@@ -17,21 +17,21 @@ def chat(engine: dict[str, Any], params: SamplingParams, as_json: Json = False) 
 
     With --json, one object per answer.
     """
+    if sys.stdin is None:
+        raise PromptError("standard input is closed, and a conversation is read from there")
     messages: list[dict[str, str]] = []
     with load(engine, progress=not as_json) as llm:
         while said := _read_line():
             messages.append({"role": "user", "content": said})
             generation = llm.stream_chat(messages, params)
-            try:
-                for piece in generation:
-                    if not as_json:
-                        sys.stdout.write(piece)
-                        sys.stdout.flush()
-            except KeyboardInterrupt:
-                stderr().print("\n(stopped)")
+            with ctrl_c_stops(generation):
+                show(generation, silent=as_json)
             completion = generation.completion
+            if completion.finish_reason == "interrupted":
+                stderr().print("(stopped)")
             messages.append({"role": "assistant", "content": completion.text})
-            print(json.dumps(completion.to_dict()) if as_json else "", flush=True)
+            if as_json:
+                print(json.dumps(completion.to_dict()), flush=True)
 
 
 def _read_line() -> str:
@@ -39,8 +39,7 @@ def _read_line() -> str:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
             sys.stderr.flush()
-        return sys.stdin.readline().strip()
+        with readable_stdin():
+            return sys.stdin.readline().strip()
     except KeyboardInterrupt:
         return ""
-    except UnicodeDecodeError as error:
-        raise PromptError("standard input is not UTF-8 text") from error

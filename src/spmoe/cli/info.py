@@ -36,8 +36,9 @@ def info(
         print(json.dumps(plan.to_dict()))
         return
     if plan.emulated_link_gbps is not None:
-        stderr().print(f"note: emulated link of {plan.emulated_link_gbps:g} GB/s; times are not this machine's own")
-    Console(highlight=False).print(_table(plan))
+        note = f"note: emulated link of {plan.emulated_link_gbps:g} GB/s; times are not this machine's own"
+        stderr().print(note, soft_wrap=True)
+    Console(highlight=False, markup=False, emoji=False).print(_table(plan))
 
 
 def _table(plan: Plan) -> Table:
@@ -65,6 +66,8 @@ def _table(plan: Plan) -> Table:
     table.add_row("", "")
     table.add_row("draft tokens", str(plan.num_speculative_tokens))
     table.add_row("prefetch", plan.prefetch)
+    if plan.emulated_link_gbps is not None:
+        table.add_row("link", f"emulated link, {plan.emulated_link_gbps:g} GB/s")
     if plan.profile is not None:
         link = "emulated link" if plan.emulated_link_gbps is not None else "store to slot"
         table.add_row(

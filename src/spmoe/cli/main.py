@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,12 +15,13 @@ from spmoe import __version__
 from spmoe.cli.chat import chat
 from spmoe.cli.info import info
 from spmoe.cli.run import run
-from spmoe.errors import SpmoeError
+from spmoe.errors import SpmoeError, UsageError, reason
+
+_BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all parsing errors, which has no name
 
 app = typer.Typer(
     name="spmoe",
     help="Run Mixture-of-Experts language models that do not fit in fast memory, with exactly the model's own output.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -34,29 +37,62 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options of spmoe itself."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
     """Run the command line; a failure is one line on standard error, never a traceback."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        app()
+        if sys.stdout is None:
+            raise UsageError("standard output is closed, and the answer goes there; open it, or send it to a file")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to fail
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # while a failure can still be told
     except SpmoeError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        sys.exit(130)
+        code = _fail(str(error), error.exit_code)
+    except _BadCommandLine as error:
+        code = _fail(_as_usage(error), 2)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        code = _drop_output()
+    except OSError as error:
+        _drop_output()
+        code = _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
     except MemoryError:
-        console.print("error: out of memory; lower --expert-memory or choose a smaller model", style="red")
-        sys.exit(1)
+        code = _fail("out of memory; lower --expert-memory or choose a smaller model")
+    except Exception as error:
+        if os.environ.get("SPMOE_DEBUG"):
+            raise
+        code = _fail(
+            f"this should not happen ({type(error).__name__}: {reason(error)}); please report it, with what is printed "
+            "when SPMOE_DEBUG=1 is set"
+        )
+    sys.exit(code)
+
+
+def _fail(message: str, code: int = 1) -> int:
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(f"error: {' '.join(message.splitlines())}", style="red")
+    return code
+
+
+def _as_usage(error: Any) -> str:
+    """What typer says of a command line, in one line."""
+    command = error.ctx.command_path if error.ctx is not None else "spmoe"
+    return f"{error.format_message().rstrip('.')}; `{command} --help` shows what there is"
+
+
+def _drop_output() -> int:
+    """Let what is still buffered for standard output go nowhere, so that nothing fails again at exit."""
+    with suppress(OSError, ValueError):  # a stream without a file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

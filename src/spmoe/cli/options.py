@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +18,7 @@ from spmoe.config import EngineConfig, SamplingParams
 from spmoe.errors import PromptError
 
 if TYPE_CHECKING:
-    from spmoe.engine.llm import LLM
+    from spmoe.engine.llm import LLM, Generation
 
 
 def _engine(
@@ -88,7 +91,7 @@ def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def stderr() -> Console:
     """Where everything goes that is not the answer."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def load(engine: dict[str, Any], *, progress: bool) -> LLM:
@@ -96,24 +99,73 @@ def load(engine: dict[str, Any], *, progress: bool) -> LLM:
     from spmoe.engine.llm import LLM
     from spmoe.models.placeholder import is_placeholder
 
-    llm = LLM(**engine, progress=progress)
-    console = stderr()
-    if is_placeholder(llm.engine.config.model):
-        console.print("note: this is a placeholder model with random weights; its text means nothing")
+    llm = LLM(**engine, progress=progress and sys.stderr.isatty())
+    notes = list(llm.notices)
     if llm.engine.config.link_gbps is not None:
-        console.print(f"note: emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
-    for notice in llm.notices:
-        console.print(f"note: {notice}", markup=False)
+        notes.insert(0, f"emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
+    if is_placeholder(llm.engine.config.model):
+        notes.insert(0, "this is a placeholder model with random weights; its text means nothing")
+    for note in notes:
+        stderr().print(f"note: {note}", soft_wrap=True)
     return llm
 
 
 def read_text(prompt: str) -> str:
     """The prompt itself, or standard input for `-`."""
-    if prompt != "-":
-        return prompt
+    if prompt == "-":
+        prompt = _read_stdin()
+    if not prompt:
+        raise PromptError("the prompt is empty; give at least one character")
+    return prompt
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise PromptError("standard input is closed; give the prompt with --prompt")
     if sys.stdin.isatty():
         stderr().print("reading the prompt from standard input; end it with Ctrl-D")
-    try:
+    with readable_stdin():
         return sys.stdin.read()
+
+
+@contextmanager
+def readable_stdin() -> Iterator[None]:
+    """Tell bytes that are no text."""
+    try:
+        yield
     except UnicodeDecodeError as error:
-        raise PromptError("standard input is not UTF-8 text") from error
+        raise PromptError("standard input is not UTF-8 text; convert it to UTF-8") from error
+
+
+@contextmanager
+def ctrl_c_stops(generation: Generation) -> Iterator[None]:
+    """Ctrl-C ends the generation after the step under way; a second one, at once, as KeyboardInterrupt."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else's business
+        yield
+        return
+
+    def handle(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        generation.stop()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def show(generation: Generation, *, silent: bool) -> None:
+    """Run a generation, printing its text as it comes; an error or Ctrl-C leaves all text there is and a whole line."""
+    shown = 0
+    try:
+        for piece in generation:
+            if not silent:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                shown += len(piece)
+    finally:
+        text = generation.completion.text
+        if text and not silent:
+            print(text[shown:], flush=True)

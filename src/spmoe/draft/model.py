@@ -55,6 +55,8 @@ class DraftModel:
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
     def _catch_up(self, pending: list[int], kv: KvState, on_tap: OnTap | None) -> Tensor:
+        # a target padded further than this model has tokens that are nothing to it; any stand-in keeps positions right
+        pending = [token if token < self.network.vocab_size else 0 for token in pending]
         for start in range(0, len(pending), self._prefill_chunk):
             logits = self.network.forward(pending[start : start + self._prefill_chunk], kv, keep=1, on_tap=on_tap)
         return logits

@@ -15,14 +15,14 @@ from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
-from spmoe.errors import BudgetError, UsageError
+from spmoe.errors import BudgetError, CheckpointError, SpmoeError, UsageError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.experts.transfer import FileTransfer, ThrottledTransfer, Transfer
-from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.load import build_expert_file, load_dense, load_without_experts
+from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.load import build_expert_file, load_dense, load_without_experts, store_spec
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
@@ -62,14 +62,17 @@ def build(config: EngineConfig) -> Engine:
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
     dtype = checkpoint.dtype(config.dtype)
-    target = Target(load_without_experts(checkpoint, dtype))
+    model = load_without_experts(checkpoint, dtype)
+    with building(checkpoint):
+        target = Target(model)
+    paths, clock = [site.path for site in target.moe], RealClock()
+    spec = store_spec(checkpoint, target.model, paths, dtype)
+    count = slot_count(config, spec, target.top_k)  # refuses before the experts are written, which may take long
     with progress_bar("Writing experts to the cache", config.progress) as report:
-        file = build_expert_file(checkpoint, target.model, [site.path for site in target.moe], dtype, report)
-    spec, clock = file.spec, RealClock()
+        file = build_expert_file(checkpoint, target.model, paths, dtype, report)
     try:
-        count = slot_count(config, spec, target.top_k)
         slots = MemorySlots(count, spec.layout)
-    except BudgetError:
+    except SpmoeError:
         file.close()
         raise
     transfer: Transfer = FileTransfer(file, slots)
@@ -83,6 +86,8 @@ def build(config: EngineConfig) -> Engine:
         drafter, k = _make_drafter(config, draft_checkpoint, target, dtype, notices)
         loop = Loop(target, drafter, OnDemand(), source, clock, k, config.prefill_chunk)
         limit = min(config.max_model_len or target.max_positions, target.max_positions)
+        if config.max_model_len is not None and config.max_model_len > limit:
+            notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
         engine = Engine(config, dtype, tokenizer, target, loop, source, spec, count, clock, limit, notices=notices)
         loop.policy = _make_policy(engine, checkpoint, draft_checkpoint)
     except BaseException:
@@ -94,6 +99,8 @@ def build(config: EngineConfig) -> Engine:
 def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     """Slots that the expert memory pays for; never more than there are experts."""
     blob = spec.layout.nbytes
+    if top_k < 1:
+        raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
     count = min(spec.count, config.expert_memory.of(spec.nbytes) // blob)
     if count < top_k:
         share = math.ceil(1000 * top_k / spec.count) / 10
@@ -129,7 +136,9 @@ def _make_drafter(
     if not target.can_rewind:
         notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
         return NoDraft(), 0
-    network = Network(load_dense(checkpoint, dtype))
+    model = load_dense(checkpoint, dtype)
+    with building(checkpoint):
+        network = Network(model)
     if not network.can_rewind:
         raise UsageError(f"the draft {checkpoint.name} keeps a state that cannot be rolled back; choose another draft")
     if network.max_positions < target.max_positions:

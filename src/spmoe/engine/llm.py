@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +15,7 @@ from spmoe.config import EngineConfig, SamplingParams
 from spmoe.engine.build import Engine, build
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
-from spmoe.errors import PromptError, SpmoeError, UsageError
+from spmoe.errors import PromptError, SpmoeError, UsageError, reason
 from spmoe.models.placeholder import placeholder_pair
 
 Prompt = str | Sequence[int]
@@ -57,6 +58,7 @@ class LLM:
         self.engine: Engine = build(EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options})))
         self._lock = threading.Lock()
         self._next_id = 0
+        self._ended: deque[types.Sequence] = deque()  # to be released
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -95,8 +97,10 @@ class LLM:
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except Exception as error:  # templates raise their own errors through jinja
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise PromptError(f"the chat template refuses these messages ({reason})") from error
+            raise PromptError(
+                f"the chat template of {self.engine.config.model} refuses these messages ({reason(error)}); change "
+                "them, or use `spmoe run` or LLM.generate"
+            ) from error
         return self.stream(ids, params)
 
     def close(self) -> None:
@@ -106,13 +110,17 @@ class LLM:
 
     def _tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
-            raise UsageError(f"{self.engine.config.model} ships no tokenizer; give prompts as token ids")
+            raise UsageError(
+                f"{self.engine.config.model} ships no tokenizer; add its tokenizer.json, or give LLM.generate token ids"
+            )
         return self.engine.tokenizer
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty; give at least one character")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise PromptError("the prompt is not text: it holds bytes that are not UTF-8; convert it to UTF-8")
             ids: list[int] = self._tokenizer()(prompt)["input_ids"]
         else:
             ids = list(prompt)
@@ -139,11 +147,21 @@ class LLM:
         with self._lock:
             if self._closed:
                 raise SpmoeError("the engine is closed")
+            self._release_ended()
             return self.engine.loop.step(sequence, room)
 
     def _release(self, sequence: types.Sequence) -> None:
-        with self._lock:
-            self.engine.loop.release(sequence)
+        """Called by the garbage collector too, which may run inside a step of this very thread: never waits."""
+        self._ended.append(sequence)
+        if self._lock.acquire(blocking=False):  # else the next step does it
+            try:
+                self._release_ended()
+            finally:
+                self._lock.release()
+
+    def _release_ended(self) -> None:
+        while self._ended:
+            self.engine.loop.release(self._ended.popleft())
 
 
 class Generation:
@@ -164,10 +182,15 @@ class Generation:
         self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
         self._started = self._first = self._ended = 0.0
         self._before = self._engine.loop.counters.copy()
+        self._stop = False
         self._pieces = self._generate()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
+
+    def stop(self) -> None:
+        """End after the step under way; may be called from a signal handler or another thread."""
+        self._stop = True
 
     def run(self) -> Completion:
         """Generate to the end."""
@@ -201,7 +224,7 @@ class Generation:
         self._started = self._first = self._ended = clock.now()
         sequence = self._llm._new_sequence(self._prompt, self._params, self._room)
         try:
-            while self.finish_reason == "interrupted":
+            while self.finish_reason == "interrupted" and not self._stop:
                 new = self._llm._step(sequence, self._room - len(self.token_ids))
                 self._ended = clock.now()
                 if not self.token_ids:
@@ -210,6 +233,8 @@ class Generation:
                     yield from self._take(token)
                     if self.finish_reason != "interrupted":
                         break
+            if rest := self._flush():
+                yield rest
         finally:
             self._llm._release(sequence)
             self._flush()

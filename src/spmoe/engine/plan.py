@@ -11,7 +11,7 @@ from spmoe.config import CutoffMode, EngineConfig
 from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings, slot_count
 from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.anatomy import dissect
-from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.predict.cutoff import Profile
 
@@ -49,7 +49,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        return {"link": "real" if self.emulated_link_gbps is None else "emulated", **asdict(self)}
 
 
 def make_plan(config: EngineConfig) -> Plan:
@@ -57,7 +57,8 @@ def make_plan(config: EngineConfig) -> Plan:
     checkpoint = Checkpoint.find(config.model)
     dtype = checkpoint.dtype(config.dtype)
     model = load_skeleton(checkpoint)
-    anatomy = dissect(model)
+    with building(checkpoint):
+        anatomy = dissect(model)
     spec = store_spec(checkpoint, model, [site.path for site in anatomy.moe], dtype)
     top_k = max(site.top_k for site in anatomy.moe)
     slots = slot_count(config, spec, top_k)

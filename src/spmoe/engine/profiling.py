@@ -35,8 +35,10 @@ def profile_path(settings: Mapping[str, Any]) -> Path:
 def read_profile(path: Path) -> Profile | None:
     """A profile measured earlier; None when there is none that can be read."""
     try:
-        return Profile(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        values = json.loads(path.read_text())
+        sound = all(type(v) in (int, float) and 0 <= v < math.inf for v in values.values())
+        return Profile(**values) if sound else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 

@@ -25,26 +25,31 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; the text that it releases."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._context : self._shown])
-        after = self._decode(self._ids[self._context :])
-        if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
+        new = self._unshown()
+        if not new or new.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
-        return self._release(after[len(before) :])
+        return self._release(new)
 
     def finish(self) -> str:
         """No more tokens: the text that was still held back."""
         if self.stopped:
             return ""
-        before = self._decode(self._ids[self._context : self._shown])
-        after = self._decode(self._ids[self._context :])
-        self._shown = len(self._ids)
-        released = self._release(after[len(before) :])
+        new, self._shown = self._unshown(), len(self._ids)
+        released = self._release(new)
         if not self.stopped:
             released += self._held
             self.text += self._held
             self._held = ""
         return released
+
+    def _unshown(self) -> str:
+        """The text of the ids that are not shown yet."""
+        before = self._decode(self._ids[self._context : self._shown])
+        after = self._decode(self._ids[self._context :])
+        if not after.startswith(before):
+            before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # a character that the prompt began is whole now
+        return after[len(before) :]
 
     def _release(self, new: str) -> str:
         self._held += new

@@ -22,7 +22,7 @@ class Entry:
     slot: int
     prefetched: bool  # came by a wish and has not been needed yet
     state: Residency = Residency.LOADING
-    ticket: Ticket | None = None  # while LOADING
+    ticket: Ticket | None = None  # while LOADING, and after a failure
     pins: int = 0
 
 
@@ -80,8 +80,8 @@ class ExpertCache:
         entry.state, entry.ticket = Residency.READY, None
 
     def failed(self, entry: Entry) -> None:
-        """The copy ended badly: ABSENT, and the slot is free again."""
-        entry.ticket, entry.pins = None, 0
+        """The copy ended badly: ABSENT, and the slot is free again. The ticket stays, for those who wait for it."""
+        entry.pins = 0
         self._remove(entry.key)
 
     def _remove(self, key: ExpertKey) -> Entry:

@@ -154,7 +154,7 @@ class DraftInformed:
             return None
         worths = self._all_worths()[layers, experts]
         least = np.lexsort((self._recency[layers, experts], worths))[:n]
-        if worths[least[-1]] >= below:
+        if (worths[least] >= below).any():
             return None
         return [ExpertKey(int(layers[i]), int(experts[i])) for i in least]
 

@@ -61,6 +61,7 @@ class ExpertSource:
         self._lock = threading.RLock()
         self._loading: list[Entry] = []  # oldest first
         self._issued_in_step = 0
+        self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
         self._closed = False
         self._worker = PrefetchWorker(self.pump) if threaded else None
@@ -77,6 +78,7 @@ class ExpertSource:
 
     def wish(self, wishes: Iterable[Wish]) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
+        wishes = list(wishes)  # before the lock is taken: an iterator may compute
         with self._lock:
             if self._closed:
                 return
@@ -97,27 +99,29 @@ class ExpertSource:
     def use(self, layer: int, experts: Sequence[int]) -> Iterator[Wave]:
         """Yield all these experts, wave by wave: those READY first, the others as they arrive."""
         held: list[Entry] = []
+        absent: list[ExpertKey] = []
         try:
             with self._lock:
                 self._reap()
                 self._position = layer
                 self._queue.drop_passed(layer)
                 self._eviction.reached(layer)
-                ready, waiting, absent = self._claim([ExpertKey(layer, e) for e in experts])
+                ready, waiting, absent = self._claim([ExpertKey(layer, e) for e in dict.fromkeys(experts)])
                 held += ready + waiting
+                self._unplaced += len(absent)
                 self._demand(absent, waiting, held)
             if ready:
                 yield self._wave(layer, ready)
                 self._release(ready, held)
             while waiting or absent:
-                with self._lock:
-                    self._demand(absent, waiting, held)
-                arrived = self._arrivals(waiting)
+                arrived = self._arrivals(waiting, absent, held)
                 if arrived:
                     yield self._wave(layer, arrived)
                     self._release(arrived, held)
         finally:
             self._release(list(held), held)
+            with self._lock:
+                self._unplaced -= len(absent)
 
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
@@ -129,11 +133,13 @@ class ExpertSource:
 
         Returns the ticket to wait for when wishes are left and only the transfer's depth holds them back.
         """
+        # one slot is left to demand loads, which would else have to wait for the copy of a wish
+        room = min(self._transfer.depth, max(1, self.cache.slot_count - 1))
         with self._lock:
             self._reap()
             batch: list[Entry] = []
-            while not self._closed and (wish := self._queue.first()) is not None:
-                if len(self._loading) + len(batch) >= self._transfer.depth:
+            while not self._closed and not self._unplaced and (wish := self._queue.first()) is not None:
+                if len(self._loading) + len(batch) >= room:
                     break
                 if self.cache.get(wish.key) is not None:
                     self.counters.wishes_resident += 1
@@ -154,7 +160,7 @@ class ExpertSource:
                 self._submit(batch, urgent=False)
             except SpmoeError:
                 return None  # booked as failed; the error is raised where an expert is used
-            full = len(self._loading) >= self._transfer.depth
+            full = len(self._loading) >= room
             return self._loading[0].ticket if full and len(self._queue) else None
 
     def close(self) -> None:
@@ -189,13 +195,13 @@ class ExpertSource:
                 ready.append(entry)
             else:
                 self.counters.late += 1
-                self.counters.late_bytes += self.blob_bytes
                 waiting.append(entry)
                 if entry.ticket is not None:
                     entry.ticket.hurry()
             if entry.prefetched:
                 entry.prefetched = False
                 self.counters.used_bytes += self.blob_bytes
+                self.counters.late_bytes += self.blob_bytes if entry.state is Residency.LOADING else 0
         return ready, waiting, absent
 
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
@@ -203,6 +209,7 @@ class ExpertSource:
         batch: list[Entry] = []
         while absent and (entry := self._reserve(absent[0], prefetched=False)) is not None:
             del absent[0]
+            self._unplaced -= 1
             entry.pins += 1
             self._eviction.used(entry.key)
             batch.append(entry)
@@ -232,18 +239,15 @@ class ExpertSource:
             self._loading.append(entry)
 
     def _reap(self) -> None:
-        """Settle every copy that has ended. Failures of pinned experts are left for those who wait for them."""
+        """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
         for entry in list(self._loading):
             if entry.ticket is not None and entry.ticket.ready():
+                self._loading.remove(entry)
                 try:
                     entry.ticket.wait()
                 except SpmoeError:
-                    if entry.pins:
-                        continue
-                    self._loading.remove(entry)
                     self._fail(entry)
                 else:
-                    self._loading.remove(entry)
                     self.cache.loaded(entry)
 
     def _fail(self, entry: Entry) -> None:
@@ -253,15 +257,17 @@ class ExpertSource:
 
     # ---- the compute thread, outside the lock
 
-    def _arrivals(self, waiting: list[Entry]) -> list[Entry]:
+    def _arrivals(self, waiting: list[Entry], absent: list[ExpertKey], held: list[Entry]) -> list[Entry]:
         """Those of `waiting` that are READY, after waiting for at least one; taken out of it.
 
         With nothing of its own under way, it waits for whatever copy holds the slot that is needed next.
         """
         with self._lock:
             self._reap()
+            self._demand(absent, waiting, held)
             arrived = [e for e in waiting if e.state is Residency.READY]
-            blocking = waiting[0] if waiting else (self._loading[0] if self._loading else None)
+            own = [e for e in self._loading if e in waiting] or waiting  # the next to arrive, else one that failed
+            blocking = next(iter(own or self._loading), None)
             ticket = blocking.ticket if blocking is not None else None
         if not arrived:
             if blocking is None or ticket is None:

@@ -168,9 +168,9 @@ def ensure_expert_file(
 
     `fill` writes one expert's tensors into the views it is given. Only one process builds; others wait for it.
     """
-    if found := _open_if_current(path, spec):
-        return found
     with _storage_errors(path, spec):
+        if found := _open_if_current(path, spec):
+            return found
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if found := _open_if_current(path, spec):

@@ -92,26 +92,28 @@ class FileTransfer:
             thread.start()
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
-        return [FutureTicket(self._put(0 if urgent else 1, job)) for job in jobs]
+        with self._lock:
+            if self._closed:
+                raise TransferError("the engine is closed")
+            return [FutureTicket(self._put(0 if urgent else 1, job)) for job in jobs]
 
     def close(self) -> None:
-        if not self._closed:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True  # nothing is put after this, so nothing is left behind by the loop below
             for _ in self._threads:
                 self._put(-1, None)
-            self._closed = True
-            for thread in self._threads:
-                thread.join()
-            while not self._jobs.empty():
-                self._jobs.get()[3].set_exception(TransferError("the engine was closed"))
-            self._file.close()
+        for thread in self._threads:
+            thread.join()
+        while not self._jobs.empty():
+            self._jobs.get()[3].set_exception(TransferError("the engine was closed"))
+        self._file.close()
 
     def _put(self, priority: int, job: CopyJob | None) -> Future[None]:
-        if self._closed:
-            raise TransferError("the engine is closed")
         future: Future[None] = Future()
-        with self._lock:
-            self._sequence += 1
-            self._jobs.put((priority, self._sequence, job, future))
+        self._sequence += 1
+        self._jobs.put((priority, self._sequence, job, future))
         return future
 
     def _read_jobs(self) -> None:
@@ -121,7 +123,7 @@ class FileTransfer:
                 return
             try:
                 self._read(job)
-            except (SpmoeError, OSError) as error:
+            except Exception as error:  # whatever it is, somebody may be waiting for this copy
                 future.set_exception(_as_transfer_error(job.key, self._file, error))
             else:
                 future.set_result(None)

@@ -30,11 +30,12 @@ class RouterCall:
     kwargs: dict[str, Any]
     flat: bool  # whether hidden states come as [rows, hidden] rather than [batch, rows, hidden]
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts and their weights."""  # hidden: [rows, hidden] -> 2 x [rows, top_k]
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Chosen experts, their weights, and every expert's logit."""
+        # hidden: [rows, hidden] -> [rows, top_k], [rows, top_k], [rows, experts]
         given = hidden if self.flat else hidden[None]
-        _, weights, experts = self.router(given, *self.args, **self.kwargs)
-        return experts.reshape(hidden.shape[0], -1), weights.reshape(hidden.shape[0], -1)
+        logits, weights, experts = (t.reshape(hidden.shape[0], -1) for t in self.router(given, *self.args, **self.kwargs))
+        return experts, weights, logits
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ def _is_norm(call: _Call) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and a.data_ptr() == b.data_ptr())
+    alike = a.shape == b.shape and a.dtype == b.dtype and a.storage_offset() == b.storage_offset()
+    return a is b or (alike and _same_storage(a, b))
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)  # on the meta device all addresses are 0

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers import __version__ as transformers_version
+from transformers.utils import logging as transformers_logging
 
-from spmoe.errors import CheckpointError, UsageError
+from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -35,9 +38,11 @@ class Checkpoint:
     def find(cls, name: str) -> Checkpoint:
         """Look up a local directory or a hub id; raises with what to do when it cannot be used."""
         directory = _resolve(name)
-        config = _read_config(name, directory)
-        files = _tensor_files(directory)
-        return cls(name, directory, config, files, _fingerprint(directory, set(files.values())))
+        with _readable(directory):
+            config = _read_config(name, directory)
+            _check_generation_config(directory)
+            files = _tensor_files(directory)
+            return cls(name, directory, config, files, _fingerprint(directory, set(files.values())))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the one the checkpoint declares, else the one of its weights."""
@@ -56,58 +61,78 @@ class Checkpoint:
 
 
 def _resolve(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, a directory that is locked
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UsageError(f"the path {_short(name)} cannot be used ({why}); check it") from error
+    if exists:
         raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
     if not _HUB_ID.fullmatch(name):
-        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name")
+        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises anything from a socket error to its own classes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"there is no directory {name}, and the hub's cache holds no model of that name; check the spelling, "
+                "or allow a download by unsetting HF_HUB_OFFLINE"
+            ) from error
         raise CheckpointError(
-            f"'{name}' is neither a local directory nor to be had from the hub ({reason}); check the spelling, "
-            "the network, HF_TOKEN and HF_HUB_OFFLINE"
+            f"there is no directory {name}, and the hub does not give a model of that name ({reason(error)}); check "
+            "the spelling, the network and HF_TOKEN"
         ) from error
 
 
 def _read_config(name: str, directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model; check the path")
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except ValueError as error:
-        kind = _declared_type(directory)
-        raise CheckpointError(
-            f"transformers {transformers_version} cannot read the config of {name} (model_type {kind!r}); "
-            "upgrade transformers or check config.json"
-        ) from error
-    except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"config.json of {name} cannot be read ({_first_line(error)}); download it again"
-        ) from error
-    if getattr(config, "quantization_config", None) is not None:
+    declared = _read_json(directory / "config.json")
+    if declared.get("quantization_config") is not None:
         raise CheckpointError(f"{name} is quantized, which spmoe cannot load yet; use the 16-bit checkpoint")
-    return config
-
-
-def _declared_type(directory: Path) -> str:
     try:
-        return str(json.loads((directory / "config.json").read_text()).get("model_type"))
-    except (OSError, ValueError, AttributeError):
-        return "unreadable"
+        with quiet():
+            return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # an architecture it does not know, or whatever the checks of a config class raise
+        if str(declared.get("model_type")) not in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"transformers {transformers_version} does not know the architecture of {name} (model_type "
+                f"{declared.get('model_type')!r}); upgrade transformers or check config.json"
+            ) from error
+        raise CheckpointError(
+            f"config.json of {name} cannot be used ({reason(error)}); correct it or download it again"
+        ) from error
+
+
+def _check_generation_config(directory: Path) -> None:
+    """Refuse a file that transformers would pass over in silence: the model would then not know where to stop."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        eos = _read_json(path).get("eos_token_id")
+        if not all(type(token) in (int, type(None)) for token in (eos if isinstance(eos, list) else [eos])):
+            raise CheckpointError(f"eos_token_id in {path} is {eos!r}, which is no token id; correct or delete it")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({reason(error)}); download it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
+    return data
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Every tensor of the checkpoint and the file it is in; each file's header and length are checked."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{index} cannot be read ({error}); download it again") from error
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+            raise CheckpointError(f"{index} does not say which file holds which tensor; download it again")
         paths = [directory / shard for shard in sorted(set(names.values()))]
     else:
         paths = sorted(directory.glob("*.safetensors"))
@@ -123,11 +148,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
                 f"{path.name} is missing from {directory}, though the index names it; download it again"
             )
         try:
+            path.open("rb").close()  # what the system says of a file is clearer than what safetensors makes of it
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise CheckpointError(
-                f"{path} is truncated or not a safetensors file ({_first_line(error)}); download it again"
+                f"{path} is truncated or not a safetensors file ({reason(error)}); download it again"
             ) from error
     if absent := sorted(set(names) - set(files)):
         raise CheckpointError(f"the index of {directory} names {absent[0]}, which no file holds; download it again")
@@ -142,6 +168,46 @@ def _fingerprint(directory: Path, paths: set[Path]) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _short(name: str) -> str:
+    return name if len(name) <= 100 else f"{name[:97]}..."
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Tell what the system refuses to read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or directory} cannot be read ({error.strerror or reason(error)}); check its permissions "
+            "and the disk"
+        ) from error
+
+
+@contextmanager
+def building(checkpoint: Checkpoint) -> Iterator[None]:
+    """Whatever transformers raises while it builds, loads or first tries a network speaks against the checkpoint."""
+    try:
+        with quiet():
+            yield
+    except (SpmoeError, MemoryError):
+        raise
+    except Exception as error:  # anything from a ZeroDivisionError to its own classes
+        raise CheckpointError(
+            f"{checkpoint.name} cannot be loaded ({reason(error)}); check that config.json belongs to the weights"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the bars and reports of transformers off the terminal; what is wrong is raised, in our words."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

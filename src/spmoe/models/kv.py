@@ -39,6 +39,8 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
+        if end > self.capacity:  # writing one row into none would pass unnoticed
+            raise ValueError(f"a state of {self.capacity} positions cannot hold {end}")
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end

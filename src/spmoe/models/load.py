@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils import logging as transformers_logging
 
 from spmoe.config import home
-from spmoe.errors import CheckpointError
+from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
-from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.types import ExpertKey
 
@@ -47,13 +46,13 @@ def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 def load_dense_skeleton(checkpoint: Checkpoint) -> Any:
     """A whole model without any weights, on the meta device."""
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), building(checkpoint):
         return _causal_class(checkpoint)(checkpoint.config)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
     """A target without any weights, on the meta device: enough to look at."""
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), building(checkpoint):
         model = _without_experts(_causal_class(checkpoint))(checkpoint.config)
     _require_experts(checkpoint, model)
     take_over(model)
@@ -123,22 +122,16 @@ def _without_experts(cls: Any) -> Any:
 
 
 def _load(checkpoint: Checkpoint, cls: Any, dtype: torch.dtype) -> Any:
-    try:
-        with _quiet():
-            model, info = cls.from_pretrained(
-                checkpoint.directory,
-                config=checkpoint.config,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-                use_safetensors=True,
-            )
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{checkpoint.name} cannot be loaded ({reason}); check that config.json belongs to the weights"
-        ) from error
+    with building(checkpoint):
+        model, info = cls.from_pretrained(
+            checkpoint.directory,
+            config=checkpoint.config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+            use_safetensors=True,
+        )
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise CheckpointError(
@@ -147,12 +140,29 @@ def _load(checkpoint: Checkpoint, cls: Any, dtype: torch.dtype) -> Any:
         )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
-            f"{checkpoint.name} lacks {missing[0]} ({len(missing)} weights missing); the checkpoint is incomplete or "
+            f"{checkpoint.name} lacks {missing[0]} ({len(missing)} missing in all); the checkpoint is incomplete or "
             "config.json is not its own: download it again"
         )
-    for name, tensor in model.named_parameters():
-        _require_finite(checkpoint, name, tensor.data)
+    if strays := _strays(model, info["unexpected_keys"]):
+        raise CheckpointError(
+            f"config.json and the weights of {checkpoint.name} disagree: the file holds {strays[0]} ({len(strays)} "
+            "such), which the config has no place for; use the config that belongs to the weights"
+        )
+    for name, tensor in model.state_dict().items():
+        _require_finite(checkpoint, name, tensor)
     return model.eval().requires_grad_(False)
+
+
+def _strays(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Weights of decoder layers that the network would run without, and be another model than was trained."""
+    config = model.config.get_text_config(decoder=True)
+    depth = config.num_hidden_layers
+    spare = getattr(config, "num_nextn_predict_layers", None) or 0  # layers past the last, which decoding does not use
+    lists = (path for path, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found) == depth)
+    layer = re.compile(rf"{re.escape(next(lists, 'layers'))}\.(\d+)\.")
+    left_out = tuple(f"{path}." for path, _ in experts_modules(model))
+    numbered = [(name, match) for name in sorted(unexpected, key=_natural) if (match := layer.match(name))]
+    return [n for n, m in numbered if not n.startswith(left_out) and not depth <= int(m[1]) < depth + spare]
 
 
 class _ExpertReader:
@@ -212,7 +222,7 @@ class _ExpertReader:
             if len(names) not in (1, count):
                 raise CheckpointError(
                     f"{self._checkpoint.name} has {len(names)} experts for {target} but config.json says {count}; the "
-                    "checkpoint is incomplete or config.json is not its own"
+                    "checkpoint is incomplete or config.json is not its own: download it again"
                 )
 
     def _read(self, target: str, expert: int) -> Tensor:
@@ -221,17 +231,23 @@ class _ExpertReader:
         if None in tensors:  # stored as the module holds it
             return tensors[None][0][0]  # type: ignore[no-any-return]
         converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
-        for operation in converter.operations:
-            tensors = operation.convert(
-                tensors,
-                source_patterns=converter.source_patterns,
-                target_patterns=converter.target_patterns,
-                full_layer_name=target,
-                model=self._model,
-                config=self._model.config,
-                missing_keys=None,
-            )
-        (fused,) = tensors.values()  # [1, ...]: all experts, of which there is one
+        try:
+            for operation in converter.operations:
+                tensors = operation.convert(
+                    tensors,
+                    source_patterns=converter.source_patterns,
+                    target_patterns=converter.target_patterns,
+                    full_layer_name=target,
+                    model=self._model,
+                    config=self._model.config,
+                    missing_keys=None,
+                )
+            (fused,) = tensors.values()  # [1, ...]: all experts, of which there is one
+        except (ValueError, RuntimeError, LookupError) as error:
+            raise CheckpointError(
+                f"{self._checkpoint.name} lacks a part of {target}, or has it in another shape ({reason(error)}); the "
+                "checkpoint is incomplete or config.json is not its own: download it again"
+            ) from error
         return fused[0]  # type: ignore[no-any-return]
 
     def _read_source(self, names: list[str], expert: int) -> Tensor:
@@ -239,14 +255,14 @@ class _ExpertReader:
         fused = len(names) == 1
         name = names[0] if fused else names[expert]
         path = self._checkpoint.files[name]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         try:
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             if fused:
                 return self._open[path].get_slice(name)[expert : expert + 1]  # type: ignore[no-any-return]
             return self._open[path].get_tensor(name)  # type: ignore[no-any-return]
         except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(f"{name} cannot be read from {path} ({error}); download it again") from error
+            raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
 
 
 def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
@@ -260,18 +276,3 @@ def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
 def _natural(name: str) -> list[tuple[int, int | str]]:
     """Sort key under which expert 2 comes before expert 10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the loader's own bars and reports off the terminal; what is wrong is raised, in our words."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MistralConfig,
@@ -21,6 +22,8 @@ from transformers import (
 )
 
 from spmoe.config import home
+from spmoe.errors import StoreError, reason
+from spmoe.models.checkpoint import quiet
 
 VERSION = "placeholder-1"
 _TEMPLATE = (
@@ -32,18 +35,29 @@ _TEMPLATE = (
 def placeholder_pair() -> tuple[str, str]:
     """Directories of the target and the draft."""
     root = home() / VERSION
-    if not root.is_dir():
-        root.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{VERSION}-", dir=root.parent))
-        try:
-            _build(partial)
-            partial.rename(root)
-        except OSError:
-            if not root.is_dir():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if not root.is_dir():
+            _build_at(root)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            f"cannot write the model that ships to {root} ({reason(error)}); free some space or point SPMOE_HOME at a "
+            "writable directory"
+        ) from error
     return str(root / "target"), str(root / "draft")
+
+
+def _build_at(root: Path) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{VERSION}-", dir=root.parent))
+    try:
+        with quiet():
+            _build(partial)
+        partial.rename(root)
+    except OSError:
+        if not root.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def is_placeholder(model: str) -> bool:

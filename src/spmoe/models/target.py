@@ -39,13 +39,25 @@ class Target(Network):
         """The layers' own norms and routers on hidden states of any origin."""
         # residual: [layers, rows, hidden]
         experts, scores = [], []
-        with torch.inference_mode():
-            for layer, states in zip(layers, residual, strict=True):
-                site = self.moe[layer]
-                if site.norm is None or site.router is None:
-                    raise ValueError(f"layer {layer} has no gate that can be called alone")
-                chosen, weights = site.router(site.norm(states))
-                weights = weights.float()
-                experts.append(chosen)
-                scores.append(weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20))
+        for layer, states in zip(layers, residual, strict=True):
+            chosen, weights, _ = self._ask_gate(layer, states)
+            weights = weights.float()
+            experts.append(chosen)
+            scores.append(weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20))
         return Routing(torch.stack(experts), torch.stack(scores))
+
+    def rank(self, layer: int, states: Tensor) -> Tensor:
+        """Every expert of a layer, those its gate picks first, the others by logit."""
+        # states: [rows, hidden] -> [rows, experts]
+        chosen, weights, logits = self._ask_gate(layer, states)
+        picked = logits.float().scatter(1, chosen, float("inf"))
+        rest = picked.argsort(dim=-1, descending=True)[:, chosen.shape[1] :]
+        order = weights.argsort(dim=-1, descending=True, stable=True)
+        return torch.cat((chosen.gather(1, order), rest), dim=1)
+
+    def _ask_gate(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        site = self.moe[layer]
+        if site.norm is None or site.router is None:
+            raise ValueError(f"layer {layer} has no gate that can be called alone")
+        with torch.inference_mode():
+            return site.router(site.norm(states))

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from spmoe.errors import CheckpointError, UsageError
-from spmoe.models.checkpoint import Checkpoint
+from spmoe.errors import CheckpointError, UsageError, reason
+from spmoe.models.checkpoint import Checkpoint, quiet
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -18,10 +18,11 @@ def load_tokenizer(directory: Path) -> Any | None:
     if not any((directory / name).is_file() for name in _FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        with quiet():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"the tokenizer in {directory} cannot be read ({reason}); download it again") from error
+        advice = "check its permissions" if isinstance(error, PermissionError) else "download it again"
+        raise CheckpointError(f"the tokenizer in {directory} cannot be read ({reason(error)}); {advice}") from error
 
 
 def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:

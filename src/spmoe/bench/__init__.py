@@ -1,0 +1,1 @@
+"""Measuring pairs and engines."""

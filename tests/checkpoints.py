@@ -1,0 +1,259 @@
+"""Tiny checkpoints: built by transformers, saved as the hub has them, and run by transformers for comparison.
+
+A *good* draft is the dense model that the target was upcycled from: same attention, embeddings, norms and output head,
+each expert its feed-forward plus a little noise. A *random* draft shares nothing with the target but the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from spmoe.experts.store import BlobLayout
+
+HIDDEN = 32
+FEED_FORWARD = 48
+LAYERS = 3
+EXPERTS = {"mixtral": 4, "qwen3_moe": 8}
+TOP_K = 2
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+NORM_SPREAD = 0.25  # norms are not all ones, or a missing norm would go unnoticed
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, the dense draft it was upcycled from, and a draft that knows nothing."""
+
+    target: Path
+    good: Path
+    random: Path
+
+
+# ---- tokenizers
+
+
+def byte_tokenizer(end: str = END, swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, no merges, and one for the end; `swap` exchanges the meaning of two of them."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), end]
+    if swap:
+        symbols[swap[0]], symbols[swap[1]] = symbols[swap[1]], symbols[swap[0]]
+    core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, chat_template=CHAT_TEMPLATE)
+
+
+VOCABULARY = len(byte_tokenizer())
+
+
+# ---- configurations
+
+
+def _shape(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": VOCABULARY - 1,
+        "initializer_range": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "dtype": "float32",
+        **changes,
+    }
+
+
+def mistral(**changes: Any) -> MistralForCausalLM:
+    return MistralForCausalLM(MistralConfig(**_shape(**{"sliding_window": None, **changes})))
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**_shape(**changes)))
+
+
+def qwen3(**changes: Any) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(Qwen3Config(**_shape(**changes)))
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    changes = {
+        "sliding_window": None,
+        "num_local_experts": EXPERTS["mixtral"],
+        "num_experts_per_tok": TOP_K,
+        **changes,
+    }
+    return MixtralForCausalLM(MixtralConfig(**_shape(**changes)))
+
+
+def qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
+    changes = {
+        "num_experts": EXPERTS["qwen3_moe"],
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": FEED_FORWARD,
+        "norm_topk_prob": True,
+        **changes,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_shape(**changes)))
+
+
+def qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:
+    """A family whose linear-attention layers keep a state that no position can be taken out of."""
+    changes = {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        **changes,
+    }
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**_shape(**changes)))
+
+
+TARGETS: Mapping[str, Callable[..., Any]] = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
+DRAFTS: Mapping[str, Callable[..., Any]] = {"mistral": mistral, "llama": llama, "qwen3": qwen3}
+BORN_OF = {"mixtral": "mistral", "qwen3_moe": "qwen3"}  # the dense family that is the target's without its experts
+
+
+# ---- making and saving
+
+
+def seeded(make: Callable[..., Any], seed: int, **changes: Any) -> Any:
+    """A model of this kind with weights that depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make(**changes)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and name.endswith("norm.weight"):
+                parameter.data += NORM_SPREAD * torch.randn_like(parameter)
+        return model.eval()
+
+
+def upcycle(target: Any, draft: Any, noise: float, seed: int = 0) -> None:
+    """Give the target all of the draft's weights, and experts that are the draft's feed-forward plus noise."""
+    generator = torch.Generator().manual_seed(seed)
+    own = target.state_dict()
+    shared = {name: w for name, w in draft.state_dict().items() if name in own and own[name].shape == w.shape}
+    target.load_state_dict(shared, strict=False)
+    for ours, theirs in zip(target.model.layers, draft.model.layers, strict=True):
+        if not hasattr(ours.mlp, "experts"):
+            continue
+        gate_up = torch.cat([theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight]).detach()
+        down = theirs.mlp.down_proj.weight.detach()
+        experts = ours.mlp.experts
+        for expert in range(experts.gate_up_proj.shape[0]):
+            for parameter, weight in ((experts.gate_up_proj, gate_up), (experts.down_proj, down)):
+                parameter.data[expert] = weight + noise * weight.std() * torch.randn(weight.shape, generator=generator)
+
+
+def save(
+    model: Any, directory: Path, tokenizer: PreTrainedTokenizerFast | None = None, layout: str = "per-expert"
+) -> Path:
+    """Write a checkpoint; layouts are `per-expert` (as the hub has them), `fused` and `sharded`."""
+    options = {
+        "per-expert": {},
+        "fused": {"save_original_format": False},
+        "sharded": {"max_shard_size": "40KB"},
+    }[layout]
+    model.save_pretrained(directory, **options)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    return directory
+
+
+def save_pair(
+    directory: Path, family: str, *, noise: float = 0.15, seed: int = 0, target: Any = None, draft: Any = None
+) -> Pair:
+    """A target of this family with its good and its random draft."""
+    tokenizer = byte_tokenizer()
+    dense = DRAFTS[BORN_OF[family]]
+    draft = draft or seeded(dense, seed)
+    target = target or seeded(TARGETS[family], seed + 1)
+    upcycle(target, draft, noise, seed)
+    return Pair(
+        save(target, directory / "target", tokenizer),
+        save(draft, directory / "good", tokenizer),
+        save(seeded(dense, seed + 2), directory / "random", tokenizer),
+    )
+
+
+# ---- what transformers makes of a checkpoint
+
+
+def reference(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The checkpoint as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Exactly `count` tokens by transformers' own greedy search, whatever they are."""
+    config = model.generation_config
+    ending, config.eos_token_id = config.eos_token_id, None
+    try:
+        ids = torch.tensor([list(prompt)])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+        )
+    finally:
+        config.eos_token_id = ending
+    return output[0, len(prompt) :].tolist()
+
+
+def submodules_with(model: nn.Module, attribute: str) -> list[Any]:
+    """Modules that have this attribute, in order."""
+    return [module for module in model.modules() if hasattr(module, attribute)]
+
+
+def expert_tensors(model: Any) -> list[dict[str, Tensor]]:
+    """The fused parameters of each MoE layer of a model that transformers loaded."""
+    return [
+        {"gate_up_proj": m.gate_up_proj.detach(), "down_proj": m.down_proj.detach()}
+        for m in submodules_with(model, "gate_up_proj")
+    ]
+
+
+# ---- engines
+
+
+def memory_for(slots: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of expert memory that pay for exactly this many slots of the experts above."""
+    shapes = {"gate_up_proj": (2 * FEED_FORWARD, HIDDEN), "down_proj": (HIDDEN, FEED_FORWARD)}
+    return slots * BlobLayout.of(shapes, dtype).nbytes

@@ -1,0 +1,138 @@
+"""The command line, called in this process, and the checkpoints it is called with."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the hub client is first imported
+
+import cli_checkpoints
+from huggingface_hub import constants
+
+from spmoe.cli.main import main
+
+
+class Result(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def refused(self, code: int, *words: str) -> None:
+        """One line on standard error that says all these words, nothing on standard output, this exit code."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: ")
+        assert "should not happen" not in lines[0]
+        assert not [word for word in words if word not in lines[0]], lines[0]
+        assert (self.code, self.out) == (code, "")
+
+    def succeeded(self) -> Result:
+        """The same, known to have ended well."""
+        assert self.code == 0, self.err
+        return self
+
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that holds the tiny checkpoints."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    cli_checkpoints.build_all(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory that tests share, so that experts of sound checkpoints are converted once."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def home(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Point the engine at the shared cache directory, and keep it off the network."""
+    monkeypatch.setenv("SPMOE_HOME", str(shared_home))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("SPMOE_DEBUG", raising=False)
+    return shared_home
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of this test's own, empty."""
+    path = tmp_path / "home"
+    monkeypatch.setenv("SPMOE_HOME", str(path))
+    return path
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Call `spmoe` with these arguments, and with bytes on standard input."""
+
+    def call(*arguments: object, stdin: bytes = b"", stdout: TextIO | None = None) -> Result:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["spmoe", *map(str, arguments)])
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+            patch.setattr(sys, "stdout", out if stdout is None else stdout)
+            patch.setattr(sys, "stderr", err)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return Result(int(ended.value.code or 0), _written(out), _written(err))
+
+    return call
+
+
+@pytest.fixture
+def public_place() -> Iterator[Path]:
+    """A directory that every user may look into, unlike pytest's own."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    yield place
+    for path in place.iterdir():
+        path.chmod(0o755)
+    shutil.rmtree(place)
+
+
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Be somebody whom file permissions bind, also where the tests run as root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    try:
+        os.seteuid(65534)
+    except OSError:
+        pytest.skip("root, and no other user to be")
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def as_ordinary_user() -> Callable[[], AbstractContextManager[None]]:
+    """`with as_ordinary_user():` for what permissions shall stop."""
+    return ordinary_user
+
+
+def _written(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    buffer = stream.buffer
+    assert isinstance(buffer, io.BytesIO)
+    return buffer.getvalue().decode()

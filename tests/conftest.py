@@ -1,0 +1,104 @@
+"""Checkpoints for the whole session, and an environment that neither the network nor the user's cache can reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client, which reads it once
+torch.set_num_threads(1)
+
+if TYPE_CHECKING:
+    from checkpoints import Pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def spmoe_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this session's expert files and profiles are cached."""
+    home = tmp_path_factory.mktemp("spmoe-home")
+    before = os.environ.get("SPMOE_HOME")
+    os.environ["SPMOE_HOME"] = str(home)
+    yield home
+    if before is None:
+        del os.environ["SPMOE_HOME"]
+    else:
+        os.environ["SPMOE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def mixtral_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A Mixtral target with Mistral drafts."""
+    from checkpoints import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("mixtral"), "mixtral", seed=40)
+
+
+@pytest.fixture(scope="session")
+def qwen_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A Qwen3-MoE target with Qwen3 drafts."""
+    from checkpoints import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("qwen3-moe"), "qwen3_moe", seed=50)
+
+
+@pytest.fixture(scope="session", params=["mixtral", "qwen3_moe"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """The pair of each family in turn."""
+    found: Pair = request.getfixturevalue({"mixtral": "mixtral_pair", "qwen3_moe": "qwen_pair"}[request.param])
+    return found
+
+
+@pytest.fixture(scope="session")
+def llama_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that knows nothing of any target but has their tokenizer."""
+    from checkpoints import byte_tokenizer, llama, save, seeded
+
+    return save(seeded(llama, 7), tmp_path_factory.mktemp("llama"), byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def windowed_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A Mixtral, and drafts, that look back a few tokens only: fewer than tests generate."""
+    from checkpoints import mistral, mixtral, save_pair, seeded
+
+    window = {"sliding_window": 8}
+    return save_pair(
+        tmp_path_factory.mktemp("windowed"),
+        "mixtral",
+        target=seeded(mixtral, 11, **window),
+        draft=seeded(mistral, 10, **window),
+    )
+
+
+@pytest.fixture(scope="session")
+def partly_dense_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A Qwen3-MoE of four layers, two of which are dense."""
+    from checkpoints import qwen3, qwen3_moe, save_pair, seeded
+
+    return save_pair(
+        tmp_path_factory.mktemp("partly-dense"),
+        "qwen3_moe",
+        target=seeded(qwen3_moe, 31, num_hidden_layers=4, mlp_only_layers=[0, 2]),
+        draft=seeded(qwen3, 30, num_hidden_layers=4),
+    )
+
+
+@pytest.fixture(scope="session")
+def recurrent_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with linear attention, whose state cannot be rolled back."""
+    from checkpoints import byte_tokenizer, qwen3_next, save, seeded
+
+    return save(seeded(qwen3_next, 41), tmp_path_factory.mktemp("recurrent"), byte_tokenizer())

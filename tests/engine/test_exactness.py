@@ -1,0 +1,540 @@
+"""The output is exactly the target's: every drafter, policy, budget and K gives what transformers gives."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from checkpoints import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Pair,
+    byte_tokenizer,
+    greedy,
+    memory_for,
+    reference,
+    save,
+    save_pair,
+    seeded,
+)
+from checkpoints import mistral as make_mistral
+from checkpoints import mixtral as make_mixtral
+from spmoe import LLM, SamplingParams
+from spmoe.backends import cpu
+from spmoe.backends.cpu import CpuBackend
+from spmoe.engine.build import Engine
+from spmoe.experts.source import Wave
+from spmoe.models.kv import KvState
+from spmoe.observe.ledger import Counters
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.types import Draft, Verdict
+from spmoe.verify import rejection
+from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.rejection import RejectionVerifier
+
+COUNT = 14  # tokens generated per prompt
+SHORT = [84]
+LONG = [(29 * i + 7) % 251 for i in range(11)]  # longer than a prefill chunk, and no multiple of it
+PROMPTS = (SHORT, LONG)
+
+SLOTS = {family: (TOP_K, TOP_K + 1, LAYERS * n // 2, LAYERS * n) for family, n in EXPERTS.items()}
+AXES: Mapping[str, Sequence[Any]] = {
+    "prefetch": ("on-demand", "draft-gate"),
+    "num_speculative_tokens": (0, 1, 3, 5),
+    "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
+    "cutoff": ("none", "1", "auto"),
+    "draft": ("good", "random"),
+    "eviction": ("lru", "draft-informed"),
+    "prefill_chunk": (3, 512),
+}
+
+
+def pairs_of(row: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    return {(a, row[a], b, row[b]) for a, b in combinations(AXES, 2)}
+
+
+def covering_rows() -> list[dict[str, Any]]:
+    """Few settings in which every value of every axis meets every value of every other."""
+    missing = {(a, x, b, y) for a, b in combinations(AXES, 2) for x, y in product(AXES[a], AXES[b])}
+    rows = []
+    while missing:
+        a, x, b, y = min(missing, key=str)
+        row = {a: x, b: y}
+        for axis in (axis for axis in AXES if axis not in row):
+            gains = {
+                value: sum((p, row[p], axis, value) in missing or (axis, value, p, row[p]) in missing for p in row)
+                for value in AXES[axis]
+            }
+            row[axis] = max(gains, key=lambda value: gains[value])
+        rows.append({axis: row[axis] for axis in AXES})
+        missing -= pairs_of(rows[-1])
+    return rows
+
+
+ROWS = covering_rows()
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[Path], list[list[int]]]:
+    """What transformers makes of every prompt, once per checkpoint."""
+    known: dict[Path, list[list[int]]] = {}
+
+    def of(directory: Path) -> list[list[int]]:
+        if directory not in known:
+            model = reference(directory)
+            known[directory] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+        return known[directory]
+
+    return of
+
+
+def build(target: Path, draft: Path | None = None, **options: Any) -> LLM:
+    return LLM(str(target), None if draft is None else str(draft), progress=False, **options)
+
+
+def settings(row: Mapping[str, Any], family: str, pair: Pair) -> dict[str, Any]:
+    """The row as engine options."""
+    options = {**row, "draft": getattr(pair, row["draft"]), "target": pair.target}
+    options["expert_memory"] = memory_for(SLOTS[family][options.pop("slots")])
+    return options
+
+
+def assert_exact(llm: LLM, expected: list[list[int]]) -> None:
+    """Token for token, on every prompt."""
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        completion = llm.generate(prompt, params)[0]
+        assert completion.token_ids == tokens
+        assert completion.finish_reason == "length"
+
+
+# ---- greedy
+
+
+def test_every_pair_of_settings_is_run() -> None:
+    run = set().union(*(pairs_of(row) for row in ROWS))
+    for a, b in combinations(AXES, 2):
+        for x, y in product(AXES[a], AXES[b]):
+            assert (a, x, b, y) in run
+    assert len(ROWS) < 30, "a covering subset, not the product"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_greedy_output_is_that_of_transformers(
+    family: str, row: Mapping[str, Any], mixtral_pair: Pair, qwen_pair: Pair, expected: Any
+) -> None:
+    pair = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family]
+    with build(**settings(row, family, pair)) as llm:
+        engine: Engine = llm.engine
+        assert_exact(llm, expected(pair.target))
+        drafting = row["num_speculative_tokens"] > 0
+        predicting = drafting and row["prefetch"] == "draft-gate"
+        assert engine.slots == SLOTS[family][row["slots"]], "the budget that was meant"
+        assert engine.source.cache.peak <= engine.slots
+        assert engine.notices == []
+        assert engine.loop.draft_tokens == row["num_speculative_tokens"]
+        assert isinstance(engine.loop.policy, DraftGate) == predicting
+        counters = engine.loop.counters
+        assert (counters.drafted > 0) == drafting
+        if predicting and row["cutoff"] != "auto":
+            assert engine.cutoff == (LAYERS if row["cutoff"] == "none" else 1)
+            assert counters.wishes > 0
+        if not predicting:
+            assert counters.wishes == counters.prefetch_loads == 0
+
+
+def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
+    """Greedy tokens vary, no two best tokens are close to a tie, and a good draft is kept and refused."""
+    model = reference(pair.target)
+    for prompt, tokens in zip(PROMPTS, expected(pair.target), strict=True):
+        assert len(set(tokens)) >= 6
+        with torch.no_grad():
+            best = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].topk(2).values
+        assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
+    rates = {}
+    for name in ("good", "random"):
+        with build(pair.target, getattr(pair, name), num_speculative_tokens=5) as llm:
+            assert_exact(llm, expected(pair.target))
+            rates[name] = llm.engine.loop.counters.accepted / llm.engine.loop.counters.drafted
+    assert 0.2 < rates["good"] < 0.95
+    assert rates["random"] < 0.1
+
+
+@pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
+def test_a_llama_draft_serves_either_family(pair: Pair, llama_draft: Path, prefetch: str, expected: Any) -> None:
+    with build(
+        pair.target, llama_draft, num_speculative_tokens=3, prefetch=prefetch, cutoff="none", expert_memory="50%"
+    ) as llm:
+        assert_exact(llm, expected(pair.target))
+        assert llm.notices == []
+
+
+@pytest.mark.parametrize("layout", ["fused", "sharded"])
+def test_other_layouts_give_the_same_output(tmp_path: Path, pair: Pair, layout: str, expected: Any) -> None:
+    copy = save(reference(pair.target), tmp_path / layout, byte_tokenizer(), layout)
+    with build(copy, pair.good, num_speculative_tokens=3, expert_memory="50%") as llm:
+        assert_exact(llm, expected(pair.target))
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+@pytest.mark.parametrize("slots", [TOP_K, LAYERS * EXPERTS["mixtral"]])
+@pytest.mark.parametrize(("prefetch", "k"), [("on-demand", 0), ("on-demand", 3), ("draft-gate", 5)])
+def test_beyond_a_sliding_window(
+    windowed_pair: Pair, prefetch: str, k: int, slots: int, draft: str, expected: Any
+) -> None:
+    window = reference(windowed_pair.target).config.sliding_window
+    assert window < COUNT
+    with build(
+        windowed_pair.target,
+        getattr(windowed_pair, draft),
+        prefetch=prefetch,
+        num_speculative_tokens=k,
+        expert_memory=memory_for(slots),
+        prefill_chunk=3,
+    ) as llm:
+        assert_exact(llm, expected(windowed_pair.target))
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+@pytest.mark.parametrize("cutoff", ["none", 1])
+def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff: Any, expected: Any) -> None:
+    with build(
+        partly_dense_pair.target,
+        getattr(partly_dense_pair, draft),
+        num_speculative_tokens=3,
+        cutoff=cutoff,
+        expert_memory=memory_for(5),
+        prefill_chunk=3,
+    ) as llm:
+        assert_exact(llm, expected(partly_dense_pair.target))
+        assert len(llm.engine.target.moe) == 2
+        assert llm.engine.loop.counters.wishes > 0
+
+
+def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
+    recurrent_target: Path, qwen_pair: Pair, expected: Any
+) -> None:
+    with build(recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%") as llm:
+        assert_exact(llm, expected(recurrent_target))
+        assert llm.engine.loop.counters.drafted == 0
+        (notice,) = llm.notices
+        assert str(recurrent_target) in notice
+        assert "cannot be rolled back" in notice
+        assert "without speculation" in notice
+    with build(recurrent_target, expert_memory="50%") as llm:
+        assert_exact(llm, expected(recurrent_target))
+        assert llm.notices == [], "nobody asked for speculation"
+
+
+def test_an_end_token_inside_an_accepted_draft_ends_the_output(tmp_path: Path, pair: Pair, expected: Any) -> None:
+    """With the end token set to one that greedy decoding reaches, transformers and the engine stop alike."""
+    tokens = expected(pair.target)[1]
+    end = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
+    copy = tmp_path / "target"
+    shutil.copytree(pair.target, copy)
+    model = reference(copy)
+    model.generation_config.eos_token_id = end
+    model.generation_config.save_pretrained(copy)
+    ids = torch.tensor([LONG])
+    stopped = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=COUNT, pad_token_id=0
+    )[0, len(LONG) :].tolist()
+    assert stopped[-1] == end
+    assert len(stopped) < COUNT
+    for k in (0, 5):
+        with build(copy, pair.good, num_speculative_tokens=k, expert_memory="50%") as llm:
+            completion = llm.generate(LONG, SamplingParams(max_tokens=COUNT))[0]
+            assert completion.token_ids == stopped
+            assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+def test_the_draft_proposes_what_it_would_say_itself(pair: Pair, draft: str) -> None:
+    """A draft whose own state was not rolled back right would still be exact, but propose nonsense."""
+    model = reference(getattr(pair, draft))
+    with build(pair.target, getattr(pair, draft), num_speculative_tokens=3, prefill_chunk=3) as llm:
+        drafter = llm.engine.loop.drafter
+        sound, proposals = drafter.propose, []
+
+        def propose(sequences: Any, k: int, on_seen: Any) -> list[Draft]:
+            before = list(sequences[0].tokens)
+            drafts = sound(sequences, k, on_seen)
+            proposals.append((before, drafts[0].tokens, k))
+            return drafts
+
+        drafter.propose = propose
+        llm.generate(LONG, SamplingParams(max_tokens=COUNT, ignore_eos=True))
+    assert proposals[0][1:] == ([], 0), "before the prompt has been read there is nothing to draft from"
+    assert len(proposals) > 3
+    for tokens, proposed, k in proposals[1:]:
+        assert proposed == (greedy(model, tokens, k) if k else [])
+
+
+# ---- every bit of the logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_logits_of_plain_decoding_are_those_of_eager_transformers(
+    family: str, dtype: torch.dtype, mixtral_pair: Pair, qwen_pair: Pair
+) -> None:
+    directory = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family].target
+    model = reference(directory, dtype, experts_implementation="eager")
+    assert model.config._experts_implementation == "eager"
+    cache = DynamicCache(config=model.config)
+    tokens, logits = LONG, []
+    for _ in range(8):
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        logits.append((tokens, output.logits[0]))
+        tokens = [int(output.logits[0, -1].argmax())]
+    for slots in SLOTS[family]:
+        name = str(dtype).removeprefix("torch.")
+        with build(directory, expert_memory=memory_for(slots, dtype), dtype=name) as llm:
+            assert llm.engine.slots == slots
+            kv = llm.engine.target.new_kv(len(LONG) + len(logits))
+            for tokens, wanted in logits:
+                assert torch.equal(llm.engine.target.forward(tokens, kv, keep=len(tokens)), wanted)
+
+
+# ---- sampling
+
+
+SAMPLING = SamplingParams(max_tokens=COUNT, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_sampling_with_a_seed_is_repeatable_whatever_the_policy_and_the_budget(pair: Pair, k: int) -> None:
+    outputs = []
+    for prefetch, share in (("on-demand", "25%"), ("draft-gate", "50%"), ("draft-gate", "100%")):
+        with build(
+            pair.target, pair.good, num_speculative_tokens=k, prefetch=prefetch, cutoff="none", expert_memory=share
+        ) as llm:
+            outputs += [llm.generate(LONG, SAMPLING)[0].token_ids for _ in range(2)]
+            other = llm.generate(LONG, SamplingParams(max_tokens=COUNT, temperature=0.9, seed=12, ignore_eos=True))
+            assert other[0].token_ids != outputs[0]
+    assert len(outputs) == 6
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_without_a_seed_outputs_differ(mixtral_pair: Pair) -> None:
+    params = SamplingParams(max_tokens=COUNT, temperature=1.5, ignore_eos=True)
+    with build(mixtral_pair.target, num_speculative_tokens=0, expert_memory="100%") as llm:
+        first, second = (llm.generate(LONG, params)[0].token_ids for _ in range(2))
+    assert first != second  # alike once in far more than 10**9 runs: 14 tokens of several bits each
+
+
+DRAWS = 250
+WIDTH = 3  # tokens that can follow any other: top_k
+LENGTH = 3
+FALSE_ALARM = 1e-4  # the share of seeds for which an exact engine would be called inexact
+
+
+def sequence_probabilities(directory: Path) -> dict[tuple[int, ...], float]:
+    """The target's own distribution over continuations, by enumeration with transformers."""
+    model = reference(directory)
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        with torch.no_grad():
+            logits = model(torch.tensor([SHORT + list(tokens) for tokens in found])).logits[:, -1]
+        for (tokens, mass), row in zip(found.items(), logits, strict=True):
+            best = row.double().topk(WIDTH)
+            for token, share in zip(best.indices.tolist(), best.values.softmax(dim=-1).tolist(), strict=True):
+                longer[(*tokens, token)] = mass * share
+        found = longer
+    return found
+
+
+def chance_of(drawn: Sequence[tuple[int, ...]], probabilities: Mapping[tuple[int, ...], float]) -> float:
+    """Pearson's test: how often an exact sampler would be at least this far off. Rare outcomes share a bin."""
+    if not set(drawn) <= set(probabilities):
+        return 0.0  # the target would never have written that
+    counts, total = Counter(drawn), len(drawn)
+    bins: list[tuple[float, int]] = [(total * p, counts[o]) for o, p in probabilities.items() if total * p >= 5]
+    bins.append((total - sum(e for e, _ in bins), total - sum(c for _, c in bins)))
+    statistic = sum((count - mean) ** 2 / mean for mean, count in bins)
+    freedom = torch.tensor((len(bins) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
+    with build(pair.target, pair.good, num_speculative_tokens=2, expert_memory="100%", prefetch="on-demand") as llm:
+        drawn = []
+        for seed in range(DRAWS):
+            params = SamplingParams(max_tokens=LENGTH, temperature=1.0, top_k=WIDTH, seed=seed, ignore_eos=True)
+            drawn.append(tuple(llm.generate(SHORT, params)[0].token_ids))
+        return drawn, llm.engine.loop.counters
+
+
+class AcceptsEverything(RejectionVerifier):
+    def judge(self, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
+        bonus = rejection.draw(rejection.probabilities(logits, sequence.sampling)[-1], sequence.rng)
+        return Verdict(len(draft.tokens), bonus)
+
+
+class RedrawsFromTheTarget(RejectionVerifier):
+    """Keeps as it should, but draws recovered tokens from p instead of what p has more of than q."""
+
+    def judge(self, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
+        verdict = super().judge(sequence, draft, logits)
+        if verdict.accepted == len(draft.tokens):
+            return verdict
+        p = rejection.probabilities(logits, sequence.sampling)[verdict.accepted]
+        return Verdict(verdict.accepted, rejection.draw(p, sequence.rng))
+
+
+@pytest.fixture(scope="module")
+def open_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose continuations are open: many are likely, and the draft weighs them otherwise."""
+    return save_pair(
+        tmp_path_factory.mktemp("open"),
+        "mixtral",
+        noise=0.3,
+        target=seeded(make_mixtral, 71, num_hidden_layers=2),
+        draft=seeded(make_mistral, 70, num_hidden_layers=2),
+    )
+
+
+@pytest.fixture(scope="module")
+def continuations(open_pair: Pair) -> dict[tuple[int, ...], float]:
+    return sequence_probabilities(open_pair.target)
+
+
+def test_sampled_output_follows_the_targets_distribution(
+    open_pair: Pair, continuations: Mapping[tuple[int, ...], float]
+) -> None:
+    assert max(continuations.values()) < 0.2
+    drawn, counters = draw_continuations(open_pair)
+    assert 0.2 < counters.accepted / counters.drafted < 0.8, "both ways a token can come about"
+    assert chance_of(drawn, continuations) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("broken", [AcceptsEverything, RedrawsFromTheTarget])
+def test_a_sampler_that_is_off_is_caught(
+    open_pair: Pair,
+    continuations: Mapping[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: type[RejectionVerifier],
+) -> None:
+    monkeypatch.setattr("spmoe.engine.loop.RejectionVerifier", broken)
+    drawn, _ = draw_continuations(open_pair)
+    assert chance_of(drawn, continuations) < FALSE_ALARM
+
+
+# ---- engines broken on purpose: the comparison above must see it
+
+
+def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = cpu.run_expert
+
+    def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        gate, up = tensors["gate_up_proj"].chunk(2)
+        return sound(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
+
+    monkeypatch.setattr(cpu, "run_expert", run_expert)
+
+
+def _change_waves(monkeypatch: pytest.MonkeyPatch, change: Callable[[Wave], Wave]) -> None:
+    sound = CpuBackend.run_experts
+
+    def run_experts(
+        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+    ) -> Tensor:
+        return sound(self, experts, hidden, index, weights, (change(wave) for wave in waves))
+
+    monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
+
+
+def drop_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(wave: Wave) -> Wave:
+        kept = [i for i, expert in enumerate(wave.experts) if expert != 0]
+        return Wave(
+            wave.layer,
+            tuple(wave.experts[i] for i in kept),
+            tuple(wave.slots[i] for i in kept),
+            tuple(wave.weights[i] for i in kept),
+        )
+
+    _change_waves(monkeypatch, change)
+
+
+def mix_slots_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_waves(
+        monkeypatch, lambda wave: Wave(wave.layer, wave.experts, wave.slots, wave.weights[1:] + wave.weights[:1])
+    )
+
+
+def ignore_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = CpuBackend.run_experts
+
+    def run_experts(
+        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+    ) -> Tensor:
+        return sound(self, experts, hidden, index, torch.full_like(weights, 1 / TOP_K), waves)
+
+    monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
+
+
+def rewind_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = KvState.rewind
+
+    def rewind(self: KvState, length: int) -> None:
+        held = self.length
+        sound(self, length)
+        for layer in self.cache.layers:
+            layer.length = min(length + 1, held)
+
+    monkeypatch.setattr(KvState, "rewind", rewind)
+
+
+def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = GreedyVerifier.judge
+
+    def judge(self: GreedyVerifier, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
+        accepted = min(sound(self, sequence, draft, logits).accepted + 1, len(draft.tokens))
+        return Verdict(accepted, int(logits[accepted].argmax()))
+
+    monkeypatch.setattr(GreedyVerifier, "judge", judge)
+
+
+def test_the_comparison_holds_for_the_engine_that_is_broken_below(pair: Pair, expected: Any) -> None:
+    with build(pair.target, pair.random, num_speculative_tokens=3, expert_memory="50%") as llm:
+        assert_exact(llm, expected(pair.target))
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        swap_gate_and_up,
+        drop_an_expert,
+        mix_slots_up,
+        ignore_the_routers_weights,
+        rewind_one_short,
+        accept_one_too_many,
+    ],
+)
+def test_a_broken_engine_is_caught(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, sabotage: Callable[[pytest.MonkeyPatch], None], expected: Any
+) -> None:
+    sabotage(monkeypatch)
+    with (
+        build(pair.target, pair.random, num_speculative_tokens=3, expert_memory="50%") as llm,
+        pytest.raises(AssertionError),
+    ):
+        assert_exact(llm, expected(pair.target))

@@ -1,0 +1,515 @@
+"""The Python interface: what goes in, what comes out, when it stops, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import (
+    LAYERS,
+    VOCABULARY,
+    Pair,
+    byte_tokenizer,
+    greedy,
+    memory_for,
+    mistral,
+    reference,
+    save,
+    seeded,
+)
+from spmoe import LLM, Completion, SamplingParams
+from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError
+from spmoe.predict.draft_gate import DraftGate
+
+PROMPT = "the cat"
+TEN = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+def build(pair: Pair, draft: str | None = "good", **options: Any) -> LLM:
+    options = {"num_speculative_tokens": 3, "expert_memory": "50%", "progress": False, "cutoff": "none", **options}
+    return LLM(str(pair.target), str(getattr(pair, draft)) if draft else None, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(mixtral_pair: Pair) -> Iterator[LLM]:
+    with build(mixtral_pair) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(mixtral_pair: Pair) -> list[int]:
+    """Sixteen tokens after PROMPT, by transformers."""
+    return greedy(reference(mixtral_pair.target), byte_tokenizer()(PROMPT)["input_ids"], 16)
+
+
+def text_of(tokens: list[int]) -> str:
+    return byte_tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("spmoe-")}
+
+
+# ---- prompts
+
+
+def test_a_prompt_is_text_or_token_ids(llm: LLM, expected: list[int]) -> None:
+    ids = byte_tokenizer()(PROMPT)["input_ids"]
+    for prompt in (PROMPT, ids, tuple(ids)):
+        (completion,) = llm.generate(prompt, TEN)
+        assert isinstance(completion, Completion)
+        assert completion.token_ids == expected[:10]
+        assert completion.text == text_of(expected[:10])
+        assert completion.stats.prompt_tokens == len(ids)
+
+
+def test_several_prompts_come_back_in_order(llm: LLM, expected: list[int]) -> None:
+    ids = byte_tokenizer()(PROMPT)["input_ids"]
+    alone = llm.generate("other", TEN)[0].token_ids
+    assert alone != expected[:10]
+    for prompts in (["other", PROMPT, "other"], [byte_tokenizer()("other")["input_ids"], ids, "other"]):
+        assert [c.token_ids for c in llm.generate(prompts, TEN)] == [alone, expected[:10], alone]
+
+
+def test_no_prompt_is_run_before_all_are_checked(llm: LLM) -> None:
+    before = llm.engine.loop.counters.copy()
+    with pytest.raises(PromptError):
+        llm.generate(["good", ""], TEN)
+    assert llm.engine.loop.counters == before
+
+
+def test_by_default_decoding_is_greedy(llm: LLM, expected: list[int]) -> None:
+    tokens = llm.generate(PROMPT)[0].token_ids
+    assert tokens[:16] == expected[: len(tokens[:16])]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    written = "user: hello\nassistant: "
+    assert llm.chat(messages, TEN).token_ids == llm.generate(written, TEN)[0].token_ids
+    assert "".join(llm.stream_chat(messages, TEN)) == llm.generate(written, TEN)[0].text
+    with pytest.raises(PromptError, match="no such role"):
+        llm.chat([{"role": "refused", "content": "hello"}], TEN)
+
+
+def test_without_a_template_there_is_no_chat(tmp_path: Path, mixtral_pair: Pair) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(mixtral_pair.target, target)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    for leftover in target.glob("*.jinja"):
+        leftover.unlink()
+    tokenizer.save_pretrained(target)
+    with LLM(str(target), progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([1, VOCABULARY], f"vocabulary of {VOCABULARY}"),
+        ([-1], f"vocabulary of {VOCABULARY}"),
+        ([1] * 256, "256 tokens but the context holds 256"),
+        ("x" * 300, "300 tokens but the context holds 256"),
+    ],
+)
+def test_prompts_that_cannot_be_run(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        llm.generate(prompt, TEN)
+    with pytest.raises(PromptError, match=message):
+        llm.stream(prompt, TEN)
+
+
+def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(mixtral_pair.target, target, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    with LLM(str(target), progress=False) as llm:
+        completion = llm.generate(byte_tokenizer()(PROMPT)["input_ids"], TEN)[0]
+        assert completion.token_ids == expected[:10]
+        assert completion.text == ""
+        with pytest.raises(UsageError, match="no tokenizer"):
+            llm.generate(PROMPT, TEN)
+        with pytest.raises(UsageError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "hello"}])
+        with pytest.raises(UsageError, match="stop strings"):
+            llm.generate([1, 2], SamplingParams(stop="x"))
+
+
+# ---- where it ends
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16])
+def test_max_tokens_is_kept_to_the_token(llm: LLM, expected: list[int], count: int) -> None:
+    completion = llm.generate(PROMPT, replace(TEN, max_tokens=count))[0]
+    assert completion.token_ids == expected[:count]
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_the_context_is_never_exceeded(mixtral_pair: Pair, expected: list[int], k: int) -> None:
+    with build(mixtral_pair, num_speculative_tokens=k, max_model_len=len(PROMPT) + 6) as llm:
+        completion = llm.generate(PROMPT, TEN)[0]
+        assert completion.token_ids == expected[:6]
+        assert completion.finish_reason == "length"
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair, expected: list[int]) -> tuple[Pair, int]:
+    """The pair with an end token that greedy decoding meets, and how many tokens it takes to meet it."""
+    at = next(i for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
+    target = tmp_path_factory.mktemp("ending") / "target"
+    shutil.copytree(mixtral_pair.target, target)
+    generation = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [3, expected[at]]}))
+    return replace(mixtral_pair, target=target), at + 1
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_the_end_token_ends_it_and_is_among_the_tokens(ending: tuple[Pair, int], expected: list[int], k: int) -> None:
+    pair, count = ending
+    with build(pair, num_speculative_tokens=k) as llm:
+        completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
+        assert completion.token_ids == expected[:count]
+        assert completion.finish_reason == "stop"
+        assert completion.text == text_of(expected[: count - 1]), "the end token has no text"
+        on_time = llm.generate(PROMPT, SamplingParams(max_tokens=count))[0]
+        assert (on_time.token_ids, on_time.finish_reason) == (expected[:count], "stop")
+        through = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True))[0]
+        assert (through.token_ids, through.finish_reason) == (expected, "length")
+        assert through.text == text_of(expected)
+
+
+def test_the_tokenizers_own_end_token_counts_too(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
+    """Some checkpoints name it in one place only."""
+    at = next(i for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
+    target = tmp_path / "target"
+    shutil.copytree(mixtral_pair.target, target)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(expected[at])
+    tokenizer.save_pretrained(target)
+    with LLM(str(target), progress=False) as llm:
+        completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
+    assert (completion.token_ids, completion.finish_reason) == (expected[: at + 1], "stop")
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_stop_string_ends_it(mixtral_pair: Pair, k: int) -> None:
+    with build(mixtral_pair, num_speculative_tokens=k) as llm:
+        whole = llm.generate(PROMPT, replace(TEN, max_tokens=40))[0]
+        stop = next(whole.text[i : i + 2] for i in range(2, 40) if whole.text[i : i + 2].isascii())
+        assert len(stop) == 2
+        completion = llm.generate(PROMPT, replace(TEN, max_tokens=40, stop=[stop, "never written"]))[0]
+        assert completion.finish_reason == "stop"
+        assert completion.text == whole.text[: whole.text.index(stop)]
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+        assert stop in text_of(completion.token_ids)
+        assert stop not in text_of(completion.token_ids[:-1])
+
+
+# ---- streams
+
+
+def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, replace(TEN, max_tokens=30))
+    pieces = list(stream)
+    whole = llm.generate(PROMPT, replace(TEN, max_tokens=30))[0]
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 5
+    assert all(pieces)
+    assert stream.completion.token_ids == whole.token_ids
+    assert stream.completion.finish_reason == "length"
+    assert list(stream) == [], "it is over"
+
+
+def test_a_stream_that_is_left_can_be_looked_at(llm: LLM, expected: list[int]) -> None:
+    stream = llm.stream(PROMPT, TEN)
+    pieces = [next(iter(stream)) for _ in range(3)]
+    completion = stream.completion
+    assert completion.finish_reason == "interrupted"
+    assert 3 <= len(completion.token_ids) < 10
+    assert completion.token_ids == expected[: len(completion.token_ids)]
+    assert completion.text == "".join(pieces)
+    iter(stream).close()  # type: ignore[attr-defined]
+    assert stream.completion.finish_reason == "interrupted"
+    assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
+    assert llm.engine.loop._states == {}
+
+
+def test_a_stream_can_be_told_to_stop(llm: LLM, expected: list[int]) -> None:
+    stream = llm.stream(PROMPT, TEN)
+    pieces = [next(iter(stream))]
+    stream.stop()
+    pieces += list(stream)
+    assert stream.completion.finish_reason == "interrupted"
+    assert "".join(pieces) == stream.completion.text
+    assert stream.token_ids == expected[: len(stream.token_ids)]
+    assert 1 <= len(stream.token_ids) < 10
+
+
+def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
+    before = llm.engine.loop.counters.copy()
+    stream = llm.stream(PROMPT, TEN)
+    assert stream.completion.token_ids == []
+    assert stream.completion.usage == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+    del stream
+    gc.collect()
+    assert llm.engine.loop.counters == before
+
+
+def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
+    stream = llm.stream(PROMPT, TEN)
+    next(iter(stream))
+    assert len(llm.engine.loop._states) == 1
+    del stream
+    gc.collect()
+    assert llm.engine.loop._states == {}
+    assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
+
+
+def test_an_abandoned_stream_may_be_collected_in_the_middle_of_a_step(
+    mixtral_pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs when it likes: also while the thread that it runs in holds the engine's lock."""
+    with build(mixtral_pair) as llm:
+        stream = llm.stream(PROMPT, TEN)
+        next(iter(stream))
+        forward, collected = llm.engine.target.forward, []
+
+        def forward_and_collect(*args: Any, **options: Any) -> Any:
+            collected.append(gc.collect())
+            return forward(*args, **options)
+
+        monkeypatch.setattr(llm.engine.target, "forward", forward_and_collect)
+        del stream
+        tokens: list[list[int]] = []
+        thread = threading.Thread(target=lambda: tokens.append(llm.generate(PROMPT, TEN)[0].token_ids), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "it waits for a lock that its own thread holds"
+        assert tokens == [expected[:10]]
+        assert collected
+        assert llm.engine.loop._states == {}
+
+
+@pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
+def test_interleaved_streams_do_not_mix(mixtral_pair: Pair, prefetch: str) -> None:
+    prompts = [PROMPT, "a dog ran", "x"]
+    params = [TEN, replace(TEN, temperature=0.8, seed=4), replace(TEN, max_tokens=5)]
+    with build(mixtral_pair, prefetch=prefetch) as llm:
+        separate = [llm.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)]
+        streams = [llm.stream(p, s) for p, s in zip(prompts, params, strict=True)]
+        running = list(streams)
+        while running:
+            running = [stream for stream in running if next(iter(stream), None) is not None]
+        assert [stream.token_ids for stream in streams] == separate
+        assert llm.engine.loop._states == {}
+
+
+def test_threads_may_share_an_engine(mixtral_pair: Pair) -> None:
+    prompts = [PROMPT, "a dog ran", "x", "yes"]
+    with build(mixtral_pair) as llm:
+        separate = [llm.generate(p, TEN)[0].token_ids for p in prompts]
+        found: dict[str, list[int]] = {}
+        threads = [
+            threading.Thread(target=lambda p=p: found.update({p: llm.generate(p, TEN)[0].token_ids}))  # type: ignore[misc]
+            for p in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[p] for p in prompts] == separate
+        llm.generate("x", replace(TEN, max_tokens=1))
+        assert llm.engine.loop._states == {}
+
+
+# ---- closing
+
+
+def test_leaving_the_context_ends_every_thread(mixtral_pair: Pair) -> None:
+    before = set(threading.enumerate())
+    with build(mixtral_pair) as llm:
+        assert own_threads() - before
+        llm.generate(PROMPT, TEN)
+    assert set(threading.enumerate()) == before
+    llm.close()
+    for use in (lambda: llm.generate(PROMPT, TEN), lambda: llm.chat([{"role": "user", "content": "x"}], TEN)):
+        with pytest.raises(SpmoeError, match="closed"):
+            use()
+
+
+def test_an_error_inside_the_context_ends_every_thread_too(mixtral_pair: Pair) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(PromptError), build(mixtral_pair) as llm:
+        llm.generate("")
+    assert set(threading.enumerate()) == before
+
+
+def test_closing_in_mid_stream(mixtral_pair: Pair, expected: list[int]) -> None:
+    before = set(threading.enumerate())
+    llm = build(mixtral_pair)
+    stream = llm.stream(PROMPT, TEN)
+    next(iter(stream))
+    llm.close()
+    assert set(threading.enumerate()) == before
+    with pytest.raises(SpmoeError, match="closed"):
+        stream.run()
+    completion = stream.completion
+    assert completion.finish_reason == "interrupted"
+    assert completion.token_ids == expected[: len(completion.token_ids)]
+    assert llm.engine.loop._states == {}
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing_running(tmp_path: Path, mixtral_pair: Pair) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(BudgetError, match=r"holds 1 experts .* needs 2 of a layer at once"):
+        build(mixtral_pair, expert_memory=memory_for(2) - 1)
+    broken = tmp_path / "draft"
+    shutil.copytree(mixtral_pair.good, broken)
+    (broken / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(SpmoeError):
+        LLM(str(mixtral_pair.target), str(broken), progress=False)
+    bare = save(seeded(mistral, 1), tmp_path / "bare")  # ships no tokenizer
+    with pytest.raises(UsageError):
+        LLM(str(mixtral_pair.target), str(bare), progress=False)
+    assert set(threading.enumerate()) == before
+
+
+def test_unknown_options_are_refused(mixtral_pair: Pair) -> None:
+    with pytest.raises(UsageError, match="expert_slots"):
+        build(mixtral_pair, expert_slots=3)
+
+
+# ---- what it cost
+
+
+@pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
+@pytest.mark.parametrize("draft", ["good", "random", None])
+def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
+    with build(mixtral_pair, draft, prefetch=prefetch, expert_memory=memory_for(4)) as llm:
+        blob = llm.engine.store.layout.nbytes
+        totals = llm.engine.loop.counters.copy()
+        for count in (1, 12):
+            completion = llm.generate(PROMPT, replace(TEN, max_tokens=count))[0]
+            stats, counters = completion.stats, completion.stats.counters
+            assert completion.usage == {
+                "prompt_tokens": len(PROMPT),
+                "completion_tokens": count,
+                "total_tokens": len(PROMPT) + count,
+            }
+            assert stats.output_tokens == count == counters.tokens
+            assert counters.tokens == counters.steps + counters.accepted
+            assert counters.accepted <= counters.drafted
+            assert sum(counters.drafted_at) == counters.drafted
+            assert sum(counters.accepted_at) == counters.accepted
+            assert counters.drafted == 0 or draft is not None
+            assert counters.asked == counters.hits + counters.late + counters.demand_loads
+            assert counters.asked >= counters.steps * LAYERS * 2
+            assert counters.demand_bytes == counters.demand_loads * blob
+            assert counters.issued_bytes == counters.prefetch_loads * blob
+            spent = counters.wishes_resident + counters.wishes_stale + counters.wishes_over_budget
+            assert counters.wishes >= counters.prefetch_loads + spent
+            assert stats.peak_slots <= stats.slots == 4
+            assert 0 <= stats.ttft_seconds <= stats.latency_seconds
+            assert counters.draft_seconds + counters.verify_seconds <= stats.latency_seconds
+            assert 0 <= counters.stall_seconds <= counters.verify_seconds
+            assert (stats.tpot_seconds is None) == (count == 1)
+        whole = llm.engine.loop.counters.minus(totals)
+        assert whole.tokens == 13
+        assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
+        assert 0 <= whole.held_bytes <= 4 * blob
+        assert whole.failed_bytes == 0
+        predicting = draft is not None and prefetch == "draft-gate"
+        assert (whole.wishes > 0) == (whole.prefetch_loads > 0) == predicting
+        assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
+        assert stats.cutoff_layers == (LAYERS if predicting else None)
+        assert stats.draft_tokens == (3 if draft else 0)
+        assert llm.engine.source.cache.peak <= 4
+
+
+def test_figures_and_completion_go_to_json(llm: LLM) -> None:
+    completion = llm.generate(PROMPT, TEN)[0]
+    data = json.loads(json.dumps(completion.to_dict()))
+    assert data["text"] == completion.text
+    assert data["usage"] == completion.usage
+    assert data["finish_reason"] == "length"
+    assert data["stats"]["lossless"] is True
+    assert data["stats"]["steps"] == completion.stats.counters.steps
+    assert data["stats"]["expert_loads"] == completion.stats.counters.loads
+
+
+def test_what_a_request_cost_is_its_own(llm: LLM) -> None:
+    """Figures of one completion do not grow with later ones."""
+    stream = llm.stream(PROMPT, TEN)
+    first = stream.run()
+    steps = first.stats.counters.steps
+    llm.generate(PROMPT, TEN)
+    assert first.stats.counters.steps == steps
+    assert llm.generate(PROMPT, TEN)[0].stats.counters.steps == steps
+
+
+# ---- drafts that do not quite fit
+
+
+def test_a_draft_of_another_width_drafts_but_does_not_predict(
+    tmp_path: Path, mixtral_pair: Pair, expected: list[int]
+) -> None:
+    draft = save(seeded(mistral, 5, hidden_size=48), tmp_path / "draft", byte_tokenizer())
+    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3) as llm:
+        completion = llm.generate(PROMPT, TEN)[0]
+        assert completion.token_ids == expected[:10]
+        assert completion.stats.counters.drafted > 0
+        assert completion.stats.counters.wishes == 0
+        assert completion.stats.prefetch == "on-demand"
+        (notice,) = llm.notices
+        assert "48 wide and the target 32" in notice
+        assert "on demand" in notice
+    with LLM(
+        str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, prefetch="on-demand"
+    ) as llm:
+        assert llm.notices == [], "nobody asked for predictions"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_draft_of_another_depth_predicts_every_layer(
+    tmp_path: Path, mixtral_pair: Pair, expected: list[int], depth: int
+) -> None:
+    draft = save(seeded(mistral, 5, num_hidden_layers=depth), tmp_path / "draft", byte_tokenizer())
+    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="none") as llm:
+        policy = llm.engine.loop.policy
+        assert isinstance(policy, DraftGate)
+        sound, wished = policy.on_seen, set()
+
+        def on_seen(seen: Any) -> list[Any]:
+            wishes = list(sound(seen))
+            wished.update(wish.key.layer for wish in wishes)
+            return wishes
+
+        policy.on_seen = on_seen  # type: ignore[method-assign]
+        assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
+        assert llm.notices == []
+        assert wished == set(range(LAYERS))
+
+
+def test_a_draft_that_reads_fewer_positions_stops_drafting_there(
+    tmp_path: Path, mixtral_pair: Pair, expected: list[int]
+) -> None:
+    draft = save(seeded(mistral, 5, max_position_embeddings=len(PROMPT) + 6), tmp_path / "draft", byte_tokenizer())
+    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3) as llm:
+        completion = llm.generate(PROMPT, replace(TEN, max_tokens=16))[0]
+        assert completion.token_ids == expected
+        assert 0 < completion.stats.counters.drafted < 12
+        assert any(f"draft reads {len(PROMPT) + 6} positions" in notice for notice in llm.notices)
+        long = llm.generate("y" * 40, TEN)[0]
+        assert len(long.token_ids) == 10
+        assert long.stats.counters.drafted == 0

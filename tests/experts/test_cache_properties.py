@@ -1,0 +1,436 @@
+"""The experts room under generated programs, on virtual time: whatever happens, its invariants hold.
+
+The checks themselves are in `experts_helpers.Room`; here are the programs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+from experts_helpers import BLOB, MarkedSlots, Room
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from spmoe.config import EVICTIONS
+from spmoe.errors import TransferError
+from spmoe.experts.cache import ExpertCache
+from spmoe.experts.eviction import make_eviction
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.observe.clock import VirtualClock
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey, Residency, Wish
+
+LAST_LAYER = 8  # experts of the last layer: more than there are slots, so that a lost slot shows
+
+numbers = st.integers(0, 7)  # taken modulo the number of layers, or of a layer's experts
+scores = st.sampled_from([0.1, 0.5, 0.9, 1.0])
+some_wishes = st.lists(
+    st.tuples(numbers, numbers, scores, st.sampled_from([0, 0, 0, 0, -1, 1, 2])), min_size=1, max_size=6
+)
+durations = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.0, 2.0, 5.0])
+copy_seconds = st.sampled_from([0.25, 1.0, 1.0, 4.0])
+
+
+evictions = pytest.mark.parametrize("eviction", EVICTIONS)
+
+
+class Programs(RuleBasedStateMachine):
+    """A model's thread, its loop and a flaky disk, in any order."""
+
+    eviction: str
+    room: Room
+
+    @initialize(
+        slots=st.integers(1, 6),
+        depth=st.integers(1, 4),
+        experts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        seconds=copy_seconds,
+        follow=st.booleans(),
+    )
+    def build(self, slots: int, depth: int, experts: list[int], seconds: float, follow: bool) -> None:
+        self.room = Room(self.eviction, slots, depth, [*experts, LAST_LAYER], seconds, follow=follow)
+
+    def key(self, layer: int, expert: int) -> ExpertKey:
+        layer %= len(self.room.experts)
+        return ExpertKey(layer, expert % self.room.experts[layer])
+
+    @property
+    def using(self) -> bool:
+        return self.room.using is not None
+
+    @rule()
+    @precondition(lambda self: not self.using)
+    def begin_step(self) -> None:
+        self.room.begin_step()
+
+    @rule()
+    @precondition(lambda self: not self.using)
+    def end_step(self) -> None:
+        self.room.end_step()
+
+    @rule(wishes=some_wishes)
+    def wish(self, wishes: list[tuple[int, int, float, int]]) -> None:
+        keys = [self.key(layer, expert) for layer, expert, _, _ in wishes]
+        self.room.wish(
+            Wish(key, score, key.layer + slack) for key, (_, _, score, slack) in zip(keys, wishes, strict=True)
+        )
+
+    @rule(seconds=durations)
+    def pass_time(self, seconds: float) -> None:
+        self.room.clock.sleep(seconds)
+
+    @rule()
+    def pump(self) -> None:
+        self.room.pump()
+
+    @rule(layer=numbers, experts=st.lists(numbers, max_size=8))
+    @precondition(lambda self: not self.using)
+    def use(self, layer: int, experts: list[int]) -> None:
+        layer %= len(self.room.experts)
+        self.room.use(layer, [self.key(layer, e).expert for e in experts])
+
+    @rule(waves=st.integers(1, 8))
+    @precondition(lambda self: self.using)
+    def consume(self, waves: int) -> None:
+        for _ in range(waves):
+            if self.using:
+                self.room.next_wave()
+
+    @rule()
+    @precondition(lambda self: self.using)
+    def abandon(self) -> None:
+        self.room.abandon()
+
+    @rule()
+    @precondition(lambda self: self.using)
+    def consumer_raises(self) -> None:
+        self.room.consumer_raises()
+
+    @rule(keys=st.sets(st.tuples(numbers, numbers), max_size=4))
+    def break_copies(self, keys: set[tuple[int, int]]) -> None:
+        self.room.broken = {self.key(*key) for key in keys}
+
+    @rule(refusing=st.booleans())
+    def refuse_submissions(self, refusing: bool) -> None:
+        self.room.refusing = refusing
+
+    @rule(seconds=copy_seconds)
+    def change_link(self, seconds: float) -> None:
+        self.room.transfer.link.change_rate(BLOB / seconds)
+
+    @rule(blobs=st.none() | st.floats(0, 5))
+    def change_budget(self, blobs: float | None) -> None:
+        self.room.source.step_budget = None if blobs is None else int(BLOB * blobs)
+
+    @rule(really=st.integers(0, 9))
+    def close(self, really: int) -> None:
+        if really == 0:
+            self.room.close()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "room"):
+            self.room.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "room") and sys.exc_info()[0] is None:  # else the failure itself is what to see
+            self.room.finish()
+
+
+@evictions
+def test_any_program_keeps_the_invariants(eviction: str) -> None:
+    run_state_machine_as_test(
+        type("Program", (Programs,), {"eviction": eviction}),
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+# ---- the same, in small: one property each, for a reader; copies take one second
+
+
+def make_room(eviction: str = "lru", *, slots: int, depth: int = 2, experts: Sequence[int] = (4, 4, 8)) -> Room:
+    return Room(eviction, slots, depth, experts, 1.0, follow=True)
+
+
+def wish(room: Room, *keys: tuple[int, int], score: float = 0.9) -> None:
+    room.wish(Wish(ExpertKey(*key), score, key[0]) for key in keys)
+
+
+def use_all(room: Room, layer: int, experts: Sequence[int]) -> list[tuple[float, tuple[int, ...]]]:
+    """The waves of a whole use, and when each came."""
+    waves = []
+    room.use(layer, experts)
+    while room.using is not None:
+        assert room.using.wave is not None
+        waves.append((room.clock.now(), room.using.wave.experts))
+        assert room.next_wave() is None
+        room.check()
+    return waves
+
+
+@evictions
+def test_ready_experts_come_at_once_and_the_others_as_they_arrive(eviction: str) -> None:
+    room = make_room(eviction, slots=6)
+    wish(room, (0, 3), score=0.9)
+    wish(room, (0, 1), score=0.5)
+    room.clock.sleep(1.5)
+    assert use_all(room, 0, [0, 1, 2, 3]) == [(1.5, (3,)), (2.0, (1,)), (3.0, (0,)), (4.0, (2,))]
+    assert room.counters.stall_seconds == 2.5
+    room.finish()
+
+
+@evictions
+def test_waves_come_in_the_order_of_arrival_not_of_asking(eviction: str) -> None:
+    room = make_room(eviction, slots=6)
+    wish(room, (0, 3), score=0.9)
+    wish(room, (0, 2), score=0.5)
+    assert use_all(room, 0, [1, 2, 3]) == [(1.0, (3,)), (2.0, (2,)), (3.0, (1,))]
+    room.finish()
+
+
+@evictions
+def test_more_experts_than_slots_come_in_turns(eviction: str) -> None:
+    room = make_room(eviction, slots=2)
+    waves = use_all(room, 2, range(8))
+    assert sorted(e for _, experts in waves for e in experts) == list(range(8))
+    assert room.counters.demand_loads == 8
+    room.finish()
+
+
+@evictions
+def test_a_demand_load_never_waits_for_the_slot_of_a_wish(eviction: str) -> None:
+    """Two slots, two wishes, one of them not started: the demand load is second in line, not third."""
+    room = make_room(eviction, slots=2, depth=2)
+    wish(room, (1, 0), (1, 1))
+    room.clock.sleep(0.5)
+    assert use_all(room, 0, [0]) == [(2.0, (0,))]
+    room.finish()
+
+
+@evictions
+def test_a_wish_never_takes_a_slot_that_a_demand_load_waits_for(eviction: str) -> None:
+    room = make_room(eviction, slots=2)
+    use_all(room, 0, [0])
+    wish(room, (2, 0))
+    room.begin_step()
+    wish(room, (2, 1), (2, 2))
+    room.use(0, [0, 1])  # 0 is there, and 1 finds one slot in use and the other being written
+    room.clock.sleep(5.0)  # the first wish, which is stale by now, has arrived
+    room.check()
+    while room.using is not None:
+        room.next_wave()
+    keys = [job.key for jobs in room.transfer.submissions for job in jobs]
+    assert keys[:3] == [(0, 0), (2, 0), (0, 1)]
+    room.finish()
+
+
+@evictions
+def test_a_failed_prefetch_that_nobody_uses_is_no_news(eviction: str) -> None:
+    room = make_room(eviction, slots=4)
+    room.broken = {ExpertKey(1, 0)}
+    wish(room, (1, 0), (1, 1))
+    room.clock.sleep(5.0)
+    room.check()
+    assert room.source.cache.get(ExpertKey(1, 0)) is None
+    assert room.counters.failed_bytes == BLOB
+    assert use_all(room, 1, [1])[0][1] == (1,)
+    room.broken.clear()
+    assert use_all(room, 1, [0])[0][1] == (0,), "asked for, it is tried again"
+    assert room.counters.demand_loads == 1
+    room.finish()
+
+
+@evictions
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_failed_copy_raises_where_the_expert_is_used_and_leaves_it_absent(eviction: str, prefetched: bool) -> None:
+    room = make_room(eviction, slots=4)
+    use_all(room, 1, [1])
+    room.broken = {ExpertKey(1, 0)}
+    if prefetched:
+        wish(room, (1, 0))
+    room.use(1, [0, 1, 2])
+    assert room.using is not None
+    assert room.using.delivered == [ExpertKey(1, 1)], "what is there is given first"
+    errors = []
+    while room.using is not None:
+        errors.append(room.next_wave())
+        room.check()
+    assert isinstance(errors[-1], TransferError)
+    assert room.source.cache.get(ExpertKey(1, 0)) is None
+    room.broken.clear()
+    assert sorted(e for _, wave in use_all(room, 1, [0, 1, 2]) for e in wave) == [0, 1, 2]
+    room.finish()
+
+
+def test_the_worker_is_not_given_a_copy_that_has_ended_to_wait_for() -> None:
+    """A copy that failed, and whose user has not come back yet, must neither fill the link nor keep the worker busy."""
+    room = make_room(slots=6, depth=1)
+    use_all(room, 0, [1])
+    room.broken = {ExpertKey(0, 0)}
+    room.use(0, [0, 1])
+    wish(room, (1, 0), (1, 1))
+    room.clock.sleep(1.5)
+    room.pump()
+    assert room.source.cache.get(ExpertKey(1, 0)) is not None, "the link was free for a wish"
+    assert isinstance(room.next_wave(), TransferError)
+    room.finish()
+
+
+@evictions
+def test_wishes_end_with_their_layer_and_their_step(eviction: str) -> None:
+    room = make_room(eviction, slots=6, depth=1)
+    wish(room, (0, 0), (0, 1), (1, 0), (1, 1))
+    use_all(room, 1, [2])
+    room.check()
+    assert room.counters.wishes_stale == 3, "all but the one under way"
+    wish(room, (0, 2), (1, 3), (2, 0), (2, 1), (2, 2))
+    assert room.counters.wishes_stale == 5
+    room.end_step()
+    room.clock.sleep(10.0)
+    assert [job.key for jobs in room.transfer.submissions for job in jobs] == [(0, 0), (1, 2), (2, 0)]
+    counted = room.counters
+    assert counted.wishes == counted.wishes_stale + counted.prefetch_loads == 9
+    room.finish()
+
+
+@evictions
+def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
+    room = make_room(eviction, slots=8, depth=8)
+    use_all(room, 0, [0])
+    room.begin_step()
+    room.source.step_budget = 2 * BLOB + 1
+    wish(room, (0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    room.check()
+    counted = room.counters
+    assert (counted.wishes, counted.wishes_resident, counted.prefetch_loads) == (5, 1, 2)
+    assert (counted.wishes_over_budget, counted.wishes_stale) == (2, 0)
+    wish(room, (1, 1))
+    assert counted.wishes_over_budget == 3
+    room.begin_step()
+    wish(room, (1, 1))
+    assert counted.prefetch_loads == 3, "each step has its own budget"
+    room.finish()
+
+
+def test_what_an_abandoned_use_left_under_way_is_late_but_was_no_prefetch() -> None:
+    room = make_room(slots=4)
+    use_all(room, 0, [0])
+    room.use(0, [0, 1])
+    room.abandon()
+    use_all(room, 0, [1])
+    assert (room.counters.hits, room.counters.late, room.counters.demand_loads) == (1, 1, 2)
+    assert room.counters.late_bytes == room.counters.used_bytes == 0
+    room.finish()
+
+
+class InstantTransfer:
+    """Copies that end as soon as one has looked at them twice."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.submissions: list[CopyJob] = []
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        self.submissions += jobs
+        return [SecondLook() for _ in jobs]
+
+    def close(self) -> None:
+        pass
+
+
+class SecondLook:
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def ready(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def wait(self) -> None:
+        self.looks = 2
+
+    def hurry(self) -> None:
+        pass
+
+
+def one_slot() -> ExpertSource:
+    return ExpertSource(
+        MarkedSlots(1),
+        InstantTransfer(),
+        make_eviction("lru", (4, 4)),
+        BLOB,
+        VirtualClock(),
+        Counters(),
+        threaded=False,
+    )
+
+
+def test_a_copy_may_end_between_any_two_looks_at_it() -> None:
+    """The wish that holds the only slot arrives just after no slot could be had: that is no dead end."""
+    source = one_slot()
+    source.wish([Wish(ExpertKey(1, 0), 1.0, 1)])
+    assert [wave.experts for wave in source.use(0, [0])] == [(0,)]
+    source.close()
+
+
+def test_a_wave_that_was_never_given_back_is_an_error_and_no_hang() -> None:
+    source = one_slot()
+    held = source.use(0, [0])
+    next(held)
+    with pytest.raises(AssertionError, match="never given back"):
+        next(source.use(0, [1]))
+    held.close()  # type: ignore[attr-defined]
+    assert [wave.experts for wave in source.use(0, [1])] == [(1,)]
+    source.close()
+
+
+# ---- the cache by itself
+
+
+@evictions
+def test_a_key_gets_one_slot_and_a_refused_reservation_changes_nothing(eviction: str) -> None:
+    cache = ExpertCache(2, make_eviction(eviction, (4,)))
+    first = cache.reserve(ExpertKey(0, 0), prefetched=False)
+    second = cache.reserve(ExpertKey(0, 1), prefetched=True)
+    assert first is not None
+    assert second is not None
+    assert {first.entry.slot, second.entry.slot} == {0, 1}
+    with pytest.raises(ValueError, match="already has a slot"):
+        cache.reserve(ExpertKey(0, 0), prefetched=True)
+    assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "both are being written"
+    cache.loaded(first.entry)
+    first.entry.pins += 1
+    assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "one is in use, one is being written"
+    assert cache.entries() == [first.entry, second.entry]
+    first.entry.pins -= 1
+    third = cache.reserve(ExpertKey(0, 2), prefetched=False)
+    assert third is not None
+    assert third.evicted is first.entry
+    assert third.entry.slot == first.entry.slot
+    assert first.entry.state is Residency.ABSENT
+    assert cache.get(ExpertKey(0, 0)) is None
+    cache.failed(second.entry)
+    assert cache.get(ExpertKey(0, 1)) is None
+    fourth = cache.reserve(ExpertKey(0, 3), prefetched=False)
+    assert fourth is not None
+    assert fourth.evicted is None
+    assert fourth.entry.slot == second.entry.slot
+    assert len(cache) == cache.peak == 2

@@ -1,0 +1,315 @@
+"""The eviction contract, for every rule; and what makes the draft-informed one better than LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from experts_helpers import BLOB, MarkedSlots
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmoe.config import EVICTIONS
+from spmoe.experts.cache import ExpertCache
+from spmoe.experts.eviction import DraftInformed, Eviction, LeastRecentlyUsed, make_eviction
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.transfer import VirtualTransfer
+from spmoe.observe.clock import VirtualClock
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey, Wish
+
+EXPERTS = (3, 1, 4)
+KEYS = [ExpertKey(layer, e) for layer, count in enumerate(EXPERTS) for e in range(count)]
+INFINITY = float("inf")
+
+modest = settings(max_examples=150, deadline=None, derandomize=True)
+rules = pytest.mark.parametrize("name", EVICTIONS)
+events = st.one_of(
+    st.tuples(st.sampled_from(["insert", "remove", "use"]), st.sampled_from(KEYS)),
+    st.tuples(st.just("wish"), st.tuples(st.sampled_from(KEYS), st.sampled_from([0.0, 0.2, 1.0]))),
+    st.tuples(st.just("reach"), st.integers(0, len(EXPERTS) - 1)),
+    st.tuples(st.just("step"), st.none()),
+)
+histories = st.lists(events, max_size=40)
+
+
+def play(eviction: Eviction, history: list[tuple[str, object]]) -> set[ExpertKey]:
+    """Tell the rule a history, leaving out what could not have happened; what is resident at its end."""
+    resident: set[ExpertKey] = set()
+    for event, what in history:
+        match event:
+            case "insert" if what not in resident:
+                resident.add(what)
+                eviction.inserted(what)
+            case "remove" if what in resident:
+                resident.remove(what)
+                eviction.removed(what)
+            case "use" if what in resident:
+                eviction.used(what)
+            case "wish":
+                key, score = what
+                eviction.wished(Wish(key, score, key.layer))
+            case "reach":
+                eviction.reached(what)
+            case "step":
+                eviction.begin_step()
+    return resident
+
+
+@rules
+@modest
+@given(history=histories, n=st.integers(0, 9), pinned=st.sets(st.sampled_from(KEYS)))
+def test_exactly_n_or_none_and_never_a_pinned_one(
+    name: str, history: list[tuple[str, object]], n: int, pinned: set[ExpertKey]
+) -> None:
+    eviction = make_eviction(name, EXPERTS)
+    resident = play(eviction, history)
+    victims = eviction.victims(n, pinned, INFINITY)
+    if len(resident - pinned) < n:
+        assert victims is None
+    else:
+        assert victims is not None
+        assert len(victims) == len(set(victims)) == n
+        assert set(victims) <= resident - pinned
+        assert all(type(key) is ExpertKey and type(key.layer) is type(key.expert) is int for key in victims)
+
+
+@rules
+@modest
+@given(
+    history=histories,
+    questions=st.lists(st.tuples(st.integers(0, 9), st.sets(st.sampled_from(KEYS)), st.floats(0, 1)), min_size=1),
+)
+def test_asking_changes_nothing(
+    name: str, history: list[tuple[str, object]], questions: list[tuple[int, set[ExpertKey], float]]
+) -> None:
+    """Atomic: of two rules with one history, the one that was asked, in vain or not, answers like the other."""
+    curious, plain = make_eviction(name, EXPERTS), make_eviction(name, EXPERTS)
+    resident = play(curious, history)
+    assert play(plain, history) == resident
+    for n, pinned, below in questions:
+        curious.victims(n, pinned, below)
+        curious.victims(n, pinned, INFINITY)
+        curious.victims(len(resident) + 1, pinned, INFINITY)
+    for n in range(len(resident) + 1):
+        for below in (0.0, 0.3, INFINITY):
+            assert curious.victims(n, set(), below) == plain.victims(n, set(), below)
+    assert [curious.worth(key) for key in KEYS] == [plain.worth(key) for key in KEYS]
+
+
+@modest
+@given(
+    history=histories,
+    n=st.integers(0, 4),
+    pinned=st.sets(st.sampled_from(KEYS)),
+    below=st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.9, 1.0]),
+)
+def test_draft_informed_gives_up_the_least_worth_and_only_below_the_bound(
+    history: list[tuple[str, object]], n: int, pinned: set[ExpertKey], below: float
+) -> None:
+    eviction = DraftInformed(EXPERTS, reluctance=1.0)  # so that `worth` is what a resident is worth
+    free = play(eviction, history) - pinned
+    cheap = [key for key in free if eviction.worth(key) < below]
+    victims = eviction.victims(n, pinned, below)
+    if len(cheap) < n:
+        assert victims is None
+    else:
+        assert victims is not None
+        assert [eviction.worth(key) for key in victims] == sorted(eviction.worth(key) for key in free)[:n]
+
+
+# ---- least recently used
+
+
+def lru(*resident: tuple[int, int]) -> LeastRecentlyUsed:
+    eviction = LeastRecentlyUsed()
+    for key in resident:
+        eviction.inserted(ExpertKey(*key))
+    return eviction
+
+
+def order(eviction: Eviction, below: float = INFINITY) -> list[tuple[int, int]]:
+    """Resident keys as they would leave."""
+    found: list[ExpertKey] = []
+    while (victims := eviction.victims(len(found) + 1, (), below)) is not None:
+        found = victims
+    return [tuple(key) for key in found]
+
+
+def test_lru_orders_by_last_use() -> None:
+    eviction = lru((0, 0), (0, 1), (0, 2))
+    assert order(eviction) == [(0, 0), (0, 1), (0, 2)]
+    eviction.used(ExpertKey(0, 0))
+    assert order(eviction) == [(0, 1), (0, 2), (0, 0)]
+    eviction.removed(ExpertKey(0, 2))
+    assert order(eviction) == [(0, 1), (0, 0)]
+    eviction.wished(Wish(ExpertKey(0, 1), 1.0, 0))
+    assert order(eviction) == [(0, 0), (0, 1)]
+
+
+def test_lru_wishes_do_not_push_each_other_out() -> None:
+    eviction = lru((0, 0), (1, 0), (2, 0))
+    bound = eviction.worth(ExpertKey(2, 1))
+    assert bound < INFINITY
+    for key in (ExpertKey(0, 0), ExpertKey(1, 0)):
+        eviction.wished(Wish(key, 1.0, key.layer))
+    assert order(eviction, bound) == [(2, 0)]
+    assert set(order(eviction)) == {(0, 0), (1, 0), (2, 0)}, "a demand load takes any"
+    eviction.reached(1)
+    assert order(eviction, bound) == [(2, 0), (0, 0)], "the turn of layer 0 is over"
+    eviction.used(ExpertKey(1, 0))
+    assert order(eviction, bound) == [(2, 0), (0, 0), (1, 0)], "it has had its turn"
+    eviction.wished(Wish(ExpertKey(2, 0), 1.0, 2))
+    assert order(eviction, bound) == [(0, 0), (1, 0)]
+    eviction.begin_step()
+    assert order(eviction, bound) == [(0, 0), (1, 0), (2, 0)], "the promises of a step end with it"
+
+
+# ---- draft-informed
+
+
+def informed(*resident: tuple[int, int], experts: Sequence[int] = (4, 4, 4, 4)) -> DraftInformed:
+    eviction = DraftInformed(experts)
+    for key in resident:
+        eviction.inserted(ExpertKey(*key))
+    return eviction
+
+
+def test_a_predicted_expert_outlives_a_habitual_one() -> None:
+    habitual, predicted = ExpertKey(2, 0), ExpertKey(2, 1)
+    eviction = informed(habitual, predicted)
+    for _ in range(20):
+        eviction.used(habitual)
+        eviction.begin_step()
+    assert order(eviction) == [predicted, habitual]
+    eviction.wished(Wish(predicted, 0.3, 2))
+    assert order(eviction) == [habitual, predicted]
+    eviction.reached(2)
+    assert order(eviction) == [habitual, predicted], "its turn is now"
+    eviction.reached(3)
+    assert order(eviction) == [predicted, habitual], "the layer has passed, and habit counts again"
+    eviction.begin_step()
+    assert order(eviction) == [predicted, habitual], "a prediction is for one step"
+
+
+def test_a_layer_the_draft_did_not_speak_of_keeps_its_habits() -> None:
+    eviction = informed((1, 0), (2, 0))
+    eviction.used(ExpertKey(2, 0))
+    eviction.begin_step()
+    eviction.wished(Wish(ExpertKey(1, 3), 1.0, 1))
+    assert order(eviction) == [(1, 0), (2, 0)]
+
+
+def test_the_surer_of_two_predictions_is_kept() -> None:
+    eviction = informed((1, 0), (1, 1), (1, 2))
+    for expert, score in ((1, 0.9), (0, 0.2), (0, 0.1), (2, 0.5)):
+        eviction.wished(Wish(ExpertKey(1, expert), score, 1))
+    assert order(eviction) == [(1, 0), (1, 2), (1, 1)]
+    eviction.wished(Wish(ExpertKey(1, 0), 1.0, 1))
+    assert order(eviction) == [(1, 2), (1, 1), (1, 0)], "the highest score counts"
+
+
+def test_frequency_decays_with_every_step() -> None:
+    old, new = ExpertKey(1, 0), ExpertKey(1, 1)
+    eviction = informed(old, new)
+    for _ in range(2):
+        eviction.used(old)
+        eviction.begin_step()
+    worth = eviction.worth(old)
+    eviction.begin_step()
+    assert eviction.worth(old) == pytest.approx(0.8 * worth)
+    eviction.used(new)
+    eviction.begin_step()
+    assert eviction.worth(old) > eviction.worth(new) > 0, "twice, a while ago, still beats once"
+    for _ in range(2):
+        eviction.used(new)
+        eviction.begin_step()
+    assert order(eviction) == [old, new]
+
+
+def test_being_used_twice_in_a_step_counts_once() -> None:
+    eviction = informed((0, 0), (0, 1))
+    for _ in range(3):
+        eviction.used(ExpertKey(0, 0))
+    eviction.used(ExpertKey(0, 1))
+    eviction.begin_step()
+    assert eviction.worth(ExpertKey(0, 0)) == eviction.worth(ExpertKey(0, 1)) > 0
+
+
+def test_of_equal_habits_the_one_whose_turn_comes_sooner_is_kept() -> None:
+    eviction = informed((0, 0), (1, 0), (2, 0), (3, 0))
+    for layer in range(4):
+        eviction.used(ExpertKey(layer, 0))
+    eviction.begin_step()
+    assert order(eviction) == [(3, 0), (2, 0), (1, 0), (0, 0)]
+    eviction.reached(2)
+    assert order(eviction) == [(1, 0), (0, 0), (3, 0), (2, 0)]
+
+
+def test_among_equals_the_least_recently_used_goes_first() -> None:
+    eviction = informed((0, 0), (0, 1), (0, 2))
+    eviction.used(ExpertKey(0, 0))
+    assert order(eviction) == [(0, 1), (0, 2), (0, 0)]
+
+
+def test_a_wish_takes_only_from_what_is_clearly_worth_less() -> None:
+    """With all slots taken, a wish gets one when the draft is against what is there, and none when it is for it."""
+    for predicted_too in (False, True):
+        eviction = DraftInformed((4, 4))
+        cache = ExpertCache(1, eviction)
+        reservation = cache.reserve(ExpertKey(1, 0), prefetched=False)
+        assert reservation is not None
+        cache.loaded(reservation.entry)
+        eviction.wished(Wish(ExpertKey(1, 1), 0.9, 1))
+        if predicted_too:
+            eviction.wished(Wish(ExpertKey(1, 0), 0.8, 1))
+        wished = cache.reserve(ExpertKey(1, 1), prefetched=True)
+        assert (wished is None) == predicted_too
+        assert (cache.get(ExpertKey(1, 0)) is not None) == predicted_too
+
+
+# ---- a cyclic scan, larger than the slots
+
+
+def loads_per_step(name: str, slots: int, steps: int, *, told: bool) -> list[int]:
+    """Demand loads of each step when four layers use the same two experts each, over and over."""
+    layers, used = 4, (1, 3)
+    clock, counters = VirtualClock(), Counters()
+    source = ExpertSource(
+        MarkedSlots(slots),
+        VirtualTransfer(clock, BLOB, BLOB),
+        make_eviction(name, [4] * layers),
+        BLOB,
+        clock,
+        counters,
+        threaded=False,
+    )
+    source.step_budget = 0  # the draft informs what to keep; nothing is fetched ahead
+    loads = []
+    for _ in range(steps):
+        before = counters.demand_loads
+        source.begin_step()
+        if told:
+            source.wish(Wish(ExpertKey(layer, e), 0.9, layer) for layer in range(layers) for e in used)
+        for layer in range(layers):
+            for _wave in source.use(layer, used):
+                clock.sleep(1.0)
+        source.end_step()
+        loads.append(counters.demand_loads - before)
+    source.close()
+    assert counters.prefetch_loads == 0
+    return loads
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_cyclic_scan_defeats_lru_but_not_draft_informed(told: bool) -> None:
+    slots, steps = 6, 6  # eight experts go round
+    assert loads_per_step("lru", slots, steps, told=False) == [8] * steps, "each is evicted just before its turn"
+    informed = loads_per_step("draft-informed", slots, steps, told=told)
+    assert informed[0] == 8
+    assert max(informed[1:]) <= 4, "at least half of the slots keep what comes round again"
+
+
+def test_when_everything_fits_both_load_once() -> None:
+    for name in EVICTIONS:
+        assert loads_per_step(name, 8, 4, told=True) == [8, 0, 0, 0]

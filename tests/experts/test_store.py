@@ -1,0 +1,416 @@
+"""The expert file: what is in it, when it is rebuilt, and that nothing half-made is ever left or trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from experts_helpers import LAYOUT, blob_of, fill, leftovers, spec_of, weights_of, within
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from spmoe.errors import StoreError
+from spmoe.experts.store import ALIGNMENT, BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.types import ExpertKey
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where an expert file shall be."""
+    return tmp_path / "cache" / "model.safetensors"
+
+
+class Filling:
+    """Counts the experts it was asked for; fails at one of them if told to."""
+
+    def __init__(self, fail_at: int | None = None, error: Exception | None = None) -> None:
+        self.keys: list[ExpertKey] = []
+        self._fail_at = fail_at
+        self._error = error or RuntimeError("no such tensor")
+
+    def __call__(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
+        if len(self.keys) == self._fail_at:
+            raise self._error
+        self.keys.append(key)
+        fill(key, views)
+
+
+def build(path: Path, spec: StoreSpec | None = None) -> list[ExpertKey]:
+    """Ensure the file and check all that is in it; which experts had to be written."""
+    spec, filling = spec or spec_of(), Filling()
+    file = ensure_expert_file(path, spec, filling)
+    try:
+        assert file.spec == spec
+        assert read_all(file) == {key: blob_of(key) for key in every(spec)}
+    finally:
+        file.close()
+    assert leftovers(path.parent) == [path.name]
+    return filling.keys
+
+
+def every(spec: StoreSpec) -> list[ExpertKey]:
+    return [ExpertKey(layer, e) for layer, count in enumerate(spec.experts) for e in range(count)]
+
+
+def read_all(file: ExpertFile) -> dict[ExpertKey, bytes]:
+    blobs = {key: os.pread(file.fd, file.spec.layout.nbytes, file.offset(key)) for key in every(file.spec)}
+    for key, blob in blobs.items():
+        file.check(key, memoryview(blob))
+    return blobs
+
+
+# ---- layout
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shapes=st.dictionaries(
+        st.sampled_from(["gate", "up", "down", "bias"]),
+        st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+        min_size=1,
+    ),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_layout_gives_back_what_was_put_in(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    layout = BlobLayout.of(shapes, dtype)
+    assert layout.nbytes % ALIGNMENT == 0
+    assert BlobLayout.from_json(json.loads(json.dumps(asdict(layout)))) == layout
+    blob = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    tensors = {name: (100 * torch.rand(shape)).to(dtype) for name, shape in shapes.items()}
+    for name, view in layout.views(blob).items():
+        view.copy_(tensors[name])
+    for name, view in layout.views(blob.clone()).items():  # read back from the bytes alone
+        assert view.dtype == dtype
+        assert torch.equal(view, tensors[name]), "fields overlap"
+    assert list(layout.views(blob)) == list(shapes)
+
+
+def test_blobs_are_laid_out_one_after_the_other() -> None:
+    spec = spec_of((2, 0, 3))
+    assert list(spec.keys()) == every(spec)
+    assert spec.count == 5
+    assert spec.nbytes == 5 * LAYOUT.nbytes
+
+
+# ---- what is in the file
+
+
+def test_the_file_is_a_plain_safetensors_file(path: Path) -> None:
+    spec = spec_of((2, 3))
+    assert build(path, spec) == every(spec)
+    with safe_open(path, framework="pt") as file:
+        assert set(file.keys()) == {f"layers.{layer}.experts.{expert}" for layer, expert in every(spec)}
+        assert file.metadata()["fingerprint"] == "one"
+        for key in every(spec):
+            blob = file.get_tensor(f"layers.{key.layer}.experts.{key.expert}")
+            assert blob.numpy().tobytes() == blob_of(key)
+            for name, tensor in spec.layout.views(blob.clone()).items():
+                assert torch.equal(tensor, weights_of(key)[name])
+
+
+def test_blobs_are_aligned_in_the_file(path: Path) -> None:
+    file = ensure_expert_file(path, spec_of(), fill)
+    assert [file.offset(key) % ALIGNMENT for key in every(file.spec)] == [0] * file.spec.count
+    file.close()
+    file.close()
+    assert file.fd == -1
+
+
+def test_a_current_file_is_opened_and_not_rebuilt(path: Path) -> None:
+    assert build(path) != []
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    assert build(path) == []
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
+
+
+def test_progress_is_told_from_nothing_to_all(path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    ensure_expert_file(path, spec_of((2, 2)), fill, lambda done, total: told.append((done, total))).close()
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+# ---- when it is rebuilt
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        spec_of(fingerprint="two"),
+        spec_of(layout=replace(LAYOUT, nbytes=2 * LAYOUT.nbytes)),
+        spec_of((3, 2)),
+        spec_of((3, 3, 3)),
+        spec_of((6,)),
+    ],
+    ids=["fingerprint", "layout", "fewer experts", "more layers", "other layers"],
+)
+def test_a_file_of_something_else_is_rebuilt(path: Path, other: StoreSpec) -> None:
+    ensure_expert_file(path, other, lambda key, views: None).close()
+    assert build(path) == every(spec_of())
+    assert build(path) == []
+
+
+def rewrite_header(path: Path, change: Callable[[dict], object]) -> None:
+    """Replace the header by a changed one of the same length where that is possible."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode().ljust(length)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "a few bytes": lambda path: path.write_bytes(b"\x10\0\0"),
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "no blobs": lambda path: os.truncate(path, ALIGNMENT),
+    "one byte long": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "huge header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),
+    "no header": lambda path: path.write_bytes(bytes(8) + path.read_bytes()[8:]),
+    "header not text": lambda path: path.write_bytes(path.read_bytes()[:8] + b"\xff" * 4096),
+    "header not an object": lambda path: rewrite_header(path, lambda header: [1, 2]),
+    "no metadata": lambda path: rewrite_header(path, lambda header: header.pop("__metadata__") and None),
+    "other format": lambda path: rewrite_header(path, lambda header: header["__metadata__"].update(format="x")),
+    "no checksums": lambda path: rewrite_header(path, lambda header: header["__metadata__"].update(crc32="")),
+    "checksums not hex": lambda path: rewrite_header(
+        path, lambda header: header["__metadata__"].update(crc32="zz" * 24)
+    ),
+    "layout not an object": lambda path: rewrite_header(path, lambda header: header["__metadata__"].update(layout="3")),
+    "layout not json": lambda path: rewrite_header(path, lambda header: header["__metadata__"].update(layout="{")),
+    "experts not numbers": lambda path: rewrite_header(
+        path, lambda header: header["__metadata__"].update(experts='["a", "b"]')
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_refused_and_rebuilt(path: Path, damage: Callable[[Path], object]) -> None:
+    build(path)
+    damage(path)
+    with pytest.raises(StoreError, match="not a usable expert file") as caught:
+        ExpertFile.open(path)
+    assert str(path) in str(caught.value)
+    assert build(path) == every(spec_of())
+
+
+def test_a_missing_file_is_a_store_error(path: Path) -> None:
+    with pytest.raises(StoreError, match="not a usable expert file"):
+        ExpertFile.open(path)
+
+
+def test_a_flipped_bit_is_found_when_its_blob_is_checked(path: Path) -> None:
+    build(path)
+    bad = ExpertKey(1, 1)
+    file = ExpertFile.open(path)
+    data = bytearray(path.read_bytes())
+    data[file.offset(bad) + 100] ^= 4
+    path.write_bytes(data)
+    for key in every(file.spec):
+        blob = memoryview(os.pread(file.fd, LAYOUT.nbytes, file.offset(key)))
+        if key == bad:
+            for _ in range(2):
+                with pytest.raises(StoreError, match=r"expert 1 of layer 1 .* checksum"):
+                    file.check(key, blob)
+        else:
+            file.check(key, blob)
+    file.close()
+
+
+# ---- building
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_failing_fill_leaves_nothing_behind(path: Path, at: int) -> None:
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        ensure_expert_file(path, spec_of(), Filling(fail_at=at))
+    assert leftovers(path.parent) == []
+    assert build(path) == every(spec_of()), "and the lock is free again"
+
+
+def test_a_failing_rebuild_leaves_the_file_that_was_there(path: Path) -> None:
+    build(path, spec_of(fingerprint="old"))
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        ensure_expert_file(path, spec_of(), Filling(fail_at=4))
+    assert leftovers(path.parent) == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_no_file_is_there_under_its_name_until_it_is_whole(path: Path) -> None:
+    def look(key: ExpertKey, views: dict[str, Tensor]) -> None:
+        assert not path.exists()
+        assert len(leftovers(path.parent)) == 1
+        fill(key, views)
+
+    ensure_expert_file(path, spec_of(), look, lambda done, total: None).close()
+    assert leftovers(path.parent) == [path.name]
+
+
+def test_what_a_killed_build_left_is_removed(path: Path) -> None:
+    path.parent.mkdir()
+    (path.parent / f".{path.name}.99999.partial").write_bytes(b"half")
+    other = path.parent / ".other.safetensors.99999.partial"
+    other.write_bytes(b"somebody else's")
+    ensure_expert_file(path, spec_of(), fill).close()
+    assert leftovers(path.parent) == [other.name, path.name]
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from experts_helpers import blob_of, fill, spec_of
+from spmoe.experts.store import ensure_expert_file
+import os
+
+path, name = Path(sys.argv[1]), sys.argv[2]
+logs = path.parent.parent
+
+def slow_fill(key, views):
+    with (logs / "built").open("a") as log:
+        log.write(f"{name} {key.layer} {key.expert}\\n")
+    until = time.monotonic() + 60
+    while len(list(logs.glob("calling-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.01)  # the other one is at the door by then
+    fill(key, views)
+
+(logs / f"calling-{name}").touch()
+file = ensure_expert_file(path, spec_of(), slow_fill)
+for key in spec_of().keys():
+    blob = os.pread(file.fd, file.spec.layout.nbytes, file.offset(key))
+    assert blob == blob_of(key)
+    file.check(key, memoryview(blob))
+print("good")
+"""
+
+
+def test_of_two_processes_one_builds_and_both_have_a_good_file(path: Path, tmp_path: Path) -> None:
+    builders = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDER, str(path), name, str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    try:
+        for builder in builders:
+            out, err = builder.communicate(timeout=100)
+            assert builder.returncode == 0, err
+            assert out.strip() == "good"
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+    lines = [line.split() for line in (tmp_path / "built").read_text().splitlines()]
+    assert len({name for name, _, _ in lines}) == 1, "only one builds"
+    assert [ExpertKey(int(layer), int(expert)) for _, layer, expert in lines] == every(spec_of())
+    assert leftovers(path.parent) == [path.name]
+
+
+# ---- storage that fails
+
+
+@contextlib.contextmanager
+def full_disk_error() -> Iterator[None]:
+    with pytest.raises(StoreError, match="disk is full") as caught:
+        yield
+    assert "SPMOE_HOME" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("writes", [0, 3])
+def test_a_disk_that_fills_up_is_one_clear_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, writes: int, code: int
+) -> None:
+    write, done = os.write, []
+
+    def fill_up(fd: int, data: memoryview) -> int:
+        if len(data) >= LAYOUT.nbytes:  # nobody else writes so much at once
+            done.append(len(data))
+            if len(done) > writes:
+                raise OSError(code, os.strerror(code))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", fill_up)
+    with full_disk_error():
+        ensure_expert_file(path, spec_of(), fill)
+    assert leftovers(path.parent) == []
+    monkeypatch.undo()
+    build(path)
+
+
+def test_writes_that_take_only_a_part_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+    build(path)
+
+
+def test_a_disk_with_too_little_room_is_not_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(path.parent.parent)
+    filling = Filling()
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: usage._replace(free=spec_of().nbytes - 1))
+    with full_disk_error():
+        ensure_expert_file(path, spec_of(), filling)
+    assert filling.keys == []
+    assert leftovers(path.parent) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: usage._replace(free=spec_of().nbytes))
+    build(path)
+
+
+def test_a_directory_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(StoreError, match="SPMOE_HOME") as caught:
+        ensure_expert_file(tmp_path / "cache" / "model.safetensors", spec_of(), fill)
+    assert "\n" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Without the rights of root, for whom no directory is closed."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["not writable", "not searchable"])
+def test_a_closed_directory_is_one_clear_error(mode: int) -> None:
+    directory = Path(tempfile.mkdtemp())  # not below pytest's own, which is closed to others
+    filling = Filling()
+    try:
+        directory.chmod(mode)
+
+        def attempt() -> None:
+            with nobody(), pytest.raises(StoreError, match=r"cannot write the expert file.*SPMOE_HOME") as caught:
+                ensure_expert_file(directory / "model.safetensors", spec_of(), filling)
+            assert "\n" not in str(caught.value)
+
+        within(30.0, attempt)
+    finally:
+        directory.chmod(0o755)
+        assert list(directory.iterdir()) == []
+        directory.rmdir()
+    assert filling.keys == []

@@ -1,0 +1,229 @@
+"""Anatomy: norms, routers and experts are found by watching a forward, and gates answer as they do inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoints import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    Pair,
+    byte_tokenizer,
+    qwen3,
+    qwen3_moe,
+    reference,
+    save,
+    seeded,
+    upcycle,
+)
+from spmoe import LLM
+from spmoe.models.anatomy import dissect
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.load import load_dense, load_skeleton, load_without_experts
+from spmoe.models.network import Network
+from spmoe.models.target import Target
+
+TOKENS = [(23 * i + 3) % 251 for i in range(9)]
+
+
+def target_of(directory: Path) -> Target:
+    return Target(load_without_experts(Checkpoint.find(str(directory)), torch.float32))
+
+
+def decoder_layers(network: Network) -> Any:
+    return network.model.model.layers
+
+
+# ---- what is found
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_norms_routers_and_experts_are_the_models_own(family: str, mixtral_pair: Pair, qwen_pair: Pair) -> None:
+    target = target_of({"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family].target)
+    layers = decoder_layers(target)
+    assert target.depth_count == len(layers) == LAYERS
+    assert target.layer_depths == list(range(LAYERS))
+    assert target.top_k == TOP_K
+    assert target.gates_found
+    assert target.has_taps
+    for depth, (site, layer, norm) in enumerate(zip(target.moe, layers, target.anatomy.norms, strict=True)):
+        assert site.depth == depth
+        assert site.experts is layer.mlp.experts
+        assert target.model.get_submodule(site.path) is layer.mlp.experts
+        assert site.norm is norm is layer.post_attention_layernorm
+        assert site.router is not None
+        assert site.router.router is layer.mlp.gate
+        assert site.top_k == TOP_K
+        assert site.experts.num_experts == EXPERTS[family]
+
+
+def test_dense_layers_are_not_moe_layers(partly_dense_pair: Pair) -> None:
+    target = target_of(partly_dense_pair.target)
+    layers = decoder_layers(target)
+    assert target.depth_count == 4
+    assert target.layer_depths == [1, 3]
+    assert [site.experts for site in target.moe] == [layers[1].mlp.experts, layers[3].mlp.experts]
+    assert [site.norm for site in target.moe] == [layers[d].post_attention_layernorm for d in (1, 3)]
+    assert list(target.anatomy.norms) == [layer.post_attention_layernorm for layer in layers], "dense ones too"
+    assert target.has_taps
+
+
+def test_top_k_is_what_the_router_does(tmp_path: Path) -> None:
+    directory = save(seeded(qwen3_moe, 1, num_experts_per_tok=3, num_hidden_layers=2), tmp_path / "three")
+    target = target_of(directory)
+    assert target.top_k == 3
+    assert [site.top_k for site in target.moe] == [3, 3]
+
+
+@pytest.mark.parametrize("draft", ["mistral", "qwen3", "llama"])
+def test_a_dense_model_has_norms_and_no_experts(
+    draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
+) -> None:
+    directory = {"mistral": mixtral_pair.good, "qwen3": qwen_pair.good, "llama": llama_draft}[draft]
+    network = Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
+    assert network.anatomy.moe == ()
+    assert list(network.anatomy.norms) == [layer.post_attention_layernorm for layer in decoder_layers(network)]
+    assert network.has_taps
+    assert network.hidden_size == HIDDEN
+
+
+def test_a_recurrent_family_is_understood_too(recurrent_target: Path) -> None:
+    target = target_of(recurrent_target)
+    layers = decoder_layers(target)
+    assert not target.can_rewind
+    assert target.layer_depths == [0, 1, 2, 3]
+    assert [site.experts for site in target.moe] == [layer.mlp.experts for layer in layers]
+    assert [site.norm for site in target.moe] == [layer.post_attention_layernorm for layer in layers]
+    assert target.gates_found
+
+
+def test_a_model_without_weights_has_the_same_anatomy(pair: Pair) -> None:
+    checkpoint = Checkpoint.find(str(pair.target))
+    empty, full = dissect(load_skeleton(checkpoint)), dissect(load_without_experts(checkpoint, torch.float32))
+    assert all(p.is_meta for site in empty.moe for p in site.norm.parameters())  # type: ignore[union-attr]
+    assert empty.depth_count == full.depth_count
+    assert empty.kv_bytes_per_token == full.kv_bytes_per_token > 0
+    for one, other in zip(empty.moe, full.moe, strict=True):
+        assert (one.path, one.depth, one.top_k) == (other.path, other.depth, other.top_k)
+        assert type(one.norm) is type(other.norm)
+        assert one.router is not None
+
+
+def test_looking_leaves_no_hooks_behind(mixtral_pair: Pair) -> None:
+    model = load_without_experts(Checkpoint.find(str(mixtral_pair.target)), torch.float32)
+    dissect(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ---- gates and taps
+
+
+@contextmanager
+def recorded(modules: list[nn.Module], *, inputs: bool) -> Iterator[list[Any]]:
+    """What these modules are given, or return, in order."""
+    found: list[Any] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: found.append(args[0].clone()))
+        if inputs
+        else module.register_forward_hook(lambda _, args, output: found.append(output))
+        for module in modules
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "partly_dense"])
+def test_route_answers_as_the_router_did_in_the_forward(
+    family: str, mixtral_pair: Pair, qwen_pair: Pair, partly_dense_pair: Pair
+) -> None:
+    pair = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair, "partly_dense": partly_dense_pair}[family]
+    with LLM(str(pair.target), progress=False, expert_memory="50%") as llm:
+        target = llm.engine.target
+        gates = [decoder_layers(target)[depth].mlp.gate for depth in target.layer_depths]
+        residuals: dict[int, Tensor] = {}
+        with recorded(gates, inputs=False) as routed:
+            target.forward(TOKENS, target.new_kv(20), 1, lambda depth, r: residuals.update({depth: r.clone()}))
+        assert sorted(residuals) == list(range(target.depth_count))
+        states = torch.stack([residuals[depth] for depth in target.layer_depths])
+        layers = range(len(target.moe))
+        routing = target.route(layers, states)
+        assert routing.experts.shape == routing.scores.shape == (len(target.moe), len(TOKENS), TOP_K)
+        for layer, output in enumerate(routed):
+            assert torch.equal(routing.experts[layer], output[2].reshape(len(TOKENS), TOP_K))
+            weights = output[1].reshape(len(TOKENS), TOP_K)
+            assert torch.allclose(routing.scores[layer], weights / weights.sum(dim=-1, keepdim=True), atol=1e-6)
+        assert torch.allclose(routing.scores.sum(dim=-1), torch.ones(len(target.moe), len(TOKENS)), atol=1e-6)
+        # layers may be asked for in any order, and some of them only
+        part = target.route([len(target.moe) - 1, 0], states[[-1, 0]])
+        assert torch.equal(part.experts, routing.experts[[-1, 0]])
+
+
+def test_gates_of_different_layers_disagree(mixtral_pair: Pair) -> None:
+    """Otherwise a gate of the wrong layer, or a missing norm, would pass the test above."""
+    target = target_of(mixtral_pair.target)
+    states = torch.randn(1, 200, HIDDEN, generator=torch.Generator().manual_seed(0)).expand(LAYERS, -1, -1)
+    experts = target.route(range(LAYERS), states).experts
+    assert not torch.equal(experts[0], experts[1])
+    bare = torch.stack([site.router.router(states[0])[2] for site in target.moe])  # type: ignore[union-attr]
+    assert not torch.equal(experts, bare)
+
+
+@pytest.mark.parametrize("draft", ["mistral", "qwen3", "llama"])
+def test_taps_of_a_draft_are_what_its_ffn_norm_is_given(
+    draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
+) -> None:
+    """Compared with a model that transformers loaded by itself."""
+    directory = {"mistral": mixtral_pair.good, "qwen3": qwen_pair.good, "llama": llama_draft}[draft]
+    model = reference(directory)
+    norms = [layer.post_attention_layernorm for layer in model.model.layers]
+    with recorded(norms, inputs=True) as given, torch.no_grad():
+        model(torch.tensor([TOKENS]))
+    network = Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
+    seen: list[tuple[int, Tensor]] = []
+    network.forward(TOKENS, network.new_kv(20), 1, lambda depth, residual: seen.append((depth, residual.clone())))
+    assert [depth for depth, _ in seen] == list(range(LAYERS))
+    for (_, residual), wanted in zip(seen, given, strict=True):
+        assert torch.equal(residual, wanted[0])
+
+
+def test_nobody_listens_after_the_forward(mixtral_pair: Pair) -> None:
+    network = Network(load_dense(Checkpoint.find(str(mixtral_pair.good)), torch.float32))
+    seen: list[int] = []
+    kv = network.new_kv(20)
+    network.forward(TOKENS, kv, 1, lambda depth, _: seen.append(depth))
+    network.forward([1], kv, 1)
+    assert seen == list(range(LAYERS))
+    with pytest.raises(ZeroDivisionError):
+        network.forward([1], kv, 1, lambda depth, _: 1 // 0)  # type: ignore[arg-type, return-value]
+    network.forward([1], network.new_kv(20), 1)
+    assert seen == list(range(LAYERS))
+
+
+def test_a_draft_predicts_its_own_upcycled_target(tmp_path: Path) -> None:
+    """The draft's residual through the target's gates: with experts all alike, exactly the target's own routing."""
+    draft, target = seeded(qwen3, 1), seeded(qwen3_moe, 2)
+    upcycle(target, draft, noise=0.0)
+    tokenizer = byte_tokenizer()
+    directory = save(target, tmp_path / "target", tokenizer)
+    network = Network(load_dense(Checkpoint.find(str(save(draft, tmp_path / "draft", tokenizer))), torch.float32))
+    states: list[Tensor] = []
+    network.forward(TOKENS, network.new_kv(20), 1, lambda depth, residual: states.append(residual.clone()))
+    with LLM(str(directory), progress=False, expert_memory="100%") as llm:
+        gates = [layer.mlp.gate for layer in decoder_layers(llm.engine.target)]
+        with recorded(gates, inputs=False) as routed:
+            llm.engine.target.forward(TOKENS, llm.engine.target.new_kv(20), 1)
+        predicted = llm.engine.target.route(range(LAYERS), torch.stack(states)).experts
+    actual = torch.stack([output[2].reshape(len(TOKENS), TOP_K) for output in routed])
+    assert torch.equal(predicted.sort(dim=-1).values, actual.sort(dim=-1).values)

@@ -1,0 +1,150 @@
+"""KV states: rolled back, they are as if the forgotten tokens had never been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import Pair
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.kv import KvState, can_rewind
+from spmoe.models.load import load_dense
+from spmoe.models.network import Network
+
+PROMPT = [(31 * i + 5) % 251 for i in range(10)]
+WRONG = [200, 3, 77]
+RIGHT = [9, 141, 60, 18]
+CAPACITY = 40
+
+
+def network_of(directory: Path) -> Network:
+    return Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
+
+
+@pytest.fixture(scope="module", params=["mistral", "qwen3", "windowed"])
+def network(request: pytest.FixtureRequest) -> Network:
+    pair: Pair = request.getfixturevalue(
+        {"mistral": "mixtral_pair", "qwen3": "qwen_pair", "windowed": "windowed_pair"}[request.param]
+    )
+    return network_of(pair.good)
+
+
+def run(network: Network, kv: KvState, *chunks: list[int]) -> torch.Tensor:
+    """Logits of the last chunk."""
+    for chunk in chunks:
+        logits = network.forward(chunk, kv, keep=len(chunk))
+    return logits
+
+
+@pytest.mark.parametrize("keep", [1, 4, len(PROMPT)])
+def test_after_a_rewind_logits_are_those_of_a_fresh_run(network: Network, keep: int) -> None:
+    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
+    run(network, kv, PROMPT[:keep], [*PROMPT[keep:], *WRONG])
+    kv.rewind(keep)
+    assert kv.length == keep
+    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT[:keep], RIGHT))
+    assert kv.length == keep + len(RIGHT)
+
+
+def test_many_rewinds_one_after_the_other(network: Network) -> None:
+    """Far past the window, as speculation does it: append a draft, keep some of it, go on."""
+    kv, tokens = network.new_kv(CAPACITY), list(PROMPT)
+    run(network, kv, tokens)
+    for step in range(6):
+        draft = [(step * 50 + i * 7) % 251 for i in range(4)]
+        run(network, kv, draft)
+        tokens += draft[: step % 4]
+        kv.rewind(len(tokens))
+    logits = run(network, kv, RIGHT)
+    whole = run(network, network.new_kv(CAPACITY), [*tokens, *RIGHT])[-len(RIGHT) :]
+    assert torch.allclose(logits, whole, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits.argmax(dim=-1), whole.argmax(dim=-1))
+
+
+def test_what_is_forgotten_matters(network: Network) -> None:
+    """Without the rewind the logits are others, so the tests above can fail."""
+    kv = network.new_kv(CAPACITY)
+    kept = run(network, kv, PROMPT, WRONG, RIGHT)
+    fresh = run(network, network.new_kv(CAPACITY), PROMPT, RIGHT)
+    assert not torch.allclose(kept, fresh, atol=1e-2)
+
+
+def test_chunks_make_no_difference(network: Network) -> None:
+    whole = run(network, network.new_kv(CAPACITY), PROMPT)
+    kv = network.new_kv(CAPACITY)
+    parts = torch.cat([run(network, kv, PROMPT[start : start + 3]) for start in range(0, len(PROMPT), 3)])
+    assert torch.allclose(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_rewinding_to_what_is_held_or_beyond_changes_nothing(network: Network) -> None:
+    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
+    run(network, kv, PROMPT)
+    for length in (len(PROMPT), len(PROMPT) + 5):
+        kv.rewind(length)
+        assert kv.length == len(PROMPT)
+    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT, RIGHT))
+
+
+def test_rewinding_to_nothing_starts_over(network: Network) -> None:
+    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
+    run(network, kv, WRONG, PROMPT)
+    kv.rewind(0)
+    assert torch.equal(run(network, kv, PROMPT), run(network, fresh, PROMPT))
+
+
+def test_a_window_is_a_window(windowed_pair: Pair) -> None:
+    """Tokens out of every layer's sight do not count: three layers of eight tokens see the last 22 at most."""
+    network = network_of(windowed_pair.good)
+    tail = [(17 * i + 2) % 251 for i in range(22)]
+    logits = [run(network, network.new_kv(CAPACITY), [*head, *tail])[-1] for head in ([1, 2, 3], [77, 88, 99])]
+    assert torch.allclose(*logits, atol=1e-5)
+    near = run(network, network.new_kv(CAPACITY), [1, 2, 3, *tail[:-8], 0, *tail[-7:]])[-1]
+    assert not torch.allclose(near, logits[0], atol=1e-2)
+
+
+# ---- capacity
+
+
+def test_a_state_holds_what_was_asked_for_and_no_more(network: Network) -> None:
+    exact, roomy = network.new_kv(len(PROMPT)), network.new_kv(CAPACITY)
+    assert torch.equal(run(network, exact, PROMPT), run(network, roomy, PROMPT))
+    with pytest.raises(ValueError, match="10 positions"):
+        run(network, exact, [1])
+    with pytest.raises(ValueError, match="12 positions"):
+        run(network, network.new_kv(12), PROMPT, WRONG)
+
+
+def test_nothing_is_allocated_as_it_fills(network: Network) -> None:
+    kv = network.new_kv(CAPACITY)
+    run(network, kv, PROMPT)
+    places = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in kv.cache.layers]
+    run(network, kv, *([token] for token in WRONG))
+    kv.rewind(2)
+    run(network, kv, RIGHT)
+    assert places == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in kv.cache.layers]
+    assert len(places) == network.depth_count
+    heads, size = network.model.config.num_key_value_heads, network.model.config.head_dim
+    assert kv.bytes_per_token == network.depth_count * 2 * heads * size * 4
+
+
+# ---- states that cannot be rolled back
+
+
+def test_a_recurrent_state_refuses_to_be_rolled_back(recurrent_target: Path) -> None:
+    config: Any = Checkpoint.find(str(recurrent_target)).config
+    assert not can_rewind(config)
+    kv = KvState(config, CAPACITY)
+    assert not kv.can_rewind
+    kv.length = 5
+    kv.rewind(5)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        kv.rewind(4)
+    assert kv.length == 5
+
+
+def test_attention_states_can_be_rolled_back(mixtral_pair: Pair, windowed_pair: Pair, llama_draft: Path) -> None:
+    for directory in (mixtral_pair.target, mixtral_pair.good, windowed_pair.target, windowed_pair.good, llama_draft):
+        assert can_rewind(Checkpoint.find(str(directory)).config)

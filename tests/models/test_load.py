@@ -1,0 +1,377 @@
+"""Loading: whatever the layout, the same experts reach the expert file, and never the memory all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints import (
+    EXPERTS,
+    LAYERS,
+    TARGETS,
+    Pair,
+    byte_tokenizer,
+    expert_tensors,
+    greedy,
+    mixtral,
+    reference,
+    save,
+    seeded,
+)
+from spmoe import LLM, SamplingParams
+from spmoe.errors import CheckpointError
+from spmoe.experts.store import ExpertFile
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.experts_port import experts_modules
+from spmoe.models.load import build_expert_file, expert_file_path, load_without_experts
+from spmoe.models.target import Target
+from spmoe.types import ExpertKey
+
+LAYOUTS = ("per-expert", "fused", "sharded")
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def load(directory: Path, dtype: torch.dtype) -> tuple[Target, dict[ExpertKey, dict[str, Tensor]], bytes]:
+    """The target, every expert as its file has it, and all bytes of the blobs."""
+    checkpoint = Checkpoint.find(str(directory))
+    target = Target(load_without_experts(checkpoint, dtype))
+    file = build_expert_file(checkpoint, target.model, [site.path for site in target.moe], dtype, lambda *_: None)
+    try:
+        experts, blobs = {}, []
+        for key in list(file.spec.keys()):
+            blob = os.pread(file.fd, file.spec.layout.nbytes, file.offset(key))
+            file.check(key, memoryview(blob))
+            blobs.append(blob)
+            experts[key] = file.spec.layout.views(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+        return target, experts, b"".join(blobs)
+    finally:
+        file.close()
+
+
+def assert_experts(experts: dict[ExpertKey, dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
+    """Every expert is its slice of the fused parameters that transformers holds."""
+    assert len(experts) == sum(next(iter(layer.values())).shape[0] for layer in wanted)
+    for key, tensors in experts.items():
+        assert set(tensors) == set(wanted[key.layer])
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, wanted[key.layer][name][key.expert])
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_every_layout_gives_the_same_bytes(tmp_path: Path, family: str) -> None:
+    model = seeded(TARGETS[family], 3)
+    wanted = expert_tensors(model)
+    found = {}
+    for layout in LAYOUTS:
+        directory = save(model, tmp_path / layout, byte_tokenizer(), layout)
+        names = Checkpoint.find(str(directory)).files
+        assert any(name.endswith("experts.gate_up_proj") for name in names) == (layout == "fused")
+        assert (len(set(names.values())) > 1) == (layout == "sharded")
+        _, experts, found[layout] = load(directory, torch.float32)
+        assert_experts(experts, wanted)
+    assert found["per-expert"] == found["fused"] == found["sharded"]
+    assert len(found["fused"]) >= LAYERS * EXPERTS[family] * 3 * 32 * 48 * 4
+
+
+def test_more_than_ten_experts_keep_their_order(tmp_path: Path) -> None:
+    """Expert 2 comes before expert 10, however names sort."""
+    model = seeded(mixtral, 4, num_local_experts=12, num_hidden_layers=1)
+    for layout in LAYOUTS:
+        _, experts, _ = load(save(model, tmp_path / layout, None, layout), torch.float32)
+        assert_experts(experts, expert_tensors(model))
+
+
+def test_layers_are_counted_among_moe_layers(partly_dense_pair: Pair) -> None:
+    target, experts, _ = load(partly_dense_pair.target, torch.float32)
+    assert {key.layer for key in experts} == {0, 1}
+    assert_experts(experts, expert_tensors(reference(partly_dense_pair.target)))
+    assert target.layer_depths == [1, 3]
+
+
+def test_the_fused_parameters_never_exist(pair: Pair) -> None:
+    target, experts, _ = load(pair.target, torch.float32)
+    modules = dict(experts_modules(target.model))
+    assert len(modules) == LAYERS
+    for module in modules.values():
+        assert module._parameters["gate_up_proj"] is None
+        assert module._parameters["down_proj"] is None
+    assert all(parameter.ndim < 3 for parameter in target.model.parameters())
+    assert not any(parameter.is_meta for parameter in target.model.parameters())
+    assert {name for name, _ in reference(pair.target).named_parameters()} - {
+        name for name, _ in target.model.named_parameters()
+    } == {f"{path}.{name}" for path in modules for name in ("gate_up_proj", "down_proj")}
+    whole = sum(tensor.nbytes for tensor in experts[ExpertKey(0, 0)].values()) * len(experts)
+    assert target.resident_bytes + whole == sum(p.nbytes for p in reference(pair.target).parameters())
+
+
+def test_dense_weights_are_those_of_transformers(pair: Pair) -> None:
+    model = reference(pair.target)
+    target, _, _ = load(pair.target, torch.float32)
+    for name, parameter in target.model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+        assert not parameter.requires_grad
+    assert not target.model.training
+
+
+# ---- dtypes
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["auto", "float32", "bfloat16", "float16"])
+def test_experts_are_converted_as_the_rest_is(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
+    model = seeded(mixtral, 5, num_hidden_layers=1).to(stored)
+    model.config.dtype = stored
+    directory = save(model, tmp_path / "target")
+    dtype = Checkpoint.find(str(directory)).dtype(wanted)
+    assert dtype == (stored if wanted == "auto" else getattr(torch, wanted))
+    target, experts, _ = load(directory, dtype)
+    assert_experts(experts, [{n: t.to(dtype) for n, t in layer.items()} for layer in expert_tensors(model)])
+    assert {tensor.dtype for tensors in experts.values() for tensor in tensors.values()} == {dtype}
+    assert {parameter.dtype for parameter in target.model.parameters()} == {dtype}
+    weight = target.model.lm_head.weight
+    assert torch.equal(weight, model.lm_head.weight.to(dtype))
+
+
+def test_a_checkpoint_that_overflows_the_dtype_is_refused(tmp_path: Path) -> None:
+    model = seeded(mixtral, 5, num_hidden_layers=1)
+    model.model.layers[0].mlp.experts.down_proj.data[1, 0, 0] = 1e30
+    directory = save(model, tmp_path / "target")
+    with pytest.raises(CheckpointError, match=r"down_proj \(expert 1\).*not finite in float16"):
+        load(directory, torch.float16)
+    _, experts, _ = load(directory, torch.float32)
+    assert_experts(experts, expert_tensors(model))
+
+
+# ---- the expert file
+
+
+@pytest.fixture
+def own_checkpoint(tmp_path: Path, mixtral_pair: Pair) -> Path:
+    directory = tmp_path / "own"
+    shutil.copytree(mixtral_pair.target, directory)
+    return directory
+
+
+def state_of(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def test_the_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> None:
+    checkpoint = Checkpoint.find(str(own_checkpoint))
+    path = expert_file_path(checkpoint, torch.float32)
+    assert spmoe_home in path.parents
+    assert not path.exists()
+    with LLM(str(own_checkpoint), progress=False) as llm:
+        first = llm.generate([1, 2, 3], GREEDY)[0].token_ids
+        before = state_of(path)
+    with LLM(str(own_checkpoint), progress=False) as llm:
+        assert llm.generate([1, 2, 3], GREEDY)[0].token_ids == first
+    assert state_of(path) == before
+    assert list(path.parent.glob("*.partial")) == []
+
+
+def test_reading_experts_twice_is_not_needed(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(own_checkpoint, torch.float32)
+    reads: list[Any] = []
+    monkeypatch.setattr("spmoe.models.load._ExpertReader.fill", lambda *args: reads.append(args))
+    load(own_checkpoint, torch.float32)
+    assert reads == []
+
+
+def test_each_dtype_has_a_file_of_its_own(own_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.find(str(own_checkpoint))
+    paths = [expert_file_path(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert len(set(paths)) == 2
+    states = []
+    for dtype, path in zip((torch.float32, torch.bfloat16), paths, strict=True):
+        load(own_checkpoint, dtype)
+        states.append(state_of(path))
+    for dtype in (torch.float32, torch.bfloat16):
+        load(own_checkpoint, dtype)
+    assert [state_of(path) for path in paths] == states
+    assert states[0][2] > states[1][2]
+
+
+def test_a_checkpoint_that_changed_is_read_again(own_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.find(str(own_checkpoint))
+    path = expert_file_path(checkpoint, torch.float32)
+    load(own_checkpoint, torch.float32)
+    before = state_of(path)
+    other = seeded(mixtral, 77)
+    save(other, own_checkpoint, byte_tokenizer())
+    assert expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32) == path
+    with LLM(str(own_checkpoint), progress=False) as llm:
+        tokens = llm.generate([1, 2, 3], GREEDY)[0].token_ids
+    assert tokens == greedy(other, [1, 2, 3], 6)
+    assert state_of(path) != before
+    file = ExpertFile.open(path)
+    file.close()
+    assert file.spec.fingerprint == Checkpoint.find(str(own_checkpoint)).fingerprint != checkpoint.fingerprint
+
+
+def test_two_checkpoints_of_one_name_do_not_share_a_file(tmp_path: Path) -> None:
+    found = []
+    for seed in (1, 2):
+        directory = save(seeded(mixtral, seed, num_hidden_layers=1), tmp_path / str(seed) / "model")
+        found.append(expert_file_path(Checkpoint.find(str(directory)), torch.float32))
+    assert found[0] != found[1]
+
+
+# ---- checkpoints that lack something
+
+
+def edit_weights(directory: Path, change: Any) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_an_expert_that_is_missing_is_noticed(own_checkpoint: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    edit_weights(own_checkpoint, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=r"3 experts for model\.layers\.1\.mlp\.experts\.down_proj"):
+        load(own_checkpoint, torch.float32)
+
+
+def test_a_damaged_expert_is_noticed(own_checkpoint: Path) -> None:
+    name = "model.layers.2.block_sparse_moe.experts.3.w1.weight"
+    edit_weights(own_checkpoint, lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.gate_up_proj \(expert 3\).*not finite"):
+        load(own_checkpoint, torch.float32)
+
+
+def test_a_config_of_other_experts_is_noticed(own_checkpoint: Path) -> None:
+    config = json.loads((own_checkpoint / "config.json").read_text())
+    (own_checkpoint / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
+    with pytest.raises(CheckpointError, match=r"disagree|has 4 experts"):
+        load(own_checkpoint, torch.float32)
+
+
+def test_a_dense_model_is_no_target(mixtral_pair: Pair) -> None:
+    with pytest.raises(CheckpointError, match="no experts"):
+        load(mixtral_pair.good, torch.float32)
+
+
+# ---- memory
+
+WIDE, INNER, WIDE_EXPERTS, WIDE_LAYERS = 512, 2048, 13, 2
+WIDE_EXPERT = 3 * WIDE * INNER * 4  # bytes
+SLACK = 64 * 2**20  # imports that happen on the way, the allocator, threads
+
+MEASURE = """
+import json, sys, threading, time
+import torch
+from spmoe import LLM, SamplingParams
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
+
+torch.set_num_threads(1)
+
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+peak, start, over = 0, anonymous(), threading.Event()
+
+
+def watch():
+    global peak
+    while not over.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+
+def growth(work):
+    global peak
+    peak = 0
+    result = work()
+    return max(peak, anonymous()) - start, result
+
+
+def run(directory):
+    with LLM(directory, expert_memory=int(sys.argv[1]), progress=False) as llm:
+        tokens = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+        return {"tokens": tokens, "resident": llm.engine.target.resident_bytes, "slots": llm.engine.slots}
+
+
+threading.Thread(target=watch, daemon=True).start()
+for directory in sys.argv[2:]:
+    grown, figures = growth(lambda: run(directory))
+    print(json.dumps({"grown": grown, **figures}))
+grown, model = growth(lambda: AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32))
+print(json.dumps({"grown": grown}))
+over.set()
+"""
+
+
+def save_wide(directory: Path, layout: str) -> Path:
+    """A checkpoint of some 330 MB, nearly all of it experts, written without a model of that size."""
+    model = seeded(
+        mixtral, 6, hidden_size=WIDE, intermediate_size=8, num_hidden_layers=WIDE_LAYERS, num_local_experts=WIDE_EXPERTS
+    )
+    model.config.intermediate_size = INNER
+    dense = {n: t.contiguous() for n, t in model.state_dict().items() if ".experts." not in n}
+    model.config.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    base = 0.02 * torch.randn(WIDE, INNER, generator=generator)
+    for layer in range(WIDE_LAYERS):
+        experts = {}
+        if layout == "fused":
+            prefix = f"model.layers.{layer}.mlp.experts"
+            experts[f"{prefix}.gate_up_proj"] = torch.cat([base.T, base.T]).expand(WIDE_EXPERTS, -1, -1).contiguous()
+            experts[f"{prefix}.down_proj"] = base.expand(WIDE_EXPERTS, -1, -1).contiguous()
+        else:
+            for expert in range(WIDE_EXPERTS):
+                prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+                scaled = base * (1 + expert / WIDE_EXPERTS)
+                for name in ("w1", "w3"):
+                    experts[f"{prefix}.{name}.weight"] = scaled.T.contiguous()
+                experts[f"{prefix}.w2.weight"] = scaled
+        save_file(experts, directory / f"layer-{layer}.safetensors", metadata={"format": "pt"})
+    renamed = {
+        n.replace(".mlp.gate.", ".block_sparse_moe.gate.") if layout != "fused" else n: t for n, t in dense.items()
+    }
+    save_file(renamed, directory / "dense.safetensors", metadata={"format": "pt"})
+    files = {n: p.name for n, p in Checkpoint.find(str(directory)).files.items()}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return directory
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the process's memory")
+def test_a_load_never_holds_the_experts(tmp_path: Path) -> None:
+    """From nothing to generated tokens, in memory that pays for the dense weights, the slots and two blobs."""
+    directories = [save_wide(tmp_path / layout, layout) for layout in ("per-expert", "fused")]
+    all_experts = WIDE_LAYERS * WIDE_EXPERTS * WIDE_EXPERT
+    memory = 3 * WIDE_EXPERT
+    environment = {**os.environ, "SPMOE_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURE, str(memory), *map(str, directories)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    for used in tmp_path.iterdir():
+        shutil.rmtree(used)
+    assert found.returncode == 0, found.stderr
+    *engines, plain = (json.loads(line) for line in found.stdout.splitlines())
+    assert len(engines) == 2
+    for figures in engines:
+        assert figures["slots"] == 3
+        assert len(figures["tokens"]) == 4
+        bound = figures["resident"] + memory + 2 * WIDE_EXPERT + SLACK
+        assert bound < all_experts / 2, "a bound that is worth keeping"
+        assert figures["grown"] < bound
+        assert figures["grown"] > memory / 2, "the sampling saw something"
+    assert plain["grown"] > all_experts, "as it does of a load that holds them all"

@@ -1,0 +1,145 @@
+"""Tokenizers: a draft must read the target's tokens; how many rows its embedding has is another matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import (
+    DRAFTS,
+    VOCABULARY,
+    Pair,
+    byte_tokenizer,
+    greedy,
+    mistral,
+    mixtral,
+    reference,
+    save,
+    seeded,
+    upcycle,
+)
+from spmoe import LLM, SamplingParams
+from spmoe.errors import UsageError
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
+
+COUNT = 16
+
+
+def check(target: Path, draft: Path) -> None:
+    require_same_tokenizer(
+        load_tokenizer(target), load_tokenizer(draft), Checkpoint.find(str(target)), Checkpoint.find(str(draft))
+    )
+
+
+def test_the_same_tokenizer_is_accepted(pair: Pair, llama_draft: Path) -> None:
+    for draft in (pair.good, pair.random, llama_draft):
+        check(pair.target, draft)
+
+
+def test_the_first_difference_is_named(tmp_path: Path, mixtral_pair: Pair) -> None:
+    draft = save(seeded(mistral, 1), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
+    symbols = {index: token for token, index in byte_tokenizer().get_vocab().items()}
+    with pytest.raises(UsageError) as raised:
+        check(mixtral_pair.target, draft)
+    message = str(raised.value)
+    assert f"token 100 is {symbols[100]!r} in {mixtral_pair.target}" in message
+    assert f"{symbols[200]!r} in {draft}" in message
+    assert "choose a draft with the same tokenizer" in message
+    with pytest.raises(UsageError, match="token 100 is"):
+        LLM(str(mixtral_pair.target), str(draft), progress=False)
+
+
+def test_an_entry_too_many_is_a_difference(tmp_path: Path, mixtral_pair: Pair) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    draft = save(seeded(mistral, 1, vocab_size=VOCABULARY + 1), tmp_path / "draft", tokenizer)
+    with pytest.raises(UsageError, match=f"token {VOCABULARY} is None .* but 'extra'"):
+        check(mixtral_pair.target, draft)
+    with pytest.raises(UsageError, match=f"token {VOCABULARY} is 'extra' .* but None"):
+        check(draft, mixtral_pair.target)
+
+
+def test_a_target_that_speculates_on_nothing_needs_no_matching_draft(tmp_path: Path, mixtral_pair: Pair) -> None:
+    draft = save(seeded(mistral, 1), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
+    with LLM(str(mixtral_pair.target), str(draft), num_speculative_tokens=0, progress=False) as llm:
+        assert len(llm.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def test_without_tokenizers_the_vocabularies_must_have_one_size(tmp_path: Path, mixtral_pair: Pair) -> None:
+    target = save(seeded(mixtral, 1), tmp_path / "target")
+    alike = save(seeded(mistral, 1), tmp_path / "alike")
+    other = save(seeded(mistral, 1, vocab_size=VOCABULARY + 7), tmp_path / "other")
+    check(target, alike)
+    for draft in (other, mixtral_pair.good):
+        with pytest.raises(UsageError, match="cannot be shown to share a tokenizer"):
+            check(target, draft)
+    with pytest.raises(UsageError, match="cannot be shown to share a tokenizer"):
+        check(mixtral_pair.target, alike)
+
+
+# ---- sizes padded beyond the tokenizer's entries
+
+SIZES = {"smaller": VOCABULARY, "same": VOCABULARY + 40, "bigger": VOCABULARY + 90}
+
+
+@pytest.fixture(scope="module")
+def padded_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
+    """A target with 40 rows that no token has, and a prompt after which it writes some of them."""
+    draft = seeded(mistral, 90, vocab_size=SIZES["same"])
+    target = seeded(mixtral, 91, vocab_size=SIZES["same"])
+    upcycle(target, draft, noise=0.15)
+    directory = save(target, tmp_path_factory.mktemp("padded") / "target", byte_tokenizer())
+    model = reference(directory)
+    for first in range(60):
+        prompt = [first, 2 * first, 11]
+        tokens = greedy(model, prompt, COUNT)
+        if sum(token >= VOCABULARY for token in tokens[:-1]) >= 2 and len(set(tokens)) > 6:
+            return directory, prompt, tokens
+    raise AssertionError("no prompt makes this target write padding tokens; choose other seeds")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_draft_with_another_number_of_rows_is_exact(
+    tmp_path: Path, padded_target: tuple[Path, list[int], list[int]], size: str, temperature: float
+) -> None:
+    """Tokens the draft has no row for may come from the target or the prompt; those it has too many of never count."""
+    target, prompt, tokens = padded_target
+    draft = save(seeded(mistral, 90, vocab_size=SIZES[size]), tmp_path / size, byte_tokenizer())
+    check(target, draft)
+    with LLM(str(target), str(draft), num_speculative_tokens=3, progress=False) as llm:
+        params: dict[str, Any] = {"max_tokens": COUNT, "ignore_eos": True, "temperature": temperature, "seed": 3}
+        completion = llm.generate(prompt, SamplingParams(**params))[0]
+        assert all(0 <= token < SIZES["same"] for token in completion.token_ids)
+        assert len(completion.token_ids) == COUNT
+        assert completion.stats.counters.drafted > 0
+        if temperature == 0:
+            assert completion.token_ids == tokens
+            longer = [*prompt, *tokens[:8]]  # rows that only the target has are in the prompt now
+            again = llm.generate(longer, SamplingParams(max_tokens=COUNT - 8, ignore_eos=True))[0]
+            assert again.token_ids == tokens[8:]
+
+
+def test_a_draft_that_would_say_what_the_target_cannot_is_cut_off(tmp_path: Path) -> None:
+    """All of the draft's weight on rows beyond the target's vocabulary; its best token within it is proposed."""
+    target = save(seeded(mixtral, 1), tmp_path / "target", byte_tokenizer())
+    model = seeded(DRAFTS["mistral"], 2, vocab_size=SIZES["bigger"])
+    model.lm_head.weight.data[VOCABULARY:] *= 50.0
+    draft = save(model, tmp_path / "draft", byte_tokenizer())
+    with LLM(str(target), str(draft), num_speculative_tokens=3, progress=False) as llm:
+        proposed: list[int] = []
+        sound = llm.engine.loop.drafter.propose
+
+        def propose(*args: Any) -> Any:
+            drafts = sound(*args)
+            proposed.extend(drafts[0].tokens)
+            return drafts
+
+        llm.engine.loop.drafter.propose = propose  # type: ignore[method-assign]
+        tokens = llm.generate([1, 2, 3], SamplingParams(max_tokens=COUNT, ignore_eos=True))[0].token_ids
+    assert tokens == greedy(reference(target), [1, 2, 3], COUNT)
+    assert proposed
+    assert max(proposed) < VOCABULARY

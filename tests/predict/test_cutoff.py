@@ -1,0 +1,166 @@
+"""The cutoff, against its two inequalities by brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
+
+ROUNDING = 1e-9
+quick = settings(max_examples=200, deadline=None, derandomize=True)
+
+seconds = st.floats(0.0, 1.0)
+profiles = st.builds(
+    Profile,
+    draft_seconds_per_layer=seconds,
+    draft_layers=st.integers(1, 48),
+    verify_seconds_per_layer=seconds,
+    seconds_per_expert=seconds,
+    free_slots=st.integers(0, 400),
+)
+
+
+@st.composite
+def all_inputs(draw: st.DrawFn) -> CutoffInputs:
+    layers, experts = draw(st.integers(1, 32)), draw(st.integers(1, 64))
+    return CutoffInputs(
+        layers=layers,
+        experts_per_layer=experts,
+        top_k=draw(st.integers(1, experts)),
+        slots=draw(st.integers(0, layers * experts + 5)),
+        draft_tokens=draw(st.integers(0, 8)),
+    )
+
+
+def satisfied(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
+    """Both bounds, for every layer up to `depth`, as the design writes them."""
+    k, t_io = inputs.missing_per_layer, profile.seconds_per_expert
+    memory = depth * k <= profile.free_slots * (1 + slack)
+    draft_stage = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
+    return memory and all(
+        layer * k * t_io <= (draft_stage + (layer - 1) * profile.verify_seconds_per_layer) * (1 + slack)
+        for layer in range(1, depth + 1)
+    )
+
+
+@quick
+@given(profiles, all_inputs())
+def test_is_the_largest_depth_that_satisfies_both_bounds(profile: Profile, inputs: CutoffInputs) -> None:
+    cutoff = cutoff_layer(profile, inputs)
+    assert 0 <= cutoff <= inputs.layers
+    assert satisfied(cutoff, profile, inputs, slack=ROUNDING)
+    assert not any(
+        satisfied(deeper, profile, inputs, slack=-ROUNDING) for deeper in range(cutoff + 1, inputs.layers + 1)
+    )
+
+
+# Two experts, both always needed, half of them resident: one missing per layer, in exact numbers.
+ONE_MISSING = CutoffInputs(layers=16, experts_per_layer=2, top_k=2, slots=16, draft_tokens=4)
+AMPLE = Profile(
+    draft_seconds_per_layer=1.0,
+    draft_layers=8,
+    verify_seconds_per_layer=2.0,
+    seconds_per_expert=1.0,
+    free_slots=100,
+)
+
+
+def test_bounds_that_are_met_exactly_are_met() -> None:
+    assert ONE_MISSING.missing_per_layer == 1.0
+    assert cutoff_layer(AMPLE, ONE_MISSING) == 16
+    assert cutoff_layer(replace(AMPLE, free_slots=5), ONE_MISSING) == 5
+    # time: l * 4 <= 4 * 8 * 1 + (l - 1) * 2, so l <= 15
+    assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0), ONE_MISSING) == 15
+    # l * 4 <= 4 * 3 * 1 + (l - 1) * 2, so l <= 5
+    assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0, draft_layers=3), ONE_MISSING) == 5
+
+
+def test_every_layer_on_the_way_must_be_in_time() -> None:
+    # by layer 16 verification would have given time enough, but layer 1 is already late
+    late_at_first = replace(AMPLE, draft_layers=1, seconds_per_expert=5.0, verify_seconds_per_layer=9.0)
+    assert 16 * 5.0 <= 4 * 1 * 1.0 + 15 * 9.0
+    assert cutoff_layer(late_at_first, ONE_MISSING) == 0
+
+
+def test_without_a_draft_there_is_no_time_for_the_first_layer() -> None:
+    assert cutoff_layer(AMPLE, replace(ONE_MISSING, draft_tokens=0)) == 0
+    assert cutoff_layer(replace(AMPLE, seconds_per_expert=0.0), replace(ONE_MISSING, draft_tokens=0)) == 16
+
+
+@pytest.mark.parametrize("slots", [32, 33, 1000])
+def test_when_nothing_is_ever_missing_all_layers_may_be_prefetched_for(slots: int) -> None:
+    hopeless = Profile(0.0, 1, 0.0, seconds_per_expert=1e9, free_slots=-1)  # neither time nor room
+    inputs = replace(ONE_MISSING, slots=slots)
+    assert inputs.missing_per_layer == 0.0
+    assert cutoff_layer(hopeless, inputs) == 16
+    assert cutoff_layer(hopeless, replace(inputs, slots=31)) == 0
+
+
+# --- monotone in everything that gives time or room ---
+
+
+@quick
+@given(profiles, all_inputs(), st.integers(0, 100))
+def test_more_slots_never_lower_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
+    cutoff = cutoff_layer(profile, inputs)
+    assert cutoff_layer(profile, replace(inputs, slots=inputs.slots + more)) >= cutoff
+    assert cutoff_layer(replace(profile, free_slots=profile.free_slots + more), inputs) >= cutoff
+
+
+@quick
+@given(profiles, all_inputs(), st.floats(1.0, 10.0))
+def test_a_slower_link_never_raises_it(profile: Profile, inputs: CutoffInputs, factor: float) -> None:
+    slower = replace(profile, seconds_per_expert=profile.seconds_per_expert * factor)
+    assert cutoff_layer(slower, inputs) <= cutoff_layer(profile, inputs)
+
+
+@quick
+@given(profiles, all_inputs(), st.integers(0, 8))
+def test_more_time_to_hide_in_never_lowers_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
+    cutoff = cutoff_layer(profile, inputs)
+    assert cutoff_layer(replace(profile, draft_layers=profile.draft_layers + more), inputs) >= cutoff
+    for name in ("draft_seconds_per_layer", "verify_seconds_per_layer"):
+        longer = replace(profile, **{name: getattr(profile, name) * (1 + more)})
+        assert cutoff_layer(longer, inputs) >= cutoff
+
+
+@quick
+@given(profiles, all_inputs(), st.integers(0, 8))
+def test_more_draft_tokens_never_lower_it_where_they_need_no_more_experts(
+    profile: Profile, inputs: CutoffInputs, more: int
+) -> None:
+    # every expert is needed whatever K is, so K only lengthens the draft stage
+    inputs = replace(inputs, top_k=inputs.experts_per_layer)
+    longer = replace(inputs, draft_tokens=inputs.draft_tokens + more)
+    assert cutoff_layer(profile, longer) >= cutoff_layer(profile, inputs)
+
+
+# --- how many experts are missing ---
+
+
+@pytest.mark.parametrize(
+    ("top_k", "slots", "draft_tokens", "missing"),
+    [
+        (2, 0, 0, 2.0),  # one row needs top_k of them, none is there
+        (2, 0, 1, 3.5),  # two rows of 2 of 8 share half an expert: 8 * (1 - 0.75 ** 2)
+        (2, 16, 1, 1.75),  # and half of all experts have a slot
+        (8, 0, 5, 8.0),  # all of them
+        (2, 32, 4, 0.0),
+        (2, 40, 4, 0.0),
+    ],
+)
+def test_missing_experts_under_even_routing(top_k: int, slots: int, draft_tokens: int, missing: float) -> None:
+    assert CutoffInputs(4, 8, top_k, slots, draft_tokens).missing_per_layer == pytest.approx(missing)
+
+
+@quick
+@given(all_inputs())
+def test_missing_experts_are_at_most_what_the_rows_ask_for(inputs: CutoffInputs) -> None:
+    asked = min(inputs.experts_per_layer, (inputs.draft_tokens + 1) * inputs.top_k)
+    assert 0.0 <= inputs.missing_per_layer <= asked * (1 + ROUNDING)
+    more = replace(inputs, draft_tokens=inputs.draft_tokens + 1).missing_per_layer
+    assert more >= inputs.missing_per_layer * (1 - ROUNDING)

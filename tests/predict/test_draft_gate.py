@@ -1,0 +1,220 @@
+"""Draft-driven prediction: which wishes come of what the draft's layers produced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.on_demand import OnDemand
+from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
+
+HIDDEN, EXPERTS, TOP_K = 8, 6, 2
+
+
+class LinearGates:
+    """A target with one linear gate per MoE layer, and a note of what was asked of them."""
+
+    hidden_size = HIDDEN
+
+    def __init__(self, layer_depths: Sequence[int], depth_count: int) -> None:
+        self.layer_depths = layer_depths
+        self.depth_count = depth_count
+        rng = torch.Generator().manual_seed(1)
+        self.weights = torch.randn(len(layer_depths), EXPERTS, HIDDEN, generator=rng)
+        self.asked: list[list[int]] = []  # by call
+
+    def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
+        assert residual.shape[0] == len(layers)
+        self.asked.append(list(layers))
+        logits = torch.einsum("lrh,leh->lre", residual, self.weights[list(layers)])
+        best = logits.softmax(dim=-1).topk(TOP_K, dim=-1)
+        return Routing(best.indices, best.values / best.values.sum(dim=-1, keepdim=True))
+
+
+class FixedGates:
+    """Gates that answer what they are told, whatever the state."""
+
+    hidden_size = 1
+
+    def __init__(self, experts: list[list[list[int]]], scores: list[list[list[float]]]) -> None:
+        self.layer_depths = range(len(experts))
+        self.depth_count = len(experts)
+        self._experts, self._scores = torch.tensor(experts), torch.tensor(scores)
+
+    def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
+        return Routing(self._experts[list(layers)], self._scores[list(layers)])
+
+
+def seen(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> Seen:
+    """A slab of decoder layers from `first` on."""
+    depths = range(first, first + len(residual))
+    return Seen(stage, depths, depth_count or depths.stop, residual)
+
+
+def states(depths: int, rows: int = 3) -> Tensor:
+    return torch.randn(depths, rows, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+def expected_wishes(gates: LinearGates, layer_states: dict[int, Tensor]) -> dict[ExpertKey, float]:
+    """Row by row, layer by layer: the best score that any row gives an expert it picks."""
+    wishes: dict[ExpertKey, float] = {}
+    for layer, rows in layer_states.items():
+        for row in rows:
+            weights = (gates.weights[layer] @ row).exp()
+            picked = sorted(range(EXPERTS), key=lambda e: -float(weights[e]))[:TOP_K]
+            for expert in picked:
+                key = ExpertKey(layer, expert)
+                wishes[key] = max(wishes.get(key, 0.0), float(weights[expert] / weights[picked].sum()))
+    return wishes
+
+
+def check(wishes: list[Wish], expected: dict[ExpertKey, float]) -> None:
+    assert len({w.key for w in wishes}) == len(wishes)
+    assert {w.key: w.score for w in wishes} == pytest.approx(expected, abs=1e-5)
+    assert all(w.deadline == w.key.layer for w in wishes)
+
+
+# --- wishes ---
+
+
+@pytest.mark.parametrize("cutoff", [0, 1, 3, 5, 9])
+def test_wishes_for_what_the_targets_gates_pick_before_the_cutoff(cutoff: int) -> None:
+    gates = LinearGates(range(5), 5)
+    residual = states(5)
+    wishes = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_seen(seen(residual)))
+    layers = range(min(cutoff, 5))
+    check(wishes, expected_wishes(gates, {layer: residual[layer] for layer in layers}))
+    assert gates.asked == ([list(layers)] if layers else [])  # one call, and no gate past the cutoff is run
+    assert all(0.0 <= w.score <= 1.0 for w in wishes)
+
+
+def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> None:
+    gates = FixedGates(
+        experts=[[[0, 3], [3, 0], [3, 1]], [[2, 0], [2, 0], [2, 0]]],
+        scores=[[[0.7, 0.3], [0.6, 0.4], [0.9, 0.1]], [[0.8, 0.2], [0.55, 0.45], [0.6, 0.4]]],
+    )
+    wishes = list(DraftGate(gates, draft_depth=2, cutoff=2).on_seen(seen(torch.zeros(2, 3, 1))))
+    assert {w.key: w.score for w in wishes} == pytest.approx(
+        {(0, 0): 0.7, (0, 3): 0.9, (0, 1): 0.1, (1, 2): 0.8, (1, 0): 0.45}
+    )
+    assert len(wishes) == 5
+    assert all(w.deadline == w.key.layer for w in wishes)
+
+
+def test_an_expert_that_two_layers_want_is_two_keys() -> None:
+    gates = FixedGates(experts=[[[4]], [[4]]], scores=[[[1.0]], [[1.0]]])
+    wishes = list(DraftGate(gates, draft_depth=2, cutoff=2).on_seen(seen(torch.zeros(2, 1, 1))))
+    assert wishes == [Wish(ExpertKey(0, 4), 1.0, 0), Wish(ExpertKey(1, 4), 1.0, 1)]
+
+
+@pytest.mark.parametrize("draft_depth", [2, 4, 6, 9])
+@pytest.mark.parametrize("sizes", [[1], [2, 1], [3], [4, 2]])
+def test_slabs_of_one_and_of_many_layers_give_the_same_wishes(draft_depth: int, sizes: list[int]) -> None:
+    residual = states(draft_depth)
+
+    def wishes(slab_sizes: list[int]) -> list[Wish]:
+        policy = DraftGate(LinearGates(range(1, 6), 6), draft_depth, cutoff=4)
+        out: list[Wish] = []
+        first = turn = 0
+        while first < draft_depth:
+            last = min(first + slab_sizes[turn % len(slab_sizes)], draft_depth)
+            out += policy.on_seen(seen(residual[first:last], first, draft_depth))
+            first, turn = last, turn + 1
+        return out
+
+    whole = wishes([draft_depth])
+    assert {w.key.layer for w in whole} == {0, 1, 2, 3}
+    pieces = wishes(sizes)
+    assert [(w.key, w.deadline) for w in pieces] == [(w.key, w.deadline) for w in whole]
+    assert [w.score for w in pieces] == pytest.approx([w.score for w in whole], rel=1e-5)
+
+
+@pytest.mark.parametrize("draft_depth", [2, 4, 8])
+def test_each_layer_is_predicted_from_the_draft_layer_it_is_mapped_to(draft_depth: int) -> None:
+    gates = LinearGates(range(4), 4)
+    residual = states(draft_depth)
+    source = {2: [0, 0, 1, 1], 4: [0, 1, 2, 3], 8: [1, 3, 5, 7]}[draft_depth]
+    wishes = list(DraftGate(gates, draft_depth, cutoff=4).on_seen(seen(residual)))
+    check(wishes, expected_wishes(gates, {layer: residual[depth] for layer, depth in enumerate(source)}))
+
+
+def test_dense_layers_of_the_target_are_not_wished_for_and_shift_nothing() -> None:
+    gates = LinearGates([1, 3], 4)  # decoder layers 0 and 2 have no experts
+    residual = states(4)
+    wishes = list(DraftGate(gates, draft_depth=4, cutoff=2).on_seen(seen(residual)))
+    check(wishes, expected_wishes(gates, {0: residual[1], 1: residual[3]}))
+
+
+def test_a_slab_without_a_layer_to_predict_runs_no_gate() -> None:
+    gates = LinearGates(range(4), 4)
+    policy = DraftGate(gates, draft_depth=4, cutoff=2)
+    assert list(policy.on_seen(seen(states(4)[2:], first=2, depth_count=4))) == []
+    assert gates.asked == []
+
+
+def test_what_was_accepted_changes_nothing() -> None:
+    policy = DraftGate(LinearGates(range(3), 3), draft_depth=3, cutoff=3)
+    before = list(policy.on_seen(seen(states(3))))
+    policy.on_accept(Accepted(drafted=4, accepted=0))
+    assert before
+    assert list(policy.on_seen(seen(states(3)))) == before
+
+
+def test_it_watches_the_draft_and_not_the_verification() -> None:
+    assert DraftGate.stages == {Stage.PREFILL, Stage.DRAFT}
+
+
+# --- which draft layer stands for which target layer ---
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 7, 16, 27, 48, 61, 94])
+def test_at_equal_depth_the_map_is_the_identity(depth: int) -> None:
+    assert layers_by_draft_depth(range(depth), depth, depth) == [[layer] for layer in range(depth)]
+    # with a dense first layer, layers count from the first that has experts
+    assert layers_by_draft_depth(range(1, depth), depth, depth) == [[], *([layer] for layer in range(depth - 1))]
+
+
+@st.composite
+def depths(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    count = draw(st.integers(1, 100))
+    moe = draw(st.sets(st.integers(0, count - 1)))
+    return sorted(moe), count, draw(st.integers(1, 100))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(depths())
+def test_the_map_is_monotone_complete_and_nearest(case: tuple[list[int], int, int]) -> None:
+    layer_depths, count, draft_depth = case
+    by_depth = layers_by_draft_depth(layer_depths, count, draft_depth)
+    assert len(by_depth) == draft_depth
+    # every target layer once, in order
+    assert [layer for layers in by_depth for layer in layers] == list(range(len(layer_depths)))
+    middles = [Fraction(2 * d + 1, 2 * draft_depth) for d in range(draft_depth)]
+    for depth, layers in enumerate(by_depth):
+        for layer in layers:
+            middle = Fraction(2 * layer_depths[layer] + 1, 2 * count)
+            assert abs(middles[depth] - middle) == min(abs(m - middle) for m in middles)
+
+
+def test_a_deep_target_shares_the_layers_of_a_shallow_draft_evenly() -> None:
+    assert Counter(len(layers) for layers in layers_by_draft_depth(range(32), 32, 8)) == {4: 8}
+
+
+# --- the policy that does not guess ---
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_on_demand_wishes_for_nothing(stage: Stage) -> None:
+    policy = OnDemand()
+    assert policy.stages == frozenset()
+    assert list(policy.on_seen(seen(states(4), stage=stage))) == []
+    policy.on_accept(Accepted(drafted=4, accepted=2))
+    assert list(policy.on_seen(seen(states(4), stage=stage))) == []

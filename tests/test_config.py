@@ -1,0 +1,353 @@
+"""Settings: what is read, what is refused, and that a refusal says what to do in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmoe.config import (
+    DTYPES,
+    EVICTIONS,
+    PREFETCH_POLICIES,
+    Cutoff,
+    CutoffMode,
+    EngineConfig,
+    SamplingParams,
+    Size,
+    format_bytes,
+    home,
+)
+from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
+
+
+def refusal(make: Any, *args: Any, **options: Any) -> str:
+    """The message of the UsageError that `make` must raise."""
+    with pytest.raises(UsageError) as caught:
+        make(*args, **options)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert len(message.splitlines()) == 1
+    return message
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("6GiB", 6 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("0.5GiB", 2**29),
+        ("10b", 10),
+        ("4096", 4096),
+        (4096, 4096),
+        ("  8 mib ", 8 * 2**20),
+        (Size(bytes=77), 77),
+    ],
+)
+def test_sizes_in_bytes(text: str | int | Size, expected: int) -> None:
+    size = Size.parse(text)
+    assert size == Size(bytes=expected)
+    assert size.of(10) == expected  # whatever the whole is
+
+
+@pytest.mark.parametrize("letter", ["k", "m", "g", "t"])
+def test_units_with_an_i_are_binary_and_those_with_a_b_alone_decimal(letter: str) -> None:
+    power = "kmgt".index(letter) + 1
+    assert Size.parse(f"3{letter}iB").bytes == 3 * 1024**power
+    assert Size.parse(f"3{letter.upper()}").bytes == 3 * 1024**power
+    assert Size.parse(f"3{letter.upper()}B").bytes == 3 * 1000**power
+
+
+@pytest.mark.parametrize(("text", "share"), [("25%", 0.25), ("100 %", 1.0), ("0.5%", 0.005)])
+def test_sizes_as_a_share(text: str, share: float) -> None:
+    size = Size.parse(text)
+    assert size.bytes is None
+    assert size.share == pytest.approx(share)
+    assert size.of(1000) == round(share * 1000)
+
+
+NOT_SIZES = [
+    "",
+    "GiB",
+    "six GiB",
+    "-1GiB",
+    "6 XiB",
+    "6GiB!",
+    "1e9",
+    "nan",
+    "inf",
+    "25%%",
+    "1.GiB",
+    "6GiB\nrm",
+    "six\nGiB",
+]
+NOT_SIZES += ["0", "0GiB", "0%", "101%", "-5%", "0.5", "0.9B", "9" * 400 + "GiB"]
+
+
+@pytest.mark.parametrize("text", [*NOT_SIZES, None, True, -4096, 0, 0.25])
+def test_what_is_not_a_size(text: Any) -> None:
+    assert "write it as 6GiB, 512MiB or as a share such as 25%" in refusal(Size.parse, text)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text("0123456789.-e% \nkKMGiIbBx", max_size=8))
+def test_any_text_is_a_size_or_refused(text: str) -> None:
+    try:
+        size = Size.parse(text)
+    except UsageError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = [str(size)]
+        assert (size.bytes is None) != (size.share is None)
+        assert (size.bytes or 0) >= 1 or 0 < (size.share or 0) <= 1
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("text", ["6.0 GiB", "25%", "12.5%", "512 B", "1.5 MiB"])
+def test_sizes_print_as_they_are_read(text: str) -> None:
+    assert str(Size.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (5 * 2**50, "5120.0 TiB"),
+    ],
+)
+def test_byte_counts_for_people(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+# --- cutoffs ---
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "printed"),
+    [
+        ("auto", Cutoff(CutoffMode.AUTO), "auto"),
+        (" AUTO ", Cutoff(CutoffMode.AUTO), "auto"),
+        ("none", Cutoff(CutoffMode.NONE), "none"),
+        (None, Cutoff(CutoffMode.NONE), "none"),
+        ("12", Cutoff(CutoffMode.FIXED, 12), "12"),
+        (0, Cutoff(CutoffMode.FIXED, 0), "0"),
+        (Cutoff(CutoffMode.FIXED, 3), Cutoff(CutoffMode.FIXED, 3), "3"),
+    ],
+)
+def test_cutoffs(text: str | int | Cutoff | None, expected: Cutoff, printed: str) -> None:
+    assert Cutoff.parse(text) == expected
+    assert str(expected) == printed
+    assert Cutoff.parse(printed) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", -1, "1.5", 2.0, "all", "fixed", "auto 3", True, "²", "one\ntwo"])
+def test_what_is_not_a_cutoff(text: Any) -> None:
+    assert "write auto, none or a number of layers" in refusal(Cutoff.parse, text)
+
+
+# --- sampling ---
+
+
+def test_sampling_defaults_are_greedy() -> None:
+    sampling = SamplingParams()
+    assert sampling.greedy
+    assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed) == (0, 1.0, 0.0, None)
+    assert not SamplingParams(temperature=1e-9).greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1},
+        {"temperature": 0},
+        {"temperature": 1e300},
+        {"top_p": 1},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+        {"top_k": 10**9},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"max_tokens": np.int64(5), "temperature": np.float32(0.5)},
+    ],
+)
+def test_sampling_at_the_ends_of_its_ranges(options: dict[str, Any]) -> None:
+    sampling = SamplingParams(**options)
+    assert {name: getattr(sampling, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        ({"max_tokens": "5"}, "max_tokens must be a whole number, not '5'"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, not True"),
+        ({"temperature": -0.1}, "temperature must be 0 or more, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be 0 or more, not nan"),
+        ({"temperature": math.inf}, "temperature must be 0 or more"),
+        ({"temperature": "hot\nhotter"}, "temperature must be a number"),
+        ({"top_k": -1}, "top_k must be 0 (off) or more, not -1"),
+        ({"top_k": 2.0}, "top_k must be a whole number, not 2.0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
+        ({"top_p": math.nan}, "top_p must be above 0 and at most 1, not nan"),
+        ({"top_p": None}, "top_p must be a number, not None"),
+        ({"min_p": -0.01}, "min_p must be between 0 and 1, not -0.01"),
+        ({"min_p": 1.5}, "min_p must be between 0 and 1, not 1.5"),
+        ({"min_p": math.nan}, "min_p must be between 0 and 1, not nan"),
+        ({"seed": -1}, "seed must be from 0 to 2**63-1, not -1"),
+        ({"seed": 2**63}, "seed must be from 0 to 2**63-1"),
+        ({"seed": 1.0}, "seed must be a whole number, not 1.0"),
+        ({"stop": ""}, "a stop string must not be empty"),
+        ({"stop": ["a", ""]}, "a stop string must not be empty"),
+        ({"stop": ["a", 3]}, "stop must be text or a list of texts"),
+        ({"stop": None}, "stop must be text or a list of texts, not None"),
+        ({"stop": b"ab"}, "stop must be text or a list of texts"),
+    ],
+)
+def test_sampling_refusals(options: dict[str, Any], says: str) -> None:
+    assert says in refusal(SamplingParams, **options)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [("end", ("end",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ()), ("a\nb", ("a\nb",))],
+)
+def test_stop_strings_are_always_a_tuple(stop: Any, expected: tuple[str, ...]) -> None:
+    sampling = SamplingParams(stop=stop)
+    assert sampling.stop_strings == expected
+    assert sampling.stop == expected
+    assert hash(sampling) == hash(SamplingParams(stop=expected))
+
+
+# --- the engine ---
+
+
+def test_engine_options_as_users_write_them() -> None:
+    config = EngineConfig.make(
+        model="target", draft="none", num_speculative_tokens=0, expert_memory="6GiB", cutoff="12", link_gbps=16
+    )
+    assert config == EngineConfig(
+        model="target",
+        draft=None,
+        num_speculative_tokens=0,
+        expert_memory=Size(bytes=6 * 2**30),
+        cutoff=Cutoff(CutoffMode.FIXED, 12),
+        link_gbps=16,
+    )
+
+
+def test_engine_defaults() -> None:
+    config = EngineConfig.make(model="target")
+    assert config == EngineConfig("target")
+    assert config.cutoff == Cutoff(CutoffMode.AUTO)
+    assert config.expert_memory == Size(share=0.25)
+    assert EngineConfig.make(model="target", draft="small").draft == "small"
+    assert EngineConfig.make(model="target", draft=Path("here/small")).draft == str(Path("here/small"))
+    assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.NONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"), [("prefetch", PREFETCH_POLICIES), ("eviction", EVICTIONS), ("dtype", DTYPES)]
+)
+def test_choices(name: str, choices: tuple[str, ...]) -> None:
+    for choice in choices:
+        assert getattr(EngineConfig.make(model="target", **{name: choice}), name) == choice
+    for wrong in ("sometimes", "", choices[0].upper(), None, "a\nb"):
+        message = refusal(EngineConfig.make, model="target", **{name: wrong})
+        assert message.startswith(f"{name} must be one of {', '.join(choices)}, not ")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be from 0 to 64, not -1"),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens must be from 0 to 64, not 65"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens must be a whole number, not 2.5"),
+        ({"num_speculative_tokens": "4"}, "num_speculative_tokens must be a whole number, not '4'"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, not 0"),
+        ({"prefill_chunk": None}, "prefill_chunk must be a whole number, not None"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2, not 1"),
+        ({"max_model_len": 10.0}, "max_model_len must be a whole number, not 10.0"),
+        ({"link_gbps": 0}, "link_gbps must be a speed above 0, not 0"),
+        ({"link_gbps": -16.0}, "link_gbps must be a speed above 0, not -16.0"),
+        ({"link_gbps": math.inf}, "link_gbps must be a speed above 0, not inf"),
+        ({"link_gbps": math.nan}, "link_gbps must be a speed above 0, not nan"),
+        ({"link_gbps": "fast"}, "link_gbps must be a number, not 'fast'"),
+        ({"expert_memory": "lots"}, "'lots' is not a size; write it as"),
+        ({"expert_memory": None}, "'None' is not a size; write it as"),
+        ({"cutoff": "deep"}, "'deep' is not a cutoff; write"),
+    ],
+)
+def test_engine_refusals(options: dict[str, Any], says: str) -> None:
+    assert says in refusal(EngineConfig.make, model="target", **options)
+
+
+def test_unknown_options_are_named_beside_the_known_ones() -> None:
+    message = refusal(EngineConfig.make, model="target", prefech="on-demand", zeal=1)
+    assert message.startswith("unknown option prefech, zeal; the options are ")
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name in message
+    with pytest.raises(TypeError):
+        EngineConfig("target", prefech="on-demand")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("settings_object", "name"),
+    [
+        (Size(bytes=1), "bytes"),
+        (Cutoff(CutoffMode.AUTO), "layers"),
+        (SamplingParams(), "temperature"),
+        (EngineConfig("target"), "model"),
+    ],
+)
+def test_settings_are_frozen(settings_object: Any, name: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(settings_object, name, 1)
+    with pytest.raises((AttributeError, TypeError)):
+        settings_object.misspelt = 1
+    assert hash(settings_object) == hash(dataclasses.replace(settings_object))
+
+
+def test_replacing_a_setting_checks_it_again() -> None:
+    assert "top_p" in refusal(dataclasses.replace, SamplingParams(), top_p=2.0)
+    assert "dtype" in refusal(dataclasses.replace, EngineConfig("target"), dtype="int4")
+
+
+# --- where things are kept, and what errors mean to a shell ---
+
+
+def test_home_is_the_first_place_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "explicit"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert home() == tmp_path / "explicit"
+    monkeypatch.setenv("SPMOE_HOME", "~/mine")
+    assert home() == tmp_path / "mine"
+    monkeypatch.delenv("SPMOE_HOME")
+    assert home() == tmp_path / "xdg" / "spmoe"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert home() == tmp_path / ".cache" / "spmoe"
+
+
+def test_usage_errors_exit_with_2_and_others_with_1() -> None:
+    assert {e.exit_code for e in (UsageError, BudgetError, PromptError)} == {2}
+    assert {e.exit_code for e in (SpmoeError, CheckpointError)} == {1}
+    assert issubclass(UsageError, SpmoeError)

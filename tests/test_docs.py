@@ -1,0 +1,131 @@
+"""What the documentation tells people to type works: Python blocks run, commands run, links lead somewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer.main
+
+from spmoe.cli.main import app, main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    run: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page; `<!-- not run -->` on the line before says that one is not to be run."""
+    found: list[Block] = []
+    lines = page.read_text().splitlines()
+    opened: tuple[int, str] | None = None
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if opened is None:
+            opened = (number, line.strip().removeprefix("```").strip())
+        else:
+            start, language = opened
+            text = "\n".join(lines[start + 1 : number])
+            found.append(Block(page, start + 1, language, text, lines[start - 1].strip() != "<!-- not run -->"))
+            opened = None
+    assert opened is None, f"{page}: a block is not closed"
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.run]
+
+
+def commands(page: Path) -> list[str]:
+    """The `spmoe` commands of a page's shell blocks, a line each."""
+    shell = [block for block in BLOCKS if block.page == page and block.language in ("bash", "console") and block.run]
+    lines = [line for block in shell for line in block.text.replace("\\\n", " ").splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith("spmoe ")]
+
+
+def is_pattern(command: str) -> bool:
+    """Whether the reader has to put something in: `<model>` or MODEL_DIR."""
+    return bool(re.search(r"<[^>]*>|\b[A-Z][A-Z_]+\b", command))
+
+
+def names_hub_model(command: str) -> bool:
+    """Whether a model would have to be downloaded."""
+    words = shlex.split(command, comments=True)
+    return any(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", word) and not Path(word).exists() for word in words)
+
+
+COMMANDS = commands(ROOT / "README.md")
+RUNNABLE = [command for command in COMMANDS if not is_pattern(command) and not names_hub_model(command)]
+
+
+@pytest.fixture(scope="module")
+def docs_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache directory for everything that the pages run."""
+    return tmp_path_factory.mktemp("docs-home")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(docs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMOE_HOME", str(docs_home))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_is_something_to_check() -> None:
+    assert PYTHON
+    assert RUNNABLE
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_block_runs(block: Block) -> None:
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("command", RUNNABLE)
+def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = shlex.split(command, comments=True)
+    if arguments[1] == "run" and "--max-tokens" not in arguments:
+        arguments += ["--max-tokens", "8"]  # the default only takes longer
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page: Path) -> None:
+    """Also of the commands that are not run."""
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for command in commands(page):
+        verb, *words = shlex.split(command, comments=True)[1:]
+        if verb.startswith("-") or is_pattern(verb):
+            continue
+        known = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help"}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose)
+    broken = [link for link in targets if not re.match(r"\w+:", link) and not (page.parent / link).exists()]
+    assert not broken

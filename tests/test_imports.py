@@ -1,0 +1,205 @@
+"""The shape of the source: who may import whom, and that every file is small, explained and on the map."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "spmoe"
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST = 350  # lines of one file
+
+# a room may import rooms of earlier tiers, itself, and the leaves
+TIERS = (
+    {"types"},
+    {"verify", "predict", "experts"},
+    {"backends"},
+    {"models"},
+    {"draft"},
+    {"engine"},
+    {"bench", "server"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEAVES = {"config": {"errors"}, "errors": set(), "observe": {"config", "errors", "types"}}  # and what they may import
+SEAM = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # for models/ alone
+TIER = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
+
+
+class Import(NamedTuple):
+    """One imported module and where."""
+
+    name: str
+    line: int
+
+
+def module_name(path: Path) -> str:
+    """`spmoe.engine.loop` for its file; a package's name for its `__init__.py`."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def room(module: str) -> str:
+    """The part of the package a module belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import of a file, also those inside functions and those for type checkers only."""
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found = {name if name in MODULES else str(node.module) for name in names}
+            yield from (Import(name, node.lineno) for name in sorted(found))
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether a room may import from another one."""
+    if importer == imported:
+        return True
+    if importer in LEAVES:
+        return imported in LEAVES[importer]
+    return imported in LEAVES or TIER[imported] < TIER[importer]
+
+
+@pytest.fixture(params=FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def file(request: pytest.FixtureRequest) -> Path:
+    """Each source file in turn."""
+    path: Path = request.param
+    return path
+
+
+def test_every_room_has_a_place() -> None:
+    assert len(FILES) > 40
+    assert {room(module) for module in MODULES} - TIER.keys() <= LEAVES.keys()
+
+
+def test_imports_go_one_way(file: Path) -> None:
+    ours = room(module_name(file))
+    wrong = [
+        f"{file.relative_to(ROOT)}:{found.line}: {ours} imports {found.name}"
+        for found in imports(file)
+        if found.name.split(".")[0] == "spmoe"
+        and found.name != "spmoe"  # the version, say; its own imports are lazy
+        and not allowed(ours, room(found.name))
+    ]
+    assert not wrong
+
+
+def test_the_rules_themselves() -> None:
+    assert allowed("predict", "types")
+    assert allowed("models", "experts")
+    assert allowed("experts", "observe")
+    assert allowed("cli", "bench")
+    for importer, imported in [
+        ("predict", "experts"),
+        ("experts", "models"),
+        ("experts", "verify"),
+        ("engine", "cli"),
+        ("backends", "models"),
+        ("observe", "experts"),
+        ("config", "types"),
+        ("types", "engine"),
+    ]:
+        assert not allowed(importer, imported)
+
+
+def test_only_the_seam_imports_transformers(file: Path) -> None:
+    names = {found.name.split(".")[0] for found in imports(file)}
+    assert room(module_name(file)) == "models" or not names & SEAM
+
+
+def test_only_backends_name_cuda(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    named = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {found.name for found in imports(file)}
+    named |= {
+        f"torch.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module == "torch"
+    }
+    assert room(module_name(file)) == "backends" or not any(re.match(r"torch\.cuda\b", name) for name in named)
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {found.name for found in imports(path) if found.name in MODULES and found.name not in ("spmoe", module)}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join([*above[above.index(module) :], module])
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_every_module_says_what_it_is(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text()))
+
+
+def test_no_file_is_long(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= LONGEST
+
+
+def test_the_map_names_every_file_and_no_other() -> None:
+    """docs/architecture.md holds a tree of the source; packages' own `__init__.py` need no line in it."""
+    lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.strip() == "src/spmoe/")
+    named: set[str] = set()
+    folders: list[tuple[int, str]] = []
+    for line in lines[start + 1 :]:
+        if line and not line.startswith("    "):
+            break
+        words = re.split(r"\s{2,}", line.strip())[0].split()
+        indent = len(line) - len(line.lstrip())
+        folders = [(depth, name) for depth, name in folders if depth < indent]
+        for word in words:
+            if word.endswith("/"):
+                folders.append((indent, word))
+            elif word.endswith(".py"):
+                named.add("".join(name for _, name in folders) + word)
+    there = {str(path.relative_to(SOURCE)) for path in FILES}
+    assert not sorted(name for name in there - named if not name.endswith("/__init__.py"))
+    assert not sorted(named - there)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+import spmoe
+print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
+from spmoe.cli.main import main
+sys.argv = ["spmoe", "run", "--help"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *shown, last = result.stdout.split("\n")[:-1]
+    assert "--expert-memory" in "".join(shown)
+    assert (first, last) == ("", "")

@@ -1,0 +1,203 @@
+"""The ledger's arithmetic, and the clock that replaces real time in tests."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from spmoe.observe.clock import RealClock, VirtualClock
+from spmoe.observe.ledger import Counters
+
+
+def distinct(scale: int = 1) -> Counters:
+    """Counters with a different value in every field."""
+    counters = Counters()
+    for number, f in enumerate(fields(counters), start=1):
+        old = getattr(counters, f.name)
+        new = [number * scale, (number + 100) * scale] if isinstance(old, list) else type(old)(number * scale)
+        setattr(counters, f.name, new)
+    return counters
+
+
+# --- counters ---
+
+
+def test_everything_starts_at_nothing() -> None:
+    counters = Counters()
+    assert all(getattr(counters, f.name) in (0, []) for f in fields(counters))
+
+
+def test_minus_subtracts_every_field() -> None:
+    assert distinct(3).minus(distinct(1)) == distinct(2)
+    assert distinct(3).minus(distinct(3)) == distinct(0)
+    assert distinct(3).minus(Counters()) == distinct(3)
+
+
+def test_minus_counts_positions_that_are_new_since() -> None:
+    earlier = Counters(drafted_at=[5], accepted_at=[2])
+    later = Counters(drafted_at=[7, 2, 1], accepted_at=[3, 1, 0])
+    since = later.minus(earlier)
+    assert since.drafted_at == [2, 2, 1]
+    assert since.accepted_at == [1, 1, 0]
+
+
+def test_minus_leaves_both_as_they_were() -> None:
+    later, earlier = distinct(2), distinct(1)
+    later.minus(earlier).drafted_at.append(9)
+    assert (later, earlier) == (distinct(2), distinct(1))
+
+
+def test_a_copy_is_equal_and_stands_still() -> None:
+    counters = distinct()
+    snapshot = counters.copy()
+    assert snapshot == counters == distinct()
+    counters.count_draft(drafted=3, accepted=3)
+    counters.hits += 1
+    assert snapshot == distinct()
+    assert counters.minus(snapshot).hits == 1
+
+
+def test_count_draft_books_every_position() -> None:
+    counters = Counters()
+    for drafted, accepted in ((4, 4), (4, 0), (2, 1), (0, 0), (4, 2)):
+        counters.count_draft(drafted, accepted)
+    assert counters.drafted == 14
+    assert counters.accepted == 7
+    assert counters.drafted_at == [4, 4, 3, 3]
+    assert counters.accepted_at == [3, 2, 1, 1]
+    assert sum(counters.drafted_at) == counters.drafted
+    assert sum(counters.accepted_at) == counters.accepted
+    assert counters.acceptance_by_position == pytest.approx([3 / 4, 1 / 2, 1 / 3, 1 / 3])
+    assert counters.mean_acceptance_length == pytest.approx(1 + 7 / 4)  # the empty draft is no draft
+
+
+def test_a_longer_draft_than_before_widens_the_positions() -> None:
+    counters = Counters()
+    counters.count_draft(1, 1)
+    counters.count_draft(3, 2)
+    assert counters.drafted_at == [2, 1, 1]
+    assert counters.accepted_at == [2, 1, 0]
+
+
+def test_drafts_between_two_snapshots() -> None:
+    counters = Counters()
+    counters.count_draft(2, 2)
+    before = counters.copy()
+    counters.count_draft(4, 1)
+    since = counters.minus(before)
+    assert (since.drafted, since.accepted) == (4, 1)
+    assert since.mean_acceptance_length == 2.0
+    assert since.acceptance_by_position == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_figures_derived_from_experts() -> None:
+    counters = Counters(hits=6, late=1, demand_loads=3, prefetch_loads=5)
+    assert counters.asked == 10
+    assert counters.hit_rate == pytest.approx(0.6)
+    assert counters.loads == 8
+
+
+def test_prefetched_bytes_add_up() -> None:
+    counters = Counters(issued_bytes=1000, used_bytes=400, late_bytes=300, wasted_bytes=250, failed_bytes=50)
+    assert counters.held_bytes == 300  # late bytes are among the used ones
+
+
+def test_figures_of_nothing_are_not_numbers() -> None:
+    counters = Counters(steps=3, tokens=3)
+    counters.count_draft(0, 0)
+    assert counters.hit_rate is None
+    assert counters.mean_acceptance_length is None
+    assert counters.acceptance_by_position == []
+    assert Counters(demand_loads=2).hit_rate == 0.0
+
+
+# --- clocks ---
+
+
+class Alarms:
+    """Something with events at given times; notes when each was told to it."""
+
+    def __init__(
+        self, clock: VirtualClock, *times: float, name: str = "", log: list[tuple[str, float]] | None = None
+    ) -> None:
+        self.times, self.name, self._clock = sorted(times), name, clock
+        self.log = [] if log is None else log
+        clock.watch(lambda: self.times[0] if self.times else None, self.ring)
+
+    def ring(self) -> None:
+        self.times.pop(0)
+        self.log.append((self.name, self._clock.now()))
+
+
+def test_virtual_time_moves_only_when_asked() -> None:
+    clock = VirtualClock()
+    assert clock.now() == clock.now() == 0.0
+    clock.sleep(1.5)
+    clock.sleep(0.25)
+    assert clock.now() == 1.75
+
+
+def test_virtual_time_never_moves_back() -> None:
+    clock = VirtualClock()
+    clock.sleep(2.0)
+    clock.sleep(-1.0)
+    clock.sleep(0.0)
+    assert clock.now() == 2.0
+
+
+def test_it_stops_at_every_event_on_the_way() -> None:
+    clock = VirtualClock()
+    alarms = Alarms(clock, 1.0, 3.0, 3.0, 7.0)
+    clock.sleep(5.0)
+    assert [at for _, at in alarms.log] == [1.0, 3.0, 3.0]
+    assert clock.now() == 5.0
+    clock.sleep(1.0)
+    assert len(alarms.log) == 3
+    clock.sleep(1.0)  # an event at the very end is on the way
+    assert [at for _, at in alarms.log] == [1.0, 3.0, 3.0, 7.0]
+
+
+def test_events_of_several_things_come_in_order_of_time() -> None:
+    clock = VirtualClock()
+    log: list[tuple[str, float]] = []
+    Alarms(clock, 2.0, 4.0, name="a", log=log)
+    Alarms(clock, 1.0, 2.0, 5.0, name="b", log=log)
+    clock.sleep(4.5)
+    assert log == [("b", 1.0), ("a", 2.0), ("b", 2.0), ("a", 4.0)]
+
+
+def test_an_event_may_bring_another_one() -> None:
+    clock = VirtualClock()
+    rung: list[float] = []
+
+    def ring() -> None:
+        rung.append(clock.now())
+        pending.pop()
+        if len(rung) < 3:
+            pending.append(clock.now() + 2.0)
+
+    pending = [1.0]
+    clock.watch(lambda: pending[0] if pending else None, ring)
+    clock.sleep(4.0)
+    assert rung == [1.0, 3.0]
+    clock.sleep(10.0)
+    assert rung == [1.0, 3.0, 5.0]
+    assert clock.now() == 14.0
+
+
+def test_an_event_already_past_comes_at_once_and_not_in_the_past() -> None:
+    clock = VirtualClock()
+    clock.sleep(10.0)
+    alarms = Alarms(clock, 4.0)
+    clock.sleep(0.0)
+    assert alarms.log == [("", 10.0)]
+    assert clock.now() == 10.0
+
+
+def test_the_real_clock_goes_forward_and_does_not_mind_a_past_deadline() -> None:
+    clock = RealClock()
+    before = clock.now()
+    clock.sleep(-5.0)
+    clock.sleep(0.0)
+    assert clock.now() >= before

@@ -1,0 +1,190 @@
+"""Train the pair: `python train/train.py draft`, then `target`, then `fine`. Seeded, and resumable at every stage.
+
+The target starts as the draft with each expert a noisy copy of the draft's feed-forward (the fine-grained one: a noisy copy
+of a part of it), then trains on with a load-balancing loss. Checkpoints go to `--runs`; a stage that finds its own goes on
+from there, and one that is complete does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from muon import optimizers
+from network import Decoder, Shape
+from torch import Tensor
+from torch.nn import functional as F
+
+DENSE = Shape()
+EIGHT = replace(DENSE, experts=8, top_k=2)
+# 8 of 64 experts and a shared one are as wide, together, as the draft's feed-forward
+FINE = replace(DENSE, experts=64, top_k=8, ffn=12, shared=64, attention_bias=True)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training run."""
+
+    shape: Shape
+    steps: int
+    matrix_lr: float
+    other_lr: float
+    parent: str | None = None
+
+
+STAGES = {
+    "draft": Stage(DENSE, 6000, 0.02, 4e-3),
+    "target": Stage(EIGHT, 6000, 0.012, 2e-3, parent="draft"),
+    "fine": Stage(FINE, 4000, 0.012, 2e-3, parent="draft"),
+}
+BATCH, WINDOW = 64, 1024
+NOISE = 0.4  # of an expert's start, in standard deviations of the weights it is copied from
+BALANCE = 0.01  # weight of the load-balancing loss
+
+
+def read_tokens(path: Path, device: str) -> Tensor:
+    """A split of the corpus."""  # [tokens] int32
+    return torch.from_numpy(np.frombuffer(lzma.decompress(path.read_bytes()), np.uint16).astype(np.int32)).to(device)
+
+
+def batch(tokens: Tensor, generator: torch.Generator, size: int, window: int) -> tuple[Tensor, Tensor]:
+    """Random windows and the tokens that follow each of theirs."""  # 2 x [size, window]
+    starts = torch.randint(len(tokens) - window - 1, (size, 1), generator=generator, device=tokens.device)
+    rows = tokens[starts + torch.arange(window + 1, device=tokens.device)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+@torch.no_grad()
+def upcycle(draft: Decoder, shape: Shape) -> Decoder:
+    """A sparse model that begins as the draft with noise on its experts."""
+    model = Decoder(shape).to(draft.embed.weight.device)
+    known = draft.state_dict()
+    model.load_state_dict({k: v for k, v in known.items() if ".ffn." not in k}, strict=False)
+    for ours, theirs in zip(model.layers, draft.layers, strict=True):
+        torch.nn.init.normal_(ours.ffn.router, std=0.02)
+        if shape.shared:
+            torch.nn.init.zeros_(ours.ffn.shared_weight)
+        for name in ("gate", "up", "down"):
+            weight = getattr(theirs.ffn, name).data[0]  # [ffn, hidden]
+            if shape.shared:
+                # the gate of the shared expert starts at one half, and eight experts' weights sum to one
+                scale = 2.0 if name == "down" else 1.0
+                getattr(ours.ffn, f"shared_{name}").data[0] = scale * weight[: shape.shared]
+                weight = weight[shape.shared :] * (shape.top_k if name == "down" else 1.0)
+            copies = weight.unflatten(0, (-1, shape.ffn)).repeat(shape.experts * shape.ffn // len(weight), 1, 1)
+            getattr(ours.ffn, name).data = copies + NOISE * weight.std() * torch.randn_like(copies)
+    return model
+
+
+def load(name: str, runs: Path, device: str) -> Decoder:
+    """A finished stage's model."""
+    saved = torch.load(runs / f"{name}.pt", map_location=device, weights_only=True)
+    if saved["step"] != saved["steps"]:
+        raise SystemExit(f"stage '{name}' is not complete; run it first")
+    model = Decoder(Shape(**saved["shape"])).to(device)
+    model.load_state_dict(saved["model"])
+    return model
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, tokens: Tensor, device: str, windows: int = 256) -> float:
+    """Mean cross-entropy on windows spread evenly over the held-out split."""
+    starts = torch.linspace(0, len(tokens) - WINDOW - 2, windows).long()
+    losses = []
+    for part in starts.split(BATCH):
+        rows = torch.stack([tokens[s : s + WINDOW + 1] for s in part.tolist()]).long()
+        with torch.autocast(device, torch.bfloat16):
+            logits, _ = model(rows[:, :-1])
+        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()))
+    return float(torch.stack(losses).mean())
+
+
+def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_every: int) -> None:
+    """Run a stage to its end, from wherever it stopped."""
+    path = runs / f"{name}.pt"
+    runs.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    model = upcycle(load(stage.parent, runs, device), stage.shape) if stage.parent else Decoder(stage.shape).to(device)
+    steppers = optimizers(model, stage.matrix_lr, stage.other_lr)
+    rates = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
+    done = 0
+    if path.exists():
+        saved = torch.load(path, map_location=device, weights_only=True)
+        done = saved["step"]
+        if done >= stage.steps:
+            print(f"{name}: complete at step {done}")
+            return
+        model.load_state_dict(saved["model"])
+        for stepper, state in zip(steppers, saved["optimizers"], strict=True):
+            stepper.load_state_dict(state)
+    training, held_out = (read_tokens(data / f"{split}.u16.xz", device) for split in ("train", "heldout"))
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, from step {done} of {stage.steps}")
+    compiled = torch.compile(model) if device == "cuda" else model
+    started, first = time.perf_counter(), done
+    for step in range(done, stage.steps):
+        # a schedule and a batch that depend on the step alone, so that a resumed run sees the same ones
+        warm, rest = min(1.0, (step + 1) / 100), 1 - step / stage.steps
+        factor = min(warm, min(1.0, rest / 0.5))
+        for stepper, own in zip(steppers, rates, strict=True):
+            for group, rate in zip(stepper.param_groups, own, strict=True):
+                group["lr"] = rate * factor
+        generator = torch.Generator(device).manual_seed(step)
+        inputs, targets = batch(training, generator, BATCH, WINDOW)
+        with torch.autocast(device, torch.bfloat16):
+            logits, balance = compiled(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        (loss + BALANCE * balance).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        last = step + 1 == stage.steps
+        if step % 200 == 0 or last:
+            speed = (step + 1 - first) * BATCH * WINDOW / (time.perf_counter() - started)
+            print(
+                f"{name} {step:6d}  loss {loss.item():.4f}  balance {balance.item():.3f}  "
+                f"{speed / 1e6:.2f} M tokens/s  {time.perf_counter() - started:.0f} s",
+                flush=True,
+            )
+        if last or (step + 1) % save_every == 0:
+            record = {
+                "step": step + 1,
+                "steps": stage.steps,
+                "shape": asdict(stage.shape),
+                "model": model.state_dict(),
+                "optimizers": [stepper.state_dict() for stepper in steppers],
+            }
+            torch.save(record, path.with_suffix(".partial"))
+            path.with_suffix(".partial").replace(path)
+    if not math.isfinite(value := held_out_loss(compiled, held_out, device)):
+        raise SystemExit(f"{name}: the held-out loss is {value}")
+    print(f"{name}: held-out loss {value:.4f} nats per token")
+    (runs / f"{name}.json").write_text(json.dumps({"steps": stage.steps, "held_out_loss": value}))
+
+
+def main() -> None:
+    """Parse arguments and train one stage, or several in order."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
+    parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "runs")
+    parser.add_argument("--steps", type=int, help="train for this many steps instead of the stage's own number")
+    parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    for name in args.stages:
+        stage = STAGES[name] if args.steps is None else replace(STAGES[name], steps=args.steps)
+        train(name, stage, args.data, args.runs, args.device, args.save_every)
+
+
+if __name__ == "__main__":
+    main()
