@@ -1,8 +1,8 @@
 """Train the pair: `python train/train.py draft`, then `target`, then `fine`. Seeded, and resumable at every stage.
 
-The target starts as the draft with each expert a noisy copy of the draft's feed-forward (the fine-grained one: a noisy copy
-of a part of it), then trains on with a load-balancing loss. Checkpoints go to `--runs`; a stage that finds its own goes on
-from there, and one that is complete does nothing.
+The target starts as the draft with each expert a noisy copy of the draft's feed-forward (the fine-grained one: a noisy
+copy of a part of it), then trains on with a load-balancing loss. Checkpoints go to `--runs`; a stage that finds its own
+goes on from there, and one that is complete does nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Stage:
 
 
 STAGES = {
-    "draft": Stage(DENSE, 6000, 0.02, 4e-3),
-    "target": Stage(EIGHT, 6000, 0.012, 2e-3, parent="draft"),
+    "draft": Stage(DENSE, 6500, 0.02, 4e-3),
+    "target": Stage(EIGHT, 7000, 0.012, 2e-3, parent="draft"),
     "fine": Stage(FINE, 4000, 0.012, 2e-3, parent="draft"),
 }
 BATCH, WINDOW = 64, 1024
@@ -127,7 +127,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
             stepper.load_state_dict(state)
     training, held_out = (read_tokens(data / f"{split}.u16.xz", device) for split in ("train", "heldout"))
     count = sum(p.numel() for p in model.parameters())
-    print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, from step {done} of {stage.steps}")
+    print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, step {done} of {stage.steps}")
     compiled = torch.compile(model) if device == "cuda" else model
     started, first = time.perf_counter(), done
     for step in range(done, stage.steps):

@@ -38,17 +38,15 @@ def balanced_link(prompt: str, tokens: int, options: dict[str, Any]) -> float:
     return float(f"{counters.demand_bytes / max(compute, 1e-6) / 1e9:.1g}")
 
 
-def run_way(
-    way: str, prompt: str, tokens: int, options: dict[str, Any], on_token: Callable[[int, int], None]
-) -> Shown:
+def run_way(way: str, prompt: str, tokens: int, options: dict[str, Any], on_token: Callable[[int, int], None]) -> Shown:
     """Generate once; progress is reported in tokens."""
     with LLM(**options, **WAYS[way]) as llm:
         llm.generate(prompt, SamplingParams(max_tokens=8))  # fills the slots, so that all ways start alike
-        llm.engine.timeline.recording = True
+        llm.engine.source.timeline.recording = True
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens))
         for _ in generation:
             on_token(len(generation.token_ids), tokens)
-        return Shown(generation.completion, llm.engine.timeline.spans)
+        return Shown(generation.completion, llm.engine.source.timeline.spans)
 
 
 def draw(spans: list[Span], seconds: float, columns: int) -> list[str]:

@@ -1,7 +1,7 @@
 """How well a draft's hidden states predict a target's routing, measured through the offloading engine itself.
 
-Windows of text run through both models, one at a time. At every MoE layer the target's own routing is compared with what
-its gate says about the draft's residual stream at the same relative depth, and about its own one layer earlier.
+Windows of text run through both models, one at a time. At every MoE layer the target's own routing is compared with
+what its gate says about the draft's residual stream at the same relative depth, and about its own one layer earlier.
 """
 
 from __future__ import annotations

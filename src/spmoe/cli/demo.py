@@ -25,7 +25,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete one prompt plainly, with speculation, and with prefetching; show that the text is the same, and the cost.
+    """Complete one prompt plainly, with speculation, and with prefetching: the same text, at different cost.
 
     Uses the pair that ships with the package, a quarter of its experts in slots, float32, and an emulated link.
     """

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from spmoe.config import EngineConfig, SamplingParams
-from spmoe.errors import PromptError
+from spmoe.errors import PromptError, UsageError, reason
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
@@ -117,6 +118,16 @@ def read_text(prompt: str) -> str:
     if not prompt:
         raise PromptError("the prompt is empty; give at least one character")
     return prompt
+
+
+def read_text_file(path: Path) -> str:
+    """A text file's contents."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({reason(error)}); check the path") from error
 
 
 def _read_stdin() -> str:

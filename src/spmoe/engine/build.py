@@ -29,6 +29,7 @@ from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 from spmoe.observe.clock import Clock, RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.progress import progress_bar
+from spmoe.observe.timeline import Timeline
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
 from spmoe.predict.draft_gate import DraftGate
@@ -75,11 +76,12 @@ def build(config: EngineConfig) -> Engine:
     except SpmoeError:
         file.close()
         raise
+    timeline = Timeline()
     transfer: Transfer = FileTransfer(file, slots)
     if config.link_gbps is not None:
-        transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock)
+        transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction, spec.experts)
-    source = ExpertSource(slots, transfer, eviction, spec.layout.nbytes, clock, Counters())
+    source = ExpertSource(slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     try:
         target.connect(source, CpuBackend())
         notices: list[str] = []

@@ -11,6 +11,7 @@ from spmoe.models.kv import KvState
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Activity
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.types import Accepted, Seen, Sequence
 from spmoe.verify.greedy import GreedyVerifier
@@ -62,8 +63,7 @@ class Loop:
         self.counters.steps += 1
         self.counters.tokens += len(new)
         self.counters.count_draft(len(draft.tokens), verdict.accepted)
-        self.counters.draft_seconds += drafted - started
-        self.counters.verify_seconds += self._clock.now() - drafted
+        self._account_time(started, drafted, self._clock.now())
         return new
 
     def release(self, sequence: Sequence) -> None:
@@ -71,6 +71,12 @@ class Loop:
         self.source.end_step()
         self._states.pop(sequence.id, None)
         self.drafter.release(sequence.id)
+
+    def _account_time(self, started: float, drafted: float, ended: float) -> None:
+        self.counters.draft_seconds += drafted - started
+        self.counters.verify_seconds += ended - drafted
+        self.source.timeline.add(Activity.DRAFT, started, drafted)
+        self.source.timeline.add(Activity.VERIFY, drafted, ended)
 
     def _draft_length(self, sequence: Sequence, room: int) -> int:
         """K, less at the end of a request; none before the prompt has been read."""

@@ -19,6 +19,7 @@ from spmoe.experts.slots import Slots
 from spmoe.experts.transfer import CopyJob, Ticket, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey, Residency, Wish
 
 
@@ -48,8 +49,10 @@ class ExpertSource:
         counters: Counters,
         *,
         threaded: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         self.blob_bytes = blob_bytes
+        self.timeline = timeline or Timeline()
         self.counters = counters
         self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
         self.cache = ExpertCache(slots.count, eviction)
@@ -283,7 +286,9 @@ class ExpertSource:
                 if blocking in waiting:
                     raise
             finally:
-                self.counters.stall_seconds += self._clock.now() - started
+                now = self._clock.now()
+                self.counters.stall_seconds += now - started
+                self.timeline.add(Activity.STALL, started, now)
             with self._lock:
                 self._reap()
                 arrived = [e for e in waiting if e.state is Residency.READY]

@@ -18,6 +18,7 @@ from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
 from spmoe.observe.clock import Clock
+from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey
 
 
@@ -257,17 +258,32 @@ class ThrottledTransfer:
 
     depth = 2  # one on the link and one behind it, so that the link never idles between two
 
-    def __init__(self, inner: Transfer, blob_bytes: int, gigabytes_per_second: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        inner: Transfer,
+        blob_bytes: int,
+        gigabytes_per_second: float,
+        clock: Clock,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._inner = inner
         self._blob_bytes = blob_bytes
-        self._link = Link(gigabytes_per_second * 1e9, clock)
+        self._rate = gigabytes_per_second * 1e9
+        self._link = Link(self._rate, clock)
+        self._timeline = timeline or Timeline()
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         tickets = self._inner.copy(jobs, urgent=urgent)
-        return [
-            _LinkTicket(self._link, self._link.enter(self._blob_bytes, urgent), lambda: None, ticket)
-            for ticket in tickets
-        ]
+        return [self._over_link(ticket, urgent) for ticket in tickets]
+
+    def _over_link(self, ticket: Ticket, urgent: bool) -> Ticket:
+        passage = self._link.enter(self._blob_bytes, urgent)
+
+        def note() -> None:
+            if passage.done_at is not None:
+                self._timeline.add(Activity.COPY, passage.done_at - self._blob_bytes / self._rate, passage.done_at)
+
+        return _LinkTicket(self._link, passage, note, ticket)
 
     def close(self) -> None:
         self._inner.close()

@@ -34,7 +34,9 @@ class RouterCall:
         """Chosen experts, their weights, and every expert's logit."""
         # hidden: [rows, hidden] -> [rows, top_k], [rows, top_k], [rows, experts]
         given = hidden if self.flat else hidden[None]
-        logits, weights, experts = (t.reshape(hidden.shape[0], -1) for t in self.router(given, *self.args, **self.kwargs))
+        logits, weights, experts = (
+            t.reshape(hidden.shape[0], -1) for t in self.router(given, *self.args, **self.kwargs)
+        )
         return experts, weights, logits
 
 

@@ -1,4 +1,4 @@
-"""The pair that ships with the package: a small target and draft, trained on Python source, and a text to try them on."""
+"""The pair that ships with the package, a small target and draft trained on Python source, and a text to try it on."""
 
 from __future__ import annotations
 
