@@ -52,9 +52,9 @@ VOCAB_SIZE = 4096
 CONTEXT = 4096
 
 # One pre-token each: a run of two or more spaces (an indentation), a word with at most one leading character
-# (" name", "_name", ".name", "(name"), up to three digits, a run of punctuation, newlines. Neither the indentation
-# nor the newline is glued to what follows or precedes it, so that a prompt may end after either of them.
-SPLIT = r" {2,}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\n+|\s+"
+# (" name", "_name", ".name", "(name"), up to three digits, a run of punctuation, newlines. Neither an indentation nor
+# a newline is glued to what precedes or follows it, so that a prompt may end before or after either of them.
+SPLIT = r" {2,}|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\n+|\s+"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -280,7 +280,7 @@ class File:
 
 SKIPPED_DIRECTORIES = {
     *("_vendor", "_vendored", "vendor", "vendored", "_vendored_packages", "third_party", "thirdparty", "3rdparty"),
-    *("extern", "externals", "_external", "_extern", "node_modules", "site-packages", "lib2to3", "idlelib"),
+    *("extern", "external", "externals", "_external", "_extern", "node_modules", "site-packages", "lib2to3", "idlelib"),
     *("turtledemo", "pydoc_data", "ensurepip", "locale", "locales", "encodings", "__pycache__"),
 }
 SKIPPED_NAMES = re.compile(
@@ -298,6 +298,8 @@ COPYLEFT_HEADER = re.compile(
     re.I,
 )
 ENCODED = re.compile(r"PRIVATE KEY-----|BEGIN CERTIFICATE-----|[A-Za-z0-9+/=]{160}|(\\x[0-9a-fA-F]{2}){40}")
+EDITOR_LINE = re.compile(r"^#(!|.*coding[:=]|.*\bvim?:|\s*(pylint|flake8|ruff|mypy|isort|yapf):)")
+LEGAL = re.compile(r"copyright|licen[sc]e|all rights reserved|\(c\)", re.I)
 TOKEN = re.compile(r"[^\W\d]\w*|\d+|[^\w\s]")
 TEST_PATH = re.compile(
     r"(^|/)(tests?|testing|unittests?|functional_tests)/|(^|/)(test_[^/]*|[^/]*_tests?|conftest)\.py$"
@@ -325,7 +327,7 @@ def in_random_order(paths: Iterable[str]) -> list[str]:
 
 
 def normalise(text: str) -> str:
-    """Unix line ends, no trailing blanks, no tabs in indentations, no licence header, at most two empty lines."""
+    """Unix line ends, no trailing blanks, no tabs in indentations, no legal comments, at most two empty lines."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x0c", "").lstrip("\ufeff")
     lines = [line.rstrip() for line in text.split("\n")]
     for number, line in enumerate(lines):
@@ -333,14 +335,9 @@ def normalise(text: str) -> str:
         indent = line[: len(line) - len(body)]
         if "\t" in indent:
             lines[number] = indent.expandtabs(4) + body
-    # The comments a file opens with: without editor and encoding lines, and without those that carry a licence.
-    end = 0
-    while end < len(lines) and (not lines[end] or lines[end].startswith("#")):
-        end += 1
-    header = [line for line in lines[:end] if not re.search(r"coding[:=]|\bvim?:|^#!|pylint:|flake8:", line)]
-    if re.search(r"copyright|licen[sc]e|all rights reserved|\(c\)", "\n".join(header), re.I):
-        header = []
-    text = "\n".join([*header, *lines[end:]]).strip("\n") + "\n"
+    start = "\n".join(line for line in lines[:80] if not EDITOR_LINE.search(line))
+    start = re.sub(r"^(#.*\n)+", lambda block: "" if LEGAL.search(block[0]) else block[0], start, flags=re.M)
+    text = "\n".join([start, *lines[80:]]).strip("\n") + "\n"
     return re.sub(r"\n{4,}", "\n\n\n", text)
 
 
@@ -361,6 +358,16 @@ def literal_lines(tree: ast.Module) -> int:
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if (table or data) and lines > 20:
                 total += lines
+    return total
+
+
+def import_lines(tree: ast.Module) -> int:
+    """Lines of the imports of a module and of its ``__all__``."""
+    total = 0
+    for node in tree.body:
+        names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        if isinstance(node, ast.Import | ast.ImportFrom) or "__all__" in names:
+            total += (node.end_lineno or node.lineno) - node.lineno + 1
     return total
 
 
@@ -388,6 +395,8 @@ def rejection(text: str) -> str | None:
         return "does not parse"
     if literal_lines(tree) > 0.5 * len(lines):
         return "tables"
+    if import_lines(tree) > 0.6 * len(lines):
+        return "only imports"
     return None
 
 
@@ -407,17 +416,20 @@ def shingles_of(text: str, cache: dict[str, int]) -> npt.NDArray[np.uint64]:
     for offset in range(SHINGLE):
         total = total * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + count]
         total ^= total >> np.uint64(29)
-    total = np.unique(total)
-    return total[(total >> np.uint64(40)) % np.uint64(SAMPLE) == 0]
+    kept: npt.NDArray[np.uint64] = np.unique(total[(total >> np.uint64(40)) % np.uint64(SAMPLE) == 0])
+    return kept
 
 
 def read_source(source: Source, foreign: frozenset[str], limit: float) -> tuple[list[File], Counter[str]]:
     """The acceptable files of a package and the counts of what was left out; ``foreign`` names are skipped folders.
 
-    Of a large package only a random part is looked at: about ``limit`` characters, and a quarter of that of tests.
+    Of a large package only a random part is looked at: about ``limit`` characters, and a quarter of that of tests. Of
+    the standard library it is three times as much.
     """
     warnings.simplefilter("ignore")
     gc.disable()  # syntax trees have no cycles, and collections make parsing much slower
+    if source.name == STDLIB:
+        limit *= 3
     room = {False: limit, True: limit / 4}
     files: list[File] = []
     counts: Counter[str] = Counter()
@@ -534,7 +546,7 @@ def without_heldout(training: Sequence[File], heldout: Sequence[File], limit: fl
 
 
 def select(files: Sequence[File], budget: float, share: float, test_share: float) -> list[File]:
-    """About ``budget`` characters: from each package in proportion to the square root of its size.
+    """About ``budget`` characters: the standard library, and of each package in proportion to the root of its size.
 
     No package makes up more than ``share`` of the whole, and tests no more than ``test_share`` of a package. Within a
     package the choice is random.
@@ -550,9 +562,12 @@ def select(files: Sequence[File], budget: float, share: float, test_share: float
         tests = {id(file) for file in take((f for f in members if f.is_test), code * test_share / (1 - test_share))}
         packages[name] = [file for file in members if not file.is_test or id(file) in tests]
     sizes = np.array([total_size(members) for members in packages.values()], float)
+    whole = np.array([name == STDLIB for name in packages])
 
     def allowances(factor: float) -> npt.NDArray[np.float64]:
-        return np.minimum(np.minimum(sizes, factor * np.sqrt(sizes)), share * budget)
+        wanted = np.where(whole, sizes, np.minimum(sizes, factor * np.sqrt(sizes)))
+        result: npt.NDArray[np.float64] = np.minimum(wanted, share * budget)
+        return result
 
     low, high = 0.0, float(np.sqrt(sizes.max()))
     for _ in range(60):
@@ -751,7 +766,9 @@ def build(options: argparse.Namespace) -> None:
                 "tokens": tokens[source.name],
                 "filters": dict(sorted(counts[source.name].items())),
             }
-            for source in sorted(sources, key=lambda source: (not source.heldout, source.name.lower()))
+            for source in sorted(
+                sources, key=lambda source: (not source.heldout, source.name != STDLIB, source.name.lower())
+            )
         ],
     }
     write_json(out / "manifest.json", manifest)
@@ -771,7 +788,7 @@ def main() -> None:
     command.add_argument("--packages", type=Path, default=HERE / "packages.toml", help="pinned packages")
     command.add_argument("--page", type=Path, default=HERE / "PACKAGES.md", help="table of packages to write")
     command.add_argument("--wheels", type=Path, help="where the wheels are kept (default: OUT/wheels)")
-    command.add_argument("--characters", type=int, default=260_000_000, help="training text, at most")
+    command.add_argument("--characters", type=int, default=325_000_000, help="training text, at most")
     command.add_argument("--heldout-characters", type=int, default=4_000_000, help="held-out text, at most")
     command.add_argument("--read", type=int, default=4_000_000, help="text looked at in one package, about")
     command.add_argument("--share", type=float, default=0.03, help="largest share of one package")

@@ -1,8 +1,8 @@
 """The networks as they are trained: plain PyTorch, with every expert computed for every token.
 
 The experts are small, so computing all of them as one wide feed-forward and weighting each expert's activations by its
-routing weight (zero where it was not chosen) is faster on a GPU than sorting tokens, and is the same function. Names and
-shapes are chosen for training speed; `export.py` writes them in the layout of the published architectures.
+routing weight (zero where it was not chosen) is faster on a GPU than sorting tokens, and is the same function. Names
+and shapes are chosen for training speed; `export.py` writes them in the layout of the published architectures.
 """
 
 from __future__ import annotations

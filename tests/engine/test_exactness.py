@@ -29,6 +29,7 @@ from checkpoints import (
 )
 from checkpoints import mistral as make_mistral
 from checkpoints import mixtral as make_mixtral
+from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
@@ -229,7 +230,9 @@ def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff:
 def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
     recurrent_target: Path, qwen_pair: Pair, expected: Any
 ) -> None:
-    with build(recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%") as llm:
+    with build(
+        recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=3
+    ) as llm:
         assert_exact(llm, expected(recurrent_target))
         assert llm.engine.loop.counters.drafted == 0
         (notice,) = llm.notices
@@ -288,12 +291,23 @@ def test_the_draft_proposes_what_it_would_say_itself(pair: Pair, draft: str) -> 
 # ---- every bit of the logits
 
 
+@pytest.fixture(scope="module")
+def wider_choice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE that adds up four experts per token, so that the order of addition shows."""
+    model = seeded(make_qwen3_moe, 60, num_experts_per_tok=4)
+    return save(model, tmp_path_factory.mktemp("wider") / "target", byte_tokenizer())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "four experts"])
 def test_logits_of_plain_decoding_are_those_of_eager_transformers(
-    family: str, dtype: torch.dtype, mixtral_pair: Pair, qwen_pair: Pair
+    case: str, dtype: torch.dtype, mixtral_pair: Pair, qwen_pair: Pair, wider_choice: Path
 ) -> None:
-    directory = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family].target
+    directory, budgets = {
+        "mixtral": (mixtral_pair.target, SLOTS["mixtral"]),
+        "qwen3_moe": (qwen_pair.target, SLOTS["qwen3_moe"]),
+        "four experts": (wider_choice, (4, 5, 12, 24)),
+    }[case]
     model = reference(directory, dtype, experts_implementation="eager")
     assert model.config._experts_implementation == "eager"
     cache = DynamicCache(config=model.config)
@@ -303,7 +317,7 @@ def test_logits_of_plain_decoding_are_those_of_eager_transformers(
             output = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         logits.append((tokens, output.logits[0]))
         tokens = [int(output.logits[0, -1].argmax())]
-    for slots in SLOTS[family]:
+    for slots in budgets:
         name = str(dtype).removeprefix("torch.")
         with build(directory, expert_memory=memory_for(slots, dtype), dtype=name) as llm:
             assert llm.engine.slots == slots

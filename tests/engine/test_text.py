@@ -124,6 +124,11 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert "".join(run(list("abcdef"), ["cde", "d"])) == "abc", "whichever is complete first"
 
 
+def test_what_may_become_any_of_several_stop_strings_is_held_back() -> None:
+    assert run(["x", "a", "b"], ["ab", "cd"]) == ["x", "", "", ""]
+    assert run(["x", "a", "z"], ["ab", "cd"]) == ["x", "", "az", ""]
+
+
 def test_a_stop_string_beside_half_a_character() -> None:
     assert "".join(run(["x€s", "top"], ["stop"])) == "x€"
     assert "".join(run([b"a\xe2\x82", b"\xacstop"], ["€stop"])) == "a"
@@ -154,9 +159,9 @@ def first_stop(text: str, stop: Sequence[str]) -> int | None:
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(chunks, max_size=14), stops)
-def test_the_pieces_make_up_the_text_up_to_the_first_stop(tokens: list[bytes | None], stop: list[str]) -> None:
+def check(tokens: Sequence[bytes | None], stop: Sequence[str]) -> None:
+    """The pieces make up the text of all tokens taken, up to the first stop string, and no token too many is taken."""
+
     def decoded(count: int) -> str:
         return b"".join(t or b"" for t in tokens[:count]).decode("utf-8", errors="replace")
 
@@ -170,6 +175,22 @@ def test_the_pieces_make_up_the_text_up_to_the_first_stop(tokens: list[bytes | N
         seen = decoded(fewer)
         if not seen.endswith(REPLACEMENT):
             assert first_stop(seen, stop) is None, "it should have stopped there"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(chunks, max_size=14), stops)
+def test_the_pieces_make_up_the_text_up_to_the_first_stop(tokens: list[bytes | None], stop: list[str]) -> None:
+    check(tokens, stop)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=3).map(str.encode), max_size=10),
+    st.lists(st.text("ab", min_size=2, max_size=6), min_size=1, max_size=3),
+)
+def test_stop_strings_that_are_all_but_there(tokens: list[bytes], stop: list[str]) -> None:
+    """Two letters only, so that every text is full of beginnings of stop strings."""
+    check(tokens, stop)
 
 
 @settings(max_examples=300, deadline=None)

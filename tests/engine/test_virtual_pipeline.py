@@ -252,7 +252,8 @@ def test_no_more_is_moved_than_what_is_needed_and_what_is_owned_up_to(accuracy: 
     assert found.moved <= on_demand().moved + found.astray
     assert set(on_demand().demanded) <= set(found.demanded) | set(found.wished)
     never = set(found.wished) - set(on_demand().demanded)
-    assert found.astray == BLOB * len(never), "the ledger knows what was for nothing"
+    assert found.counters.held_bytes == BLOB * len(never), "the ledger knows what was for nothing"
+    assert found.counters.wasted_bytes == 0, "nothing was pushed out"
     if accuracy == 1.0:
         assert found.astray == 0
         assert found.moved == on_demand().moved
@@ -265,6 +266,8 @@ def test_with_few_slots_it_still_pays(eviction: str) -> None:
     found = replay(ROUTING, guess(ROUTING, 0.85), slots=130, eviction=eviction)
     assert scarce.moved > on_demand().moved, "few enough slots to evict"
     assert found.stall < scarce.stall / 2
+    assert found.counters.wasted_bytes > 0
+    assert 0 <= found.counters.held_bytes < 130 * BLOB
     assert found.moved <= scarce.moved + 2 * found.astray, "what came for nothing, and what it pushed out once more"
 
 

@@ -33,14 +33,29 @@ def code_of(key: ExpertKey) -> int:
 
 
 class MarkedSlots:
-    """Slots whose one weight is the code of the expert in them."""
+    """Slots whose one weight is the code of the expert in them, read when it is looked at."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.marks = torch.full((count, 1), GARBAGE)
+        self.marks = [GARBAGE] * count
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
-        return {"code": self.marks[slot]}
+        return Marked(self.marks, slot)
+
+
+class Marked(Mapping[str, Tensor]):
+    def __init__(self, marks: list[int], slot: int) -> None:
+        self._marks = marks
+        self._slot = slot
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.tensor({"code": self._marks[self._slot]}[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["code"])
+
+    def __len__(self) -> int:
+        return 1
 
 
 class WatchedLink(Link):
@@ -89,6 +104,7 @@ class WatchedTransfer(VirtualTransfer):
         super().__init__(clock, BLOB, rate, depth, on_start=room.started, on_done=room.done)
         self.link: WatchedLink = WatchedLink(rate, clock)
         self.passages: dict[ExpertKey, Any] = {}  # of the latest copy of each expert
+        self.closings = 0
         self._room = room
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
@@ -97,6 +113,10 @@ class WatchedTransfer(VirtualTransfer):
         entered = [p for p, _ in self.link.overtakers] if urgent else self.link.wishes
         self.passages.update(zip((job.key for job in jobs), entered[-len(jobs) :], strict=True))
         return tickets
+
+    def close(self) -> None:
+        super().close()
+        self.closings += 1
 
 
 @dataclass
@@ -176,7 +196,10 @@ class Room:
 
     def pump(self) -> None:
         ticket = self.source.pump()
-        assert ticket is None or not ticket.ready(), "a worker would spin on a copy that has ended"
+        if ticket is not None:
+            assert not ticket.ready(), "a worker would spin on a copy that has ended"
+            assert self.wished, "nothing is wished for that could follow"
+            assert len(self.writing) >= min(self.transfer.depth, max(1, self.slots.count - 1)), "there is room"
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
         """Begin a use and take its first wave."""
@@ -271,7 +294,7 @@ class Room:
             assert self.using is None or self.using.wave is None or job.slot not in self.using.wave.slots, (
                 "a slot in use is rewritten"
             )
-            leaving = int(self.slots.marks[job.slot])
+            leaving = self.slots.marks[job.slot]
             if leaving != GARBAGE:
                 self._evicted(ExpertKey(*divmod(leaving, 1000)))
             self.slots.marks[job.slot] = GARBAGE
@@ -322,9 +345,7 @@ class Room:
         assert self.source.cache.peak <= self.slots.count
         for entry in entries:
             if entry.state is Residency.READY:
-                assert int(self.slots.marks[entry.slot]) == code_of(entry.key), (
-                    "READY, but something else is in the slot"
-                )
+                assert self.slots.marks[entry.slot] == code_of(entry.key), "READY, but something else is in the slot"
                 assert entry.slot not in self.writing
             else:
                 assert entry.state is Residency.LOADING
@@ -339,7 +360,7 @@ class Room:
         if self.using is not None and self.using.wave is not None:
             wave = self.using.wave
             for expert, slot, weights in zip(wave.experts, wave.slots, wave.weights, strict=True):
-                assert int(weights["code"]) == int(self.slots.marks[slot]) == code_of(ExpertKey(wave.layer, expert))
+                assert weights["code"].item() == self.slots.marks[slot] == code_of(ExpertKey(wave.layer, expert))
 
     def check_ledger(self) -> None:
         counted, expected = self.counters, self.expected

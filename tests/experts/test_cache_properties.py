@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from experts_helpers import BLOB, MarkedSlots, Room
+from experts_helpers import BLOB, MarkedSlots, Room, within
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,13 +31,21 @@ from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish
 
-LAST_LAYER = 8  # experts of the last layer: more than there are slots, so that a lost slot shows
+LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
 
-numbers = st.integers(0, 7)  # taken modulo the number of layers, or of a layer's experts
-scores = st.sampled_from([0.1, 0.5, 0.9, 1.0])
+SCORES = (0.1, 0.5, 0.9, 1.0)
+SLACKS = (0, 0, 0, 0, 0, -1, 1, 2)  # a wish's deadline, seen from its own layer
+
+# One number is drawn for a whole wish, and one for a set of experts: most of the time goes into drawing. Numbers of
+# layers and experts are taken modulo how many there are.
+numbers = st.integers(0, 7)
+some_keys = st.integers(0, 63).map(lambda n: (n // 8, n % 8))
 some_wishes = st.lists(
-    st.tuples(numbers, numbers, scores, st.sampled_from([0, 0, 0, 0, -1, 1, 2])), min_size=1, max_size=6
+    st.integers(0, 2047).map(lambda n: (n // 256, n // 32 % 8, SCORES[n // 8 % 4], SLACKS[n % 8])),
+    min_size=1,
+    max_size=6,
 )
+some_experts = st.integers(1, 255).map(lambda n: [e for e in range(8) if n >> e & 1])
 durations = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.0, 2.0, 5.0])
 copy_seconds = st.sampled_from([0.25, 1.0, 1.0, 4.0])
 
@@ -52,9 +60,9 @@ class Programs(RuleBasedStateMachine):
     room: Room
 
     @initialize(
-        slots=st.integers(1, 6),
+        slots=st.integers(1, 5),
         depth=st.integers(1, 4),
-        experts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        experts=st.lists(st.integers(1, 3), min_size=1, max_size=2),
         seconds=copy_seconds,
         follow=st.booleans(),
     )
@@ -69,15 +77,13 @@ class Programs(RuleBasedStateMachine):
     def using(self) -> bool:
         return self.room.using is not None
 
-    @rule()
+    @rule(begins=st.booleans())
     @precondition(lambda self: not self.using)
-    def begin_step(self) -> None:
-        self.room.begin_step()
-
-    @rule()
-    @precondition(lambda self: not self.using)
-    def end_step(self) -> None:
-        self.room.end_step()
+    def turn(self, begins: bool) -> None:
+        if begins:
+            self.room.begin_step()
+        else:
+            self.room.end_step()
 
     @rule(wishes=some_wishes)
     def wish(self, wishes: list[tuple[int, int, float, int]]) -> None:
@@ -86,15 +92,13 @@ class Programs(RuleBasedStateMachine):
             Wish(key, score, key.layer + slack) for key, (_, _, score, slack) in zip(keys, wishes, strict=True)
         )
 
-    @rule(seconds=durations)
-    def pass_time(self, seconds: float) -> None:
+    @rule(seconds=durations, pump=st.booleans())
+    def pass_time(self, seconds: float, pump: bool) -> None:
         self.room.clock.sleep(seconds)
+        if pump:
+            self.room.pump()
 
-    @rule()
-    def pump(self) -> None:
-        self.room.pump()
-
-    @rule(layer=numbers, experts=st.lists(numbers, max_size=8))
+    @rule(layer=numbers, experts=some_experts)
     @precondition(lambda self: not self.using)
     def use(self, layer: int, experts: list[int]) -> None:
         layer %= len(self.room.experts)
@@ -107,35 +111,29 @@ class Programs(RuleBasedStateMachine):
             if self.using:
                 self.room.next_wave()
 
-    @rule()
+    @rule(raises=st.booleans())
     @precondition(lambda self: self.using)
-    def abandon(self) -> None:
-        self.room.abandon()
+    def leave(self, raises: bool) -> None:
+        if raises:
+            self.room.consumer_raises()
+        else:
+            self.room.abandon()
 
-    @rule()
-    @precondition(lambda self: self.using)
-    def consumer_raises(self) -> None:
-        self.room.consumer_raises()
-
-    @rule(keys=st.sets(st.tuples(numbers, numbers), max_size=4))
-    def break_copies(self, keys: set[tuple[int, int]]) -> None:
-        self.room.broken = {self.key(*key) for key in keys}
-
-    @rule(refusing=st.booleans())
-    def refuse_submissions(self, refusing: bool) -> None:
-        self.room.refusing = refusing
-
-    @rule(seconds=copy_seconds)
-    def change_link(self, seconds: float) -> None:
+    @rule(
+        broken=st.sets(some_keys, max_size=3),
+        refusing=st.integers(0, 3),
+        seconds=copy_seconds,
+        budget=st.none() | st.integers(0, 8 * BLOB),
+    )
+    def disturb(self, broken: set[tuple[int, int]], refusing: int, seconds: float, budget: int | None) -> None:
+        self.room.broken = {self.key(*key) for key in broken}
+        self.room.refusing = refusing == 1
         self.room.transfer.link.change_rate(BLOB / seconds)
-
-    @rule(blobs=st.none() | st.floats(0, 5))
-    def change_budget(self, blobs: float | None) -> None:
-        self.room.source.step_budget = None if blobs is None else int(BLOB * blobs)
+        self.room.source.step_budget = budget
 
     @rule(really=st.integers(0, 9))
     def close(self, really: int) -> None:
-        if really == 0:
+        if really == 1:
             self.room.close()
 
     @invariant()
@@ -150,16 +148,15 @@ class Programs(RuleBasedStateMachine):
 
 @evictions
 def test_any_program_keeps_the_invariants(eviction: str) -> None:
-    run_state_machine_as_test(
-        type("Program", (Programs,), {"eviction": eviction}),
-        settings=settings(
-            max_examples=200,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
+    modest = settings(
+        max_examples=200,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
+    machine = type("Program", (Programs,), {"eviction": eviction})
+    within(300.0, lambda: run_state_machine_as_test(machine, settings=modest))
 
 
 # ---- the same, in small: one property each, for a reader; copies take one second
@@ -206,6 +203,14 @@ def test_waves_come_in_the_order_of_arrival_not_of_asking(eviction: str) -> None
 
 
 @evictions
+def test_an_expert_asked_for_twice_is_given_once(eviction: str) -> None:
+    room = make_room(eviction, slots=4)
+    use_all(room, 0, [0])
+    assert use_all(room, 0, [1, 0, 2, 1, 0, 1]) == [(1.0, (0,)), (2.0, (1,)), (3.0, (2,))]
+    room.finish()
+
+
+@evictions
 def test_more_experts_than_slots_come_in_turns(eviction: str) -> None:
     room = make_room(eviction, slots=2)
     waves = use_all(room, 2, range(8))
@@ -238,6 +243,41 @@ def test_a_wish_never_takes_a_slot_that_a_demand_load_waits_for(eviction: str) -
         room.next_wave()
     keys = [job.key for jobs in room.transfer.submissions for job in jobs]
     assert keys[:3] == [(0, 0), (2, 0), (0, 1)]
+    room.finish()
+
+
+@evictions
+def test_the_failure_of_a_wish_that_was_in_the_way_is_not_the_users(eviction: str) -> None:
+    room = make_room(eviction, slots=1)
+    room.broken = {ExpertKey(1, 0)}
+    wish(room, (1, 0))
+    room.clock.sleep(0.5)
+    assert use_all(room, 0, [0]) == [(2.0, (0,))]
+    room.finish()
+
+
+def test_a_wish_that_found_no_slot_is_asked_again_as_the_pass_proceeds() -> None:
+    room = make_room(slots=3)
+    use_all(room, 1, [0])
+    use_all(room, 0, [0, 1])
+    room.begin_step()
+    wish(room, (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
+    use_all(room, 0, [0])
+    assert len(room.transfer.submissions) == 2, "wishes do not push each other out"
+    room.use(1, [0])
+    loading = [job.key for jobs in room.transfer.submissions[2:] for job in jobs]
+    assert loading == [(2, 0), (2, 1)], "layer 0 has had its turn, used or not"
+    room.finish()
+
+
+def test_a_wish_for_what_was_demanded_in_the_meantime_costs_nothing() -> None:
+    room = make_room(slots=4, depth=1)
+    wish(room, (1, 0))
+    room.wish([Wish(ExpertKey(0, 0), 0.9, 2)])  # wanted for later than its layer
+    use_all(room, 0, [0])
+    room.clock.sleep(5.0)
+    assert [len(jobs) for jobs in room.transfer.submissions] == [1, 1]
+    assert room.counters.wishes_resident == 1
     room.finish()
 
 
@@ -310,6 +350,16 @@ def test_wishes_end_with_their_layer_and_their_step(eviction: str) -> None:
     room.finish()
 
 
+def test_wishes_move_again_after_a_use_that_was_left_with_experts_to_come() -> None:
+    room = make_room(slots=2)
+    use_all(room, 0, [0, 1])
+    room.use(0, [0, 1, 2])
+    room.abandon()
+    wish(room, (1, 0))
+    assert room.source.cache.get(ExpertKey(1, 0)) is not None
+    room.finish()
+
+
 @evictions
 def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
     room = make_room(eviction, slots=8, depth=8)
@@ -326,6 +376,17 @@ def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
     room.begin_step()
     wish(room, (1, 1))
     assert counted.prefetch_loads == 3, "each step has its own budget"
+    room.finish()
+
+
+def test_closing_voids_what_is_wished_for_and_closes_the_transfer_once() -> None:
+    room = make_room(slots=4, depth=1)
+    wish(room, (0, 0), (0, 1), (1, 0))
+    room.close()
+    assert (room.counters.prefetch_loads, room.counters.wishes_stale) == (1, 2)
+    room.clock.sleep(5.0)
+    room.close()
+    assert room.transfer.closings == 1
     room.finish()
 
 

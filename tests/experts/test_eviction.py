@@ -202,11 +202,25 @@ def test_a_layer_the_draft_did_not_speak_of_keeps_its_habits() -> None:
 
 def test_the_surer_of_two_predictions_is_kept() -> None:
     eviction = informed((1, 0), (1, 1), (1, 2))
-    for expert, score in ((1, 0.9), (0, 0.2), (0, 0.1), (2, 0.5)):
+    for expert, score in ((1, 0.9), (0, 0.6), (0, 0.1), (2, 0.5)):
         eviction.wished(Wish(ExpertKey(1, expert), score, 1))
-    assert order(eviction) == [(1, 0), (1, 2), (1, 1)]
+    assert order(eviction) == [(1, 2), (1, 0), (1, 1)], "the highest score counts"
     eviction.wished(Wish(ExpertKey(1, 0), 1.0, 1))
-    assert order(eviction) == [(1, 2), (1, 1), (1, 0)], "the highest score counts"
+    assert order(eviction) == [(1, 2), (1, 1), (1, 0)]
+
+
+def test_what_the_draft_said_is_forgotten_with_the_step() -> None:
+    habitual, predicted, other = ExpertKey(2, 0), ExpertKey(2, 1), ExpertKey(2, 2)
+    eviction = informed(habitual, predicted)
+    eviction.used(habitual)
+    eviction.begin_step()
+    worth = eviction.worth(habitual)
+    eviction.wished(Wish(predicted, 1.0, 2))
+    assert eviction.worth(habitual) < worth, "the draft spoke of its layer, and not of it"
+    eviction.begin_step()
+    assert eviction.worth(habitual) == pytest.approx(0.8 * worth), "only habit counts where the draft is silent"
+    eviction.wished(Wish(other, 1.0, 2))
+    assert order(eviction) == [predicted, habitual], "an old prediction is none"
 
 
 def test_frequency_decays_with_every_step() -> None:

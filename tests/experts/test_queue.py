@@ -17,8 +17,11 @@ from spmoe.types import ExpertKey, Wish
 
 LIMIT = 30.0  # seconds after which a test that hangs gives up
 
-keys = st.builds(ExpertKey, st.integers(0, 3), st.integers(0, 2))
-wishes = st.builds(Wish, keys, st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.integers(0, 3))
+KEYS = [ExpertKey(layer, expert) for layer in range(3) for expert in range(2)]
+SCORES = (0.0, 0.25, 0.5, 1.0)
+
+keys = st.sampled_from(KEYS)
+wishes = st.integers(0, 95).map(lambda n: Wish(KEYS[n // 16], SCORES[n // 4 % 4], n % 4))
 
 
 class QueueProgram(RuleBasedStateMachine):
@@ -32,11 +35,12 @@ class QueueProgram(RuleBasedStateMachine):
         self.stale = 0
         self.over_budget = 0
 
-    @rule(wish=wishes)
-    def put(self, wish: Wish) -> None:
-        self.queue.put(wish)
-        if wish.key not in self.model or wish.score > self.model[wish.key].score:
-            self.model[wish.key] = wish
+    @rule(wishes=st.lists(wishes, min_size=1, max_size=6))
+    def put(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            self.queue.put(wish)
+            if wish.key not in self.model or wish.score > self.model[wish.key].score:
+                self.model[wish.key] = wish
 
     @rule(key=keys)
     def discard(self, key: ExpertKey) -> None:
@@ -85,7 +89,7 @@ class QueueProgram(RuleBasedStateMachine):
 
 
 TestQueue = QueueProgram.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestQueue.settings = settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True)
 
 
 # ---- the worker

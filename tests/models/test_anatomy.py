@@ -84,6 +84,16 @@ def test_top_k_is_what_the_router_does(tmp_path: Path) -> None:
     assert [site.top_k for site in target.moe] == [3, 3]
 
 
+def test_scores_sum_to_one_whatever_the_routers_weights_do(tmp_path: Path) -> None:
+    target = target_of(save(seeded(qwen3_moe, 1, norm_topk_prob=False), tmp_path / "loose"))
+    states = torch.randn(LAYERS, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
+    _, weights, _ = decoder_layers(target)[0].mlp.gate(decoder_layers(target)[0].post_attention_layernorm(states[0]))
+    assert float(weights.sum(dim=-1).max()) < 0.99
+    scores = target.route(range(LAYERS), states).scores
+    assert torch.allclose(scores.sum(dim=-1), torch.ones(LAYERS, 20), atol=1e-6)
+    assert torch.allclose(scores[0], weights / weights.sum(dim=-1, keepdim=True), atol=1e-6)
+
+
 @pytest.mark.parametrize("draft", ["mistral", "qwen3", "llama"])
 def test_a_dense_model_has_norms_and_no_experts(
     draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
@@ -207,7 +217,7 @@ def test_nobody_listens_after_the_forward(mixtral_pair: Pair) -> None:
     assert seen == list(range(LAYERS))
     with pytest.raises(ZeroDivisionError):
         network.forward([1], kv, 1, lambda depth, _: 1 // 0)  # type: ignore[arg-type, return-value]
-    network.forward([1], network.new_kv(20), 1)
+    network.model(torch.tensor([[1]]))
     assert seen == list(range(LAYERS))
 
 

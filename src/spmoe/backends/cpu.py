@@ -26,7 +26,7 @@ class CpuBackend:
         parts = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
         for wave in waves:
             for expert, tensors in zip(wave.experts, wave.weights, strict=True):
-                rows, choice = torch.where(index == expert)
+                choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product care
                 out = run_expert(experts, tensors, hidden[rows]) * weights[rows, choice, None]
                 parts[rank[rows, choice], rows] = out.to(parts.dtype)
         total = torch.zeros_like(hidden)

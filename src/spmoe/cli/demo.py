@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,13 +12,17 @@ from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
 from spmoe.config import format_bytes
-from spmoe.errors import SpmoeError
+from spmoe.errors import SpmoeError, UsageError
 
 if TYPE_CHECKING:
     from spmoe.bench.demo import Shown
 
 
 def demo(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="MoE model to show it on; default: the pair that ships.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft, with the same tokenizer.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to complete.")] = "def fibonacci(n):",
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate each time.")] = 64,
     link_gbps: Annotated[
@@ -27,19 +32,22 @@ def demo(
 ) -> None:
     """Complete one prompt plainly, with speculation, and with prefetching: the same text, at different cost.
 
-    Uses the pair that ships with the package, a quarter of its experts in slots, float32, and an emulated link.
+    A quarter of the experts in slots, float32, and an emulated link.
     """
     from spmoe.bench.demo import WAYS, balanced_link, run_way
     from spmoe.observe.progress import progress_bar
 
-    options: dict[str, Any] = {"expert_memory": "25%", "dtype": "float32", "progress": not as_json}
+    if model is not None and draft is None:
+        raise UsageError("a demonstration needs a draft as well; give one with --draft")
+    options: dict[str, Any] = {"model": model, "draft": draft, "expert_memory": "25%", "dtype": "float32"}
+    options["progress"] = not as_json and sys.stderr.isatty()
     if link_gbps is None:
         stderr().print("measuring how fast this machine computes ...")
         link_gbps = balanced_link(prompt, max_tokens, options)
     options["link_gbps"] = link_gbps
     shown: dict[str, Shown] = {}
     for way in WAYS:
-        with progress_bar(way, not as_json) as report:
+        with progress_bar(way, options["progress"]) as report:
             shown[way] = run_way(way, prompt, max_tokens, options, report)
     texts = {way: one.completion.token_ids for way, one in shown.items()}
     identical = len({tuple(ids) for ids in texts.values()}) == 1

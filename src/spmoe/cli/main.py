@@ -13,7 +13,9 @@ from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.chat import chat
+from spmoe.cli.demo import demo
 from spmoe.cli.info import info
+from spmoe.cli.predictability import predictability
 from spmoe.cli.run import run
 from spmoe.errors import SpmoeError, UsageError, reason
 
@@ -26,9 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(run)
-app.command()(chat)
-app.command()(info)
+for verb in (demo, run, chat, info, predictability):
+    app.command()(verb)
 
 
 def _print_version(wanted: bool) -> None:

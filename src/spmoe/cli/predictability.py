@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +33,7 @@ _COLUMNS = {
 @takes_shared_options
 def predictability(
     engine: dict[str, Any],
-    text: Annotated[
-        Path | None, typer.Option(help="Text to measure on; default: a sample of held-out Python source.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text to measure on; default: this package's own source.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to run.")] = 16,
     window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
     span: Annotated[int, typer.Option(min=1, help="Tokens taken together for the union figures, K+1 as a rule.")] = 5,
@@ -48,14 +47,14 @@ def predictability(
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
     from spmoe.bench.predictability import measure_predictability
-    from spmoe.models.shipped import sample_text
+    from spmoe.models.placeholder import sample_text
     from spmoe.observe.progress import progress_bar
 
     words = read_text_file(text) if text is not None else sample_text()
     # prefetching would only get in the way of measuring: the draft's guesses are compared, not acted upon
     with (
         load({**engine, "prefetch": "on-demand"}, progress=not as_json) as llm,
-        progress_bar("Comparing", not as_json) as report,
+        progress_bar("Comparing", not as_json and sys.stderr.isatty()) as report,
     ):
         result = measure_predictability(llm.engine, words, window, windows, span, report)
     if plot is not None:

@@ -95,8 +95,8 @@ class DraftInformed:
     def __init__(
         self,
         experts: Sequence[int],
-        decay: float = 0.8,
-        discount: float = 0.3,
+        decay: float = 0.9,
+        discount: float = 0.6,
         trust: float = 0.9,
         reluctance: float = 0.7,
     ) -> None:

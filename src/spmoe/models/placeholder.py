@@ -60,6 +60,12 @@ def _build_at(root: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def sample_text() -> str:
+    """Text to measure on when none is given: this package's own source, which no model was trained on."""
+    package = Path(__file__).resolve().parent.parent
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+
+
 def is_placeholder(model: str) -> bool:
     """Whether this is the stand-in, whose text means nothing."""
     return model == str(home() / VERSION / "target")
