@@ -1,4 +1,4 @@
-"""Checkpoints for the whole session, and an environment that neither the network nor the user's cache can reach."""
+"""Checkpoints for the whole test run, and an environment that neither the network nor the user's cache can reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def spmoe_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where this session's expert files and profiles are cached."""
+    """Where this test run's expert files and profiles are cached."""
     home = tmp_path_factory.mktemp("spmoe-home")
     before = os.environ.get("SPMOE_HOME")
     os.environ["SPMOE_HOME"] = str(home)

@@ -169,7 +169,7 @@ def test_lru_wishes_do_not_push_each_other_out() -> None:
 
 
 def informed(*resident: tuple[int, int], experts: Sequence[int] = (4, 4, 4, 4)) -> DraftInformed:
-    eviction = DraftInformed(experts)
+    eviction = DraftInformed(experts, decay=0.8, discount=0.3)
     for key in resident:
         eviction.inserted(ExpertKey(*key))
     return eviction
