@@ -98,14 +98,11 @@ def stderr() -> Console:
 def load(engine: dict[str, Any], *, progress: bool) -> LLM:
     """Build the engine; says what it is and where it does less than was asked."""
     from spmoe.engine.llm import LLM
-    from spmoe.models.placeholder import is_placeholder
 
     llm = LLM(**engine, progress=progress and sys.stderr.isatty())
     notes = list(llm.notices)
     if llm.engine.config.link_gbps is not None:
         notes.insert(0, f"emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
-    if is_placeholder(llm.engine.config.model):
-        notes.insert(0, "this is a placeholder model with random weights; its text means nothing")
     for note in notes:
         stderr().print(f"note: {note}", soft_wrap=True)
     return llm

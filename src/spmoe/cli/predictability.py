@@ -33,7 +33,9 @@ _COLUMNS = {
 @takes_shared_options
 def predictability(
     engine: dict[str, Any],
-    text: Annotated[Path | None, typer.Option(help="Text to measure on; default: this package's own source.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to measure on; default: some of this package's own source.")
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to run.")] = 16,
     window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
     span: Annotated[int, typer.Option(min=1, help="Tokens taken together for the union figures, K+1 as a rule.")] = 5,
@@ -47,7 +49,7 @@ def predictability(
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
     from spmoe.bench.predictability import measure_predictability
-    from spmoe.models.placeholder import sample_text
+    from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar
 
     words = read_text_file(text) if text is not None else sample_text()

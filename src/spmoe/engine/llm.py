@@ -16,7 +16,7 @@ from spmoe.engine.build import Engine, build
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.errors import PromptError, SpmoeError, UsageError, reason
-from spmoe.models.placeholder import placeholder_pair
+from spmoe.models.shipped import shipped_pair
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -260,7 +260,7 @@ def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with the pair that comes with the package where no model is named."""
     if options["model"] is not None:
         return {**options, "model": str(options["model"])}
-    model, draft = placeholder_pair()
+    model, draft = shipped_pair()
     return {**options, "model": model, "draft": options["draft"] or draft}
 
 
