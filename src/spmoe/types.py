@@ -40,11 +40,15 @@ class Residency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs."""
+    """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs.
+
+    One that is not to be fetched still says what is worth keeping.
+    """
 
     key: ExpertKey
     score: float
     deadline: int
+    fetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def informed(*resident: tuple[int, int], experts: Sequence[int] = (4, 4, 4, 4)) 
 def test_a_predicted_expert_outlives_a_habitual_one() -> None:
     habitual, predicted = ExpertKey(2, 0), ExpertKey(2, 1)
     eviction = informed(habitual, predicted)
-    for _ in range(20):
+    for _ in range(2):
         eviction.used(habitual)
         eviction.begin_step()
     assert order(eviction) == [predicted, habitual]
@@ -190,6 +190,18 @@ def test_a_predicted_expert_outlives_a_habitual_one() -> None:
     assert order(eviction) == [predicted, habitual], "the layer has passed, and habit counts again"
     eviction.begin_step()
     assert order(eviction) == [predicted, habitual], "a prediction is for one step"
+
+
+def test_an_expert_used_in_every_step_outlives_one_that_is_only_predicted() -> None:
+    constant, predicted = ExpertKey(2, 0), ExpertKey(2, 1)
+    eviction = informed(constant, predicted)
+    for _ in range(20):
+        eviction.used(constant)
+        eviction.begin_step()
+    eviction.wished(Wish(predicted, 1.0, 2))
+    assert order(eviction) == [predicted, constant], "the draft is evidence on top of habit, not instead of it"
+    eviction.wished(Wish(constant, 0.1, 2))
+    assert order(eviction) == [predicted, constant]
 
 
 def test_a_layer_the_draft_did_not_speak_of_keeps_its_habits() -> None:

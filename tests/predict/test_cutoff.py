@@ -37,12 +37,12 @@ def all_inputs(draw: st.DrawFn) -> CutoffInputs:
 
 
 def satisfied(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
-    """Both bounds, for every layer up to `depth`, as the design writes them."""
-    k, t_io = inputs.missing_per_layer, profile.seconds_per_expert
-    memory = depth * k <= profile.free_slots * (1 + slack)
+    """Both bounds, for every layer up to `depth`, as docs/architecture.md writes them."""
+    k, n, t_io = inputs.missing_per_layer, inputs.needed_per_layer, profile.seconds_per_expert
     draft_stage = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
-    return memory and all(
-        layer * k * t_io <= (draft_stage + (layer - 1) * profile.verify_seconds_per_layer) * (1 + slack)
+    return all(
+        layer * k <= (profile.free_slots + (layer - 1) * n) * (1 + slack)
+        and layer * k * t_io <= (draft_stage + (layer - 1) * profile.verify_seconds_per_layer) * (1 + slack)
         for layer in range(1, depth + 1)
     )
 
@@ -72,7 +72,8 @@ AMPLE = Profile(
 def test_bounds_that_are_met_exactly_are_met() -> None:
     assert ONE_MISSING.missing_per_layer == 1.0
     assert cutoff_layer(AMPLE, ONE_MISSING) == 16
-    assert cutoff_layer(replace(AMPLE, free_slots=5), ONE_MISSING) == 5
+    assert cutoff_layer(replace(AMPLE, free_slots=1), ONE_MISSING) == 16  # each layer that has run makes room for two
+    assert cutoff_layer(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
     # time: l * 4 <= 4 * 8 * 1 + (l - 1) * 2, so l <= 15
     assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0), ONE_MISSING) == 15
     # l * 4 <= 4 * 3 * 1 + (l - 1) * 2, so l <= 5

@@ -86,14 +86,14 @@ def check(wishes: list[Wish], expected: dict[ExpertKey, float]) -> None:
 
 
 @pytest.mark.parametrize("cutoff", [0, 1, 3, 5, 9])
-def test_wishes_for_what_the_targets_gates_pick_before_the_cutoff(cutoff: int) -> None:
+def test_wishes_for_what_the_targets_gates_pick_and_to_fetch_only_before_the_cutoff(cutoff: int) -> None:
     gates = LinearGates(range(5), 5)
     residual = states(5)
     wishes = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_seen(seen(residual)))
-    layers = range(min(cutoff, 5))
-    check(wishes, expected_wishes(gates, {layer: residual[layer] for layer in layers}))
-    assert gates.asked == ([list(layers)] if layers else [])  # one call, and no gate past the cutoff is run
+    check(wishes, expected_wishes(gates, {layer: residual[layer] for layer in range(5)}))
+    assert gates.asked == [[0, 1, 2, 3, 4]]  # in one call
     assert all(0.0 <= w.score <= 1.0 for w in wishes)
+    assert all(w.fetch == (w.key.layer < cutoff) for w in wishes)
 
 
 def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> None:
@@ -131,7 +131,8 @@ def test_slabs_of_one_and_of_many_layers_give_the_same_wishes(draft_depth: int, 
         return out
 
     whole = wishes([draft_depth])
-    assert {w.key.layer for w in whole} == {0, 1, 2, 3}
+    assert {w.key.layer for w in whole if w.fetch} == {0, 1, 2, 3}
+    assert {w.key.layer for w in whole if not w.fetch} == {4}
     pieces = wishes(sizes)
     assert [(w.key, w.deadline) for w in pieces] == [(w.key, w.deadline) for w in whole]
     assert [w.score for w in pieces] == pytest.approx([w.score for w in whole], rel=1e-5)
@@ -154,7 +155,7 @@ def test_dense_layers_of_the_target_are_not_wished_for_and_shift_nothing() -> No
 
 
 def test_a_slab_without_a_layer_to_predict_runs_no_gate() -> None:
-    gates = LinearGates(range(4), 4)
+    gates = LinearGates([0, 1], 4)  # decoder layers 2 and 3 have no experts
     policy = DraftGate(gates, draft_depth=4, cutoff=2)
     assert list(policy.on_seen(seen(states(4)[2:], first=2, depth_count=4))) == []
     assert gates.asked == []

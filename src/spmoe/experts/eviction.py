@@ -87,8 +87,9 @@ class LeastRecentlyUsed:
 class DraftInformed:
     """Expected use at the next turn, discounted by the distance to it.
 
-    For a layer that this step has still to run and the draft has spoken of, the expectation is the draft's word; for
-    any other layer it is the decayed frequency of use. `reluctance` is what a wish must overcome: a swap among two
+    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and the
+    draft has spoken of, its word is evidence on top: an expert it names is needed unless both habit and draft are wrong,
+    one it does not name is a little less likely than usual. `reluctance` is what a wish must overcome: a swap among two
     equally likely experts only costs bytes.
     """
 
@@ -97,13 +98,15 @@ class DraftInformed:
         experts: Sequence[int],
         decay: float = 0.9,
         discount: float = 0.6,
-        trust: float = 0.9,
+        trust: float = 0.6,
+        silence: float = 0.9,
         reluctance: float = 0.7,
     ) -> None:
         self._shape = (len(experts), max(experts))
         self._decay = decay
         self._discount = discount
-        self._trust = trust
+        self._trust = trust  # that an expert is needed, because the draft says so
+        self._silence = silence  # what remains of habit where the draft does not name an expert
         self._reluctance = reluctance
         self._resident = np.zeros(self._shape, dtype=bool)
         self._frequency = np.zeros(self._shape)  # decayed share of steps in which the expert was used
@@ -168,9 +171,8 @@ class DraftInformed:
             distance = (np.arange(count) - self._position) % count
             habit = self._frequency
             told = self._spoken & (np.arange(count) >= self._position)
-            word = np.where(
-                self._predicted > 0, self._trust + (1 - self._trust) * self._predicted, (1 - self._trust) * habit
-            )
+            sure = self._trust * (0.8 + 0.2 * self._predicted)
+            word = np.where(self._predicted > 0, 1 - (1 - habit) * (1 - sure), self._silence * habit)
             expected = np.where(told[:, None], word, habit)
             self._worths = expected * (self._discount ** (distance / count))[:, None]
         return self._worths

@@ -93,7 +93,7 @@ class ExpertSource:
                 self._eviction.wished(wish)
                 if self.cache.get(wish.key) is not None:
                     self.counters.wishes_resident += 1
-                else:
+                elif wish.fetch:
                     self._queue.put(wish)
             pending = len(self._queue) > 0
         if pending:

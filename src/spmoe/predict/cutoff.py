@@ -3,10 +3,11 @@
 With k missing experts per layer, `t_io` seconds per expert, `t_draft` and `t_verify` seconds per layer, K draft tokens
 and L_all layers, the first L layers may be prefetched for as long as
 
-    memory:   L * k                 <=  slots that may be given to prefetched experts
+    memory:   l * k                 <=  free slots + (l - 1) * n
     time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
 
-that is, every layer's experts arrive just in time and none is brought in before there is room for it.
+where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l is
+only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, and into a free slot.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def cutoff_layer(profile: Profile, inputs: CutoffInputs) -> int:
     draft_window = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
     deepest = 0
     for layer in range(1, inputs.layers + 1):
-        in_memory = layer * missing <= profile.free_slots
+        in_memory = layer * missing <= profile.free_slots + (layer - 1) * inputs.needed_per_layer
         window = draft_window + (layer - 1) * profile.verify_seconds_per_layer
         in_time = layer * missing * profile.seconds_per_expert <= window
         if not (in_memory and in_time):

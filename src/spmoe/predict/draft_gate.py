@@ -1,7 +1,8 @@
 """Speculative expert prefetching: the draft's hidden states through the target's own gates.
 
 The draft's residual stream after attention, normalised by the *target's* pre-FFN norm, goes to the target's gate of the
-layer at the same relative depth. The experts that gate picks are wished for, scored by the weight it gives them.
+layer at the same relative depth. The experts that gate picks are wished for, scored by the weight it gives them. For
+layers beyond the cutoff nothing is fetched, but what is predicted there is worth keeping if it is resident.
 """
 
 from __future__ import annotations
@@ -13,22 +14,17 @@ from spmoe.types import Accepted, ExpertKey, Seen, Stage, Wish
 
 
 class DraftGate:
-    """Wishes for what the draft's states route to, for layers before the cutoff."""
+    """Wishes for what the draft's states route to; beyond the cutoff only to be kept, not to be fetched."""
 
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
 
     def __init__(self, gates: Gates, draft_depth: int, cutoff: int) -> None:
-        self.cutoff = cutoff  # layers, counted from the first, that may be wished for
+        self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
         self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
-        pairs = [
-            (layer, row)
-            for row, depth in enumerate(seen.depths)
-            for layer in self._layers_at[depth]
-            if layer < self.cutoff
-        ]
+        pairs = [(layer, row) for row, depth in enumerate(seen.depths) for layer in self._layers_at[depth]]
         if not pairs:
             return
         layers = [layer for layer, _ in pairs]
@@ -39,7 +35,7 @@ class DraftGate:
                 for expert, score in zip(row_experts, row_scores, strict=True):
                     best[expert] = max(best.get(expert, 0.0), score)
             for expert, score in best.items():
-                yield Wish(ExpertKey(layer, expert), score, deadline=layer)
+                yield Wish(ExpertKey(layer, expert), score, deadline=layer, fetch=layer < self.cutoff)
 
     def on_accept(self, accepted: Accepted) -> None:
         pass
