@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import spmoe
 from spmoe import config
 from spmoe.cli.main import app
+from spmoe.models.shipped import shipped_pair
 
 if TYPE_CHECKING:
     from conftest import Invoke

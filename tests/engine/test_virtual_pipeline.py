@@ -73,6 +73,9 @@ class NoWeights:
     def weights(self, slot: int) -> Mapping[str, Tensor]:
         return {}
 
+    def close(self) -> None:
+        pass
+
 
 class RecordingTransfer(VirtualTransfer):
     """Remembers which copies were asked for ahead of demand."""

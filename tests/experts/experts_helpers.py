@@ -42,6 +42,9 @@ class MarkedSlots:
     def weights(self, slot: int) -> Mapping[str, Tensor]:
         return Marked(self.marks, slot)
 
+    def close(self) -> None:
+        pass
+
 
 class Marked(Mapping[str, Tensor]):
     def __init__(self, marks: list[int], slot: int) -> None:
@@ -190,7 +193,7 @@ class Room:
         for wish in wishes:
             if not self.closed:
                 self.expected.wishes += 1
-                if wish.deadline > self.position:
+                if wish.fetch and wish.deadline > self.position:
                     self.wished[wish.key] = max(wish.deadline, self.wished.get(wish.key, -1))
         self.source.wish(iter(wishes))
 

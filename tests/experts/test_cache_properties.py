@@ -34,7 +34,7 @@ from spmoe.types import ExpertKey, Residency, Wish
 LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
 
 SCORES = (0.1, 0.5, 0.9, 1.0)
-SLACKS = (0, 0, 0, 0, 0, -1, 1, 2)  # a wish's deadline, seen from its own layer
+SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a wish's deadline, seen from its own layer; None: not to be fetched
 
 # One number is drawn for a whole wish, and one for a set of experts: most of the time goes into drawing. Numbers of
 # layers and experts are taken modulo how many there are.
@@ -86,10 +86,11 @@ class Programs(RuleBasedStateMachine):
             self.room.end_step()
 
     @rule(wishes=some_wishes)
-    def wish(self, wishes: list[tuple[int, int, float, int]]) -> None:
+    def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
         keys = [self.key(layer, expert) for layer, expert, _, _ in wishes]
         self.room.wish(
-            Wish(key, score, key.layer + slack) for key, (_, _, score, slack) in zip(keys, wishes, strict=True)
+            Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)
+            for key, (_, _, score, slack) in zip(keys, wishes, strict=True)
         )
 
     @rule(seconds=durations, pump=st.booleans())
@@ -267,6 +268,20 @@ def test_a_wish_that_found_no_slot_is_asked_again_as_the_pass_proceeds() -> None
     room.use(1, [0])
     loading = [job.key for jobs in room.transfer.submissions[2:] for job in jobs]
     assert loading == [(2, 0), (2, 1)], "layer 0 has had its turn, used or not"
+    room.finish()
+
+
+@evictions
+def test_a_wish_that_is_not_to_be_fetched_only_protects(eviction: str) -> None:
+    room = make_room(eviction, slots=2)
+    use_all(room, 2, [0])
+    use_all(room, 1, [0])
+    room.begin_step()
+    room.wish(Wish(ExpertKey(2, e), 0.9, 2, fetch=False) for e in (0, 1))
+    room.clock.sleep(5.0)
+    assert room.counters.prefetch_loads == 0
+    use_all(room, 0, [0])
+    assert {entry.key for entry in room.source.cache.entries()} == {(0, 0), (2, 0)}
     room.finish()
 
 

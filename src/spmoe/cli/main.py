@@ -57,7 +57,7 @@ def main() -> None:
             raise UsageError("standard output is closed, and the answer goes there; open it, or send it to a file")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to fail
-        code = app(standalone_mode=False) or 0
+        code = app(standalone_mode=False, prog_name="spmoe") or 0
         sys.stdout.flush()  # while a failure can still be told
     except SpmoeError as error:
         code = _fail(str(error), error.exit_code)

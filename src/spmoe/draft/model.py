@@ -15,6 +15,8 @@ from spmoe.models.network import Network
 from spmoe.models.taps import OnTap
 from spmoe.verify.filters import draw, probabilities
 
+SLABS_PER_PASS = 2  # layers are predicted for in slabs: few calls, and still well before the pass has ended
+
 
 class DraftModel:
     """Proposes what another language model with the same tokenizer would say."""
@@ -74,7 +76,14 @@ class DraftModel:
         if on_seen is None:
             return None
 
+        count = self.network.depth_count
+        slab = -(-count // SLABS_PER_PASS)
+        taps: list[Tensor] = []
+
         def on_tap(depth: int, residual: Tensor) -> None:
-            on_seen(types.Seen(stage, range(depth, depth + 1), self.network.depth_count, residual[None]))
+            taps.append(residual)
+            if len(taps) == slab or depth == count - 1:
+                on_seen(types.Seen(stage, range(depth + 1 - len(taps), depth + 1), count, torch.stack(taps)))
+                taps.clear()
 
         return on_tap

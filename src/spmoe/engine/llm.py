@@ -208,6 +208,7 @@ class Generation:
             ttft_seconds=self._first - self._started,
             latency_seconds=self._ended - self._started,
             counters=engine.loop.counters.minus(self._before),
+            held_bytes=engine.loop.counters.held_bytes,
             slots=engine.slots,
             peak_slots=engine.source.cache.peak,
             cutoff_layers=engine.cutoff,

@@ -17,6 +17,7 @@ class Stats:
     ttft_seconds: float  # until the first token
     latency_seconds: float
     counters: Counters
+    held_bytes: int  # prefetched by now, by this request or an earlier one, and not needed or evicted yet
     slots: int
     peak_slots: int
     cutoff_layers: int | None  # None: no prefetching
@@ -62,7 +63,7 @@ class Stats:
             "prefetch_late_bytes": c.late_bytes,
             "prefetch_wasted_bytes": c.wasted_bytes,
             "prefetch_failed_bytes": c.failed_bytes,
-            "prefetch_held_bytes": c.held_bytes,
+            "prefetch_held_bytes": self.held_bytes,
             "wishes": c.wishes,
             "wishes_resident": c.wishes_resident,
             "wishes_stale": c.wishes_stale,

@@ -87,10 +87,10 @@ class LeastRecentlyUsed:
 class DraftInformed:
     """Expected use at the next turn, discounted by the distance to it.
 
-    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and the
-    draft has spoken of, its word is evidence on top: an expert it names is needed unless both habit and draft are wrong,
-    one it does not name is a little less likely than usual. `reluctance` is what a wish must overcome: a swap among two
-    equally likely experts only costs bytes.
+    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and
+    the draft has spoken of, its word is evidence on top: an expert it names is needed unless both habit and draft are
+    wrong, one it does not name is a little less likely than usual. `reluctance` is what a wish must overcome: a swap
+    among two equally likely experts only costs bytes.
     """
 
     def __init__(

@@ -21,6 +21,10 @@ class Slots(Protocol):
         """The tensors of whatever expert is in the slot."""
         ...
 
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
 
 class MemorySlots:
     """Slots in the machine's memory."""
@@ -38,6 +42,12 @@ class MemorySlots:
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
         return self._weights[slot]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._weights.clear()
+        self._bytes.clear()
+        self._arena = torch.empty(0, 0, dtype=torch.uint8)
 
     def buffer(self, slot: int) -> memoryview:
         """The slot's bytes, to be written."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spmoe.errors import SpmoeError
+from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.cache import Entry, ExpertCache
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
@@ -176,6 +176,8 @@ class ExpertSource:
         if self._worker is not None:
             self._worker.close()
         self._transfer.close()
+        with self._lock:
+            self._slots.close()
 
     # ---- under the lock
 
@@ -232,6 +234,8 @@ class ExpertSource:
         if not batch:
             return
         try:
+            if self._closed:
+                raise TransferError("the engine was closed")
             tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in batch], urgent=urgent)
         except SpmoeError:
             for entry in batch:
@@ -299,7 +303,11 @@ class ExpertSource:
     def _wave(self, layer: int, entries: list[Entry]) -> Wave:
         self._poke()
         slots = tuple(e.slot for e in entries)
-        return Wave(layer, tuple(e.key.expert for e in entries), slots, tuple(self._slots.weights(s) for s in slots))
+        with self._lock:
+            if self._closed:
+                raise TransferError("the engine was closed")
+            weights = tuple(self._slots.weights(slot) for slot in slots)
+        return Wave(layer, tuple(e.key.expert for e in entries), slots, weights)
 
     def _release(self, entries: list[Entry], held: list[Entry]) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
 """Loading: dense weights into memory by transformers' own loader; experts, one at a time, into the expert file.
 
 The fused expert parameters never exist: a subclass made on the fly drops them while they are still on the meta device,
-and the loader then never reads their tensors. A load holds the dense weights, one blob and one expert's source tensors.
+and the loader then never reads their tensors. A load holds the dense weights and about three blobs: one expert's source
+tensors, joined, on their way into its blob.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from spmoe.backends.base import Backend
 from spmoe.experts.source import ExpertSource
 from spmoe.models.anatomy import MoeSite
 from spmoe.models.experts_port import SourcePort, attach
+from spmoe.models.gates import StackedGates
 from spmoe.models.network import Network
 from spmoe.types import Routing
 
@@ -24,6 +25,7 @@ class Target(Network):
         self.moe: tuple[MoeSite, ...] = self.anatomy.moe
         self.layer_depths: Sequence[int] = [site.depth for site in self.moe]
         self.top_k = max(site.top_k for site in self.moe)
+        self._stacked = StackedGates.of(self.moe)
 
     @property
     def gates_found(self) -> bool:
@@ -38,13 +40,13 @@ class Target(Network):
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         """The layers' own norms and routers on hidden states of any origin."""
         # residual: [layers, rows, hidden]
-        experts, scores = [], []
-        for layer, states in zip(layers, residual, strict=True):
-            chosen, weights, _ = self._ask_gate(layer, states)
-            weights = weights.float()
-            experts.append(chosen)
-            scores.append(weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20))
-        return Routing(torch.stack(experts), torch.stack(scores))
+        if self._stacked is not None and len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+            experts, weights = self._stacked(range(layers[0], layers[-1] + 1), residual)
+        else:
+            answers = [self._ask_gate(layer, states) for layer, states in zip(layers, residual, strict=True)]
+            experts, weights = torch.stack([a[0] for a in answers]), torch.stack([a[1] for a in answers])
+        weights = weights.float()
+        return Routing(experts, weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20))
 
     def rank(self, layer: int, states: Tensor) -> Tensor:
         """Every expert of a layer, those its gate picks first, the others by logit."""

@@ -6,8 +6,8 @@ and L_all layers, the first L layers may be prefetched for as long as
     memory:   l * k                 <=  free slots + (l - 1) * n
     time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
 
-where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l is
-only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, and into a free slot.
+where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l
+is only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, into a free slot.
 """
 
 from __future__ import annotations
