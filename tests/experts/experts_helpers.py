@@ -38,12 +38,14 @@ class MarkedSlots:
     def __init__(self, count: int) -> None:
         self.count = count
         self.marks = [GARBAGE] * count
+        self.closings = 0
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
+        assert not self.closings, "the slots were given back"
         return Marked(self.marks, slot)
 
     def close(self) -> None:
-        pass
+        self.closings += 1
 
 
 class Marked(Mapping[str, Tensor]):
@@ -118,6 +120,7 @@ class WatchedTransfer(VirtualTransfer):
         return tickets
 
     def close(self) -> None:
+        assert not self._room.slots.closings, "a copy may still be writing into a slot"
         super().close()
         self.closings += 1
 
@@ -400,7 +403,7 @@ class Room:
                 self.check()
         self.close()
         self.close()
-        assert self.transfer.closed
+        assert self.transfer.closings == self.slots.closings == 1
         submissions = len(self.transfer.submissions)
         self.wish([Wish(ExpertKey(layer, 0), 1.0, layer) for layer in range(len(self.experts))])
         assert self.source.pump() is None

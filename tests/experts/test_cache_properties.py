@@ -394,14 +394,27 @@ def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
     room.finish()
 
 
-def test_closing_voids_what_is_wished_for_and_closes_the_transfer_once() -> None:
+def test_closing_voids_what_is_wished_for_and_gives_everything_back_once() -> None:
     room = make_room(slots=4, depth=1)
     wish(room, (0, 0), (0, 1), (1, 0))
     room.close()
     assert (room.counters.prefetch_loads, room.counters.wishes_stale) == (1, 2)
     room.clock.sleep(5.0)
     room.close()
-    assert room.transfer.closings == 1
+    assert room.transfer.closings == room.slots.closings == 1
+    room.finish()
+
+
+@evictions
+def test_no_wave_is_given_once_the_slots_are_gone(eviction: str) -> None:
+    room = make_room(eviction, slots=4)
+    use_all(room, 0, [0])
+    room.use(0, [0, 1])
+    room.close()
+    room.check()
+    assert isinstance(room.next_wave(), TransferError)
+    room.use(0, [0])
+    assert room.using is None, "not even what is there"
     room.finish()
 
 

@@ -57,7 +57,7 @@ class FlakyTransfer:
     def __init__(self, inner: Transfer, slots: MemorySlots, seed: int, fault_rate: float) -> None:
         self.depth = inner.depth
         self._inner = inner
-        self._slots = slots
+        self._buffers = [slots.buffer(slot) for slot in range(slots.count)]
         self._rng = random.Random(seed)
         self._fault_rate = fault_rate
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class FlakyTransfer:
             for job in jobs:
                 earlier = self._under_way.get(job.slot)
                 assert earlier is None or earlier.ready(), "a slot that is being written is given away"
-                self._slots.buffer(job.slot)[:] = GARBAGE
+                self._buffers[job.slot][:] = GARBAGE
             tickets: list[Ticket] = []
             for job, inner in zip(jobs, self._inner.copy(jobs, urgent=urgent), strict=True):
                 delay = self._rng.choice([0.0, 0.0, 0.0, 0.0005, 0.002])
@@ -106,8 +106,10 @@ class Stand:
         self.asked = 0
 
     def check(self, wave: Wave) -> None:
-        for expert, slot in zip(wave.experts, wave.slots, strict=True):
-            assert bytes(self.slots.buffer(slot)) == CONTENT[ExpertKey(wave.layer, expert)]
+        for expert, weights in zip(wave.experts, wave.weights, strict=True):
+            content = CONTENT[ExpertKey(wave.layer, expert)]
+            for field in LAYOUT.fields:
+                assert weights[field.name].numpy().tobytes() == content[field.offset : field.offset + field.nbytes]
 
     def use(self, layer: int, experts: list[int]) -> None:
         """Take all waves; the content must be right when a wave comes and still when it is given back."""

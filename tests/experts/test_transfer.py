@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,6 +113,18 @@ def test_slots_show_what_was_written_into_them(slots: MemorySlots) -> None:
     for name, tensor in weights_of(D).items():
         assert torch.equal(slots.weights(1)[name], tensor)
     assert bytes(slots.buffer(0)) == bytes(slots.buffer(2)) == b"\xaa" * LAYOUT.nbytes, "the neighbours are untouched"
+
+
+def test_closed_slots_let_go_of_their_memory_but_not_of_what_is_in_use() -> None:
+    slots = MemorySlots(2, LAYOUT)
+    slots.buffer(1)[:] = blob_of(D)
+    weights = slots.weights(1)
+    arena = weakref.ref(slots.weights(0)["up"])
+    slots.close()
+    slots.close()
+    assert arena() is None
+    for name, tensor in weights_of(D).items():
+        assert torch.equal(weights[name], tensor)
 
 
 def test_slots_that_cannot_be_had_are_one_clear_error() -> None:

@@ -82,7 +82,7 @@ def measure_predictability(
 def _windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:
     if engine.tokenizer is None:
         raise UsageError(f"{engine.config.model} ships no tokenizer, so a text cannot be read")
-    ids: list[int] = engine.tokenizer(text)["input_ids"]
+    ids: list[int] = engine.tokenizer(text, verbose=False)["input_ids"]  # longer than any context is fine here
     window = min(window, engine.max_model_len, len(ids))
     if window < 16:
         raise PromptError(f"the text has {len(ids)} tokens; give one of at least 16")
