@@ -292,6 +292,7 @@ class Room:
     # ---- what the transfer tells
 
     def submitting(self, jobs: Sequence[CopyJob], urgent: bool) -> None:
+        assert not self.closed, "a copy after close"
         assert not urgent or self.using is not None, "a demand load that nobody demanded"
         assert len({job.slot for job in jobs}) == len({job.key for job in jobs}) == len(jobs)
         for job in jobs:
@@ -311,9 +312,8 @@ class Room:
             assert self.using is not None
             assert {job.key for job in jobs} <= set(self.using.asked) - set(self.using.delivered)
         else:
-            assert not self.closed
             self._submitting_wishes(jobs)
-        if self.closed or self.refusing:
+        if self.refusing:
             if not urgent:
                 self.expected.failed_bytes += BLOB * len(jobs)
             raise TransferError("refused")
@@ -323,7 +323,6 @@ class Room:
             self.unneeded |= {job.key for job in jobs}
 
     def started(self, job: CopyJob) -> None:
-        assert not self.closed, "a copy after close"
         self.writing[job.slot] = job
         if job.key in self.broken:
             self.doomed.add(job.slot)

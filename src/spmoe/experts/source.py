@@ -211,6 +211,8 @@ class ExpertSource:
 
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
+        if absent and self._closed:
+            raise TransferError("the engine was closed")
         batch: list[Entry] = []
         while absent and (entry := self._reserve(absent[0], prefetched=False)) is not None:
             del absent[0]
@@ -234,8 +236,6 @@ class ExpertSource:
         if not batch:
             return
         try:
-            if self._closed:
-                raise TransferError("the engine was closed")
             tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in batch], urgent=urgent)
         except SpmoeError:
             for entry in batch:
