@@ -184,10 +184,10 @@ def test_a_predicted_expert_outlives_a_habitual_one() -> None:
     assert order(eviction) == [predicted, habitual]
     eviction.wished(Wish(predicted, 0.3, 2))
     assert order(eviction) == [habitual, predicted]
+    eviction.reached(1)
+    assert order(eviction) == [habitual, predicted], "its turn is next"
     eviction.reached(2)
-    assert order(eviction) == [habitual, predicted], "its turn is now"
-    eviction.reached(3)
-    assert order(eviction) == [predicted, habitual], "the layer has passed, and habit counts again"
+    assert order(eviction) == [predicted, habitual], "what a running layer uses is pinned; for the rest habit counts"
     eviction.begin_step()
     assert order(eviction) == [predicted, habitual], "a prediction is for one step"
 
@@ -268,8 +268,8 @@ def test_of_equal_habits_the_one_whose_turn_comes_sooner_is_kept() -> None:
         eviction.used(ExpertKey(layer, 0))
     eviction.begin_step()
     assert order(eviction) == [(3, 0), (2, 0), (1, 0), (0, 0)]
-    eviction.reached(2)
-    assert order(eviction) == [(1, 0), (0, 0), (3, 0), (2, 0)]
+    eviction.reached(1)
+    assert order(eviction) == [(1, 0), (0, 0), (3, 0), (2, 0)], "the running layer's own turn is a whole cycle off"
 
 
 def test_among_equals_the_least_recently_used_goes_first() -> None:

@@ -115,7 +115,7 @@ class DraftInformed:
         self._spoken = np.zeros(self._shape[0], dtype=bool)  # layers the draft has predicted in this step
         self._recency = np.zeros(self._shape)
         self._ticks = 0
-        self._position = 0
+        self._position = -1  # the layer that runs; -1 before the first
         self._worths: np.ndarray | None = None  # [layers, experts], valid until something is learnt
 
     def inserted(self, key: ExpertKey) -> None:
@@ -143,7 +143,7 @@ class DraftInformed:
         self._used[:] = False
         self._predicted[:] = 0.0
         self._spoken[:] = False
-        self.reached(0)
+        self.reached(-1)
 
     def worth(self, key: ExpertKey) -> float:
         return self._reluctance * float(self._all_worths()[key])
@@ -168,9 +168,10 @@ class DraftInformed:
     def _all_worths(self) -> np.ndarray:
         if self._worths is None:
             count = self._shape[0]
-            distance = (np.arange(count) - self._position) % count
+            # what the running layer did not ask for waits a whole cycle, like what has passed
+            distance = (np.arange(count) - self._position - 1) % count
             habit = self._frequency
-            told = self._spoken & (np.arange(count) >= self._position)
+            told = self._spoken & (np.arange(count) > self._position)
             sure = self._trust * (0.8 + 0.2 * self._predicted)
             word = np.where(self._predicted > 0, 1 - (1 - habit) * (1 - sure), self._silence * habit)
             expected = np.where(told[:, None], word, habit)
