@@ -98,7 +98,7 @@ class DraftInformed:
         experts: Sequence[int],
         decay: float = 0.9,
         discount: float = 0.6,
-        trust: float = 0.6,
+        trust: float = 0.8,
         silence: float = 0.9,
         reluctance: float = 0.7,
     ) -> None:
