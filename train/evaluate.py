@@ -30,11 +30,12 @@ def evaluate(draft: Decoder, target: Decoder, tokens: Tensor, windows: int) -> d
     starts = torch.linspace(0, len(tokens) - WINDOW - 2, windows).long()
     for part in starts.split(BATCH // 4):
         rows = torch.stack([tokens[s : s + WINDOW + 1] for s in part.tolist()]).long()
-        seen: dict[str, list[Tensor]] = {"draft": [], "target": []}
+        seen: dict[str, list[Tensor]] = {}
         logits: dict[str, Tensor] = {}
         with torch.no_grad(), torch.autocast(rows.device.type, torch.bfloat16):
             for name, model in (("draft", draft), ("target", target)):
-                logits[name] = model(rows[:, :-1], seen[name])[0].float()
+                output = model(rows[:, :-1])
+                logits[name], seen[name] = output.logits.float(), output.taps
                 add(f"{name}_loss", F.cross_entropy(logits[name].flatten(0, 1), rows[:, 1:].flatten()))
         add("agreement", (logits["draft"].argmax(-1) == logits["target"].argmax(-1)).double().mean())
         p, q = logits["target"].softmax(-1), logits["draft"].softmax(-1)

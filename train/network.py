@@ -8,6 +8,7 @@ and shapes are chosen for training speed; `export.py` writes them in the layout 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,12 +126,19 @@ class Layer(nn.Module):
         self.norm2 = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, taps: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual stream after the layer, the load-balancing loss, and the stream after attention."""
         x = x + self.attention(self.norm1(x), cos, sin)
-        if taps is not None:
-            taps.append(x)  # the residual stream after attention, which prediction feeds to the target's gate
         out, balance = self.ffn(self.norm2(x))
-        return x + out, balance
+        return x + out, balance, x
+
+
+class Output(NamedTuple):
+    """What a forward gives."""
+
+    logits: Tensor  # [batch, length, vocabulary]
+    balance: Tensor  # the load-balancing loss, mean over layers
+    taps: list[Tensor]  # per layer, the residual stream after attention, which prediction feeds to a target's gate
 
 
 class Decoder(nn.Module):
@@ -150,12 +158,13 @@ class Decoder(nn.Module):
             elif "norm" not in name:
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor, taps: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Logits, and the mean load-balancing loss over layers."""  # tokens: [batch, length]
+    def forward(self, tokens: Tensor) -> Output:
+        """Run whole windows."""  # tokens: [batch, length]
         cos, sin = rotary(self.shape, tokens.shape[1], tokens.device)
         x = self.embed(tokens)
-        balances = []
+        balances, taps = [], []
         for layer in self.layers:
-            x, balance = layer(x, cos, sin, taps)
+            x, balance, tap = layer(x, cos, sin)
             balances.append(balance)
-        return F.linear(self.norm(x), self.embed.weight), torch.stack(balances).mean()
+            taps.append(tap)
+        return Output(F.linear(self.norm(x), self.embed.weight), torch.stack(balances).mean(), taps)

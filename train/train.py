@@ -1,8 +1,9 @@
-"""Train the pair: `python train/train.py draft`, then `target`, then `fine`. Seeded, and resumable at every stage.
+"""Train the models: `python train/train.py base target fine draft`. Seeded, and resumable at every stage.
 
-The target starts as the draft with each expert a noisy copy of the draft's feed-forward (the fine-grained one: a noisy
-copy of a part of it), then trains on with a load-balancing loss. Checkpoints go to `--runs`; a stage that finds its own
-goes on from there, and one that is complete does nothing.
+The targets start as the dense base with each expert a noisy copy of its feed-forward (the fine-grained one: a noisy
+copy of a part of it), then train on with a load-balancing loss. The draft is the base, distilled from both targets: it
+learns to say what they say, and to hold its residual stream near theirs. Checkpoints go to `--runs`; a stage that finds
+its own goes on from there, and one that is complete does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from muon import optimizers
-from network import Decoder, Shape
+from network import Decoder, Output, Shape
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,16 +38,19 @@ class Stage:
     matrix_lr: float
     other_lr: float
     parent: str | None = None
+    teachers: tuple[str, ...] = ()
 
 
 STAGES = {
-    "draft": Stage(DENSE, 6500, 0.02, 4e-3),
-    "target": Stage(EIGHT, 7000, 0.012, 2e-3, parent="draft"),
-    "fine": Stage(FINE, 4000, 0.012, 2e-3, parent="draft"),
+    "base": Stage(DENSE, 5500, 0.02, 4e-3),
+    "target": Stage(EIGHT, 5500, 0.006, 1e-3, parent="base"),
+    "fine": Stage(FINE, 4000, 0.006, 1e-3, parent="base"),
+    "draft": Stage(DENSE, 2000, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
 }
 BATCH, WINDOW = 64, 1024
 NOISE = 0.4  # of an expert's start, in standard deviations of the weights it is copied from
-BALANCE = 0.01  # weight of the load-balancing loss
+BALANCE = 0.05  # weight of the load-balancing loss
+ALIGN = 1.0  # weight, in distillation, of the distance between residual streams
 
 
 def read_tokens(path: Path, device: str) -> Tensor:
@@ -101,9 +105,26 @@ def held_out_loss(model: torch.nn.Module, tokens: Tensor, device: str, windows: 
     for part in starts.split(BATCH):
         rows = torch.stack([tokens[s : s + WINDOW + 1] for s in part.tolist()]).long()
         with torch.autocast(device, torch.bfloat16):
-            logits, _ = model(rows[:, :-1])
+            logits = model(rows[:, :-1]).logits
         losses.append(F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()))
     return float(torch.stack(losses).mean())
+
+
+def distillation_loss(student: Output, teacher: Output) -> Tensor:
+    """How far the student's next-token distribution and its residual streams are from the teacher's."""
+    ours = F.log_softmax(student.logits.float(), dim=-1)
+    theirs = F.log_softmax(teacher.logits.float(), dim=-1)
+    divergence = F.kl_div(ours.flatten(0, 1), theirs.flatten(0, 1), reduction="batchmean", log_target=True)
+    apart = [1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(student.taps, teacher.taps, strict=True)]
+    return divergence + ALIGN * torch.stack(apart).mean()
+
+
+def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
+    """What a stage starts from."""
+    if stage.parent is None:
+        return Decoder(stage.shape).to(device)
+    parent = load(stage.parent, runs, device)
+    return upcycle(parent, stage.shape) if stage.shape != parent.shape else parent
 
 
 def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_every: int) -> None:
@@ -112,7 +133,8 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     runs.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = upcycle(load(stage.parent, runs, device), stage.shape) if stage.parent else Decoder(stage.shape).to(device)
+    model = first_model(stage, runs, device)
+    teachers = [load(teacher, runs, device).eval().requires_grad_(False) for teacher in stage.teachers]
     steppers = optimizers(model, stage.matrix_lr, stage.other_lr)
     rates = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
     done = 0
@@ -129,6 +151,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, step {done} of {stage.steps}")
     compiled = torch.compile(model) if device == "cuda" else model
+    taught = [torch.compile(teacher) if device == "cuda" else teacher for teacher in teachers]
     started, first = time.perf_counter(), done
     for step in range(done, stage.steps):
         # a schedule and a batch that depend on the step alone, so that a resumed run sees the same ones
@@ -140,9 +163,14 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
         generator = torch.Generator(device).manual_seed(step)
         inputs, targets = batch(training, generator, BATCH, WINDOW)
         with torch.autocast(device, torch.bfloat16):
-            logits, balance = compiled(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        (loss + BALANCE * balance).backward()
+            output = compiled(inputs)
+            loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+            objective = loss + BALANCE * output.balance
+            if taught:
+                with torch.no_grad():
+                    answers = [teacher(inputs) for teacher in taught]
+                objective = torch.stack([distillation_loss(output, answer) for answer in answers]).mean()
+        objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
             stepper.step()
@@ -151,7 +179,8 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
         if step % 200 == 0 or last:
             speed = (step + 1 - first) * BATCH * WINDOW / (time.perf_counter() - started)
             print(
-                f"{name} {step:6d}  loss {loss.item():.4f}  balance {balance.item():.3f}  "
+                f"{name} {step:6d}  loss {loss.item():.4f}  objective {objective.item():.4f}  "
+                f"balance {output.balance.item():.3f}  "
                 f"{speed / 1e6:.2f} M tokens/s  {time.perf_counter() - started:.0f} s",
                 flush=True,
             )
