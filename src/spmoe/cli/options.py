@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from spmoe.config import EngineConfig, SamplingParams
-from spmoe.errors import PromptError, UsageError, reason
+from spmoe.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
@@ -124,7 +124,7 @@ def read_text_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
     except OSError as error:
-        raise UsageError(f"cannot read {path} ({reason(error)}); check the path") from error
+        raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
 
 
 def _read_stdin() -> str:

@@ -1,0 +1,95 @@
+"""`spmoe demo` and `spmoe predictability`."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from spmoe.bench.demo import WAYS, draw
+from spmoe.observe.timeline import Activity, Span
+
+if TYPE_CHECKING:
+    from conftest import Invoke
+
+
+def test_demo_writes_the_same_three_ways(invoke: Invoke) -> None:
+    result = invoke("demo", "--max-tokens", 12, "--link-gbps", 2, "--json").succeeded()
+    found = json.loads(result.out)
+    assert found["identical"]
+    assert list(found["runs"]) == list(WAYS)
+    assert len({tuple(run["token_ids"]) for run in found["runs"].values()}) == 1
+    plain, on_demand, prefetched = (run["stats"] for run in found["runs"].values())
+    assert plain["drafted_tokens"] == 0 < on_demand["drafted_tokens"]
+    assert on_demand["prefetch_issued_bytes"] == 0 < prefetched["prefetch_issued_bytes"]
+    assert {run["stats"]["link"] for run in found["runs"].values()} == {"emulated"}
+
+
+def test_demo_shows_text_table_and_timeline(checkpoints: Path, invoke: Invoke) -> None:
+    pair = (checkpoints / "target", "--draft", checkpoints / "draft")
+    out = invoke("demo", *pair, "--prompt", "hello", "--max-tokens", 8).succeeded().out
+    assert "token for token" in out
+    assert "Emulated link" in out
+    assert out.count("compute |") == out.count("link    |") == 3
+    for way in WAYS:
+        assert way.split(",")[0] in out
+
+
+def test_demo_of_another_model_needs_its_draft(checkpoints: Path, invoke: Invoke) -> None:
+    invoke("demo", checkpoints / "target").refused(2, "--draft")
+
+
+def test_a_timeline_shows_stalls_over_verification_and_only_the_end() -> None:
+    spans = [
+        Span(Activity.DRAFT, 0.0, 5.0),
+        Span(Activity.STALL, 7.0, 8.0),
+        Span(Activity.VERIFY, 6.0, 10.0),
+        Span(Activity.COPY, 4.0, 8.0),
+    ]
+    assert draw(spans, seconds=10.0, columns=10) == ["ddddd V.VV", "    ####  "]
+    assert draw(spans, seconds=4.0, columns=4) == ["V.VV", "##  "]
+
+
+def test_predictability_by_layer(invoke: Invoke, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    text = tmp_path / "text.py"
+    text.write_text(Path(__file__).read_text())
+    options = ("--text", text, "--windows", 2, "--window", 64, "--dtype", "float32")
+    found = json.loads(invoke("predictability", *options, "--plot", plot, "--json").succeeded().out)
+    assert len(found["layers"]) == 16
+    assert found["tokens"] == 128
+    mean = found["mean"]
+    assert 0.5 < mean["recall"] <= mean["recall_plus_one"] <= 1, "a trained pair predicts far better than chance, 0.25"
+    assert mean["union_recall"] > 0.5
+    assert all(0.25 <= layer["largest_load"] <= 1 for layer in found["layers"]), (
+        "2 of 8: the busiest takes a quarter or more"
+    )
+    assert found["layers"][0]["next_gate_recall"] == 0
+    lines = ElementTree.parse(plot).getroot().findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert all(len(line.get("points", "").split()) == 16 for line in lines)
+    assert len(lines) == 6
+    table = invoke("predictability", *options).succeeded().out
+    assert "mean" in table
+    assert f"{100 * found['greedy_agreement']:.1f}%" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--draft", "none"), ("--draft",)),
+        (("--plot", "plot.png"), ("plot.svg",)),
+        (("--text", "/nowhere/text"), ("/nowhere/text", "check the path")),
+        (("--windows", 0), ("--windows",)),
+    ],
+)
+def test_predictability_refusals(invoke: Invoke, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    invoke("predictability", *options).refused(2, *words)
+
+
+def test_a_text_of_a_few_words_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("x = 1")
+    invoke("predictability", "--text", text).refused(2, "at least 16")
