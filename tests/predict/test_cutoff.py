@@ -80,6 +80,14 @@ def test_bounds_that_are_met_exactly_are_met() -> None:
     assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0, draft_layers=3), ONE_MISSING) == 5
 
 
+def test_what_requests_have_shown_counts_before_what_even_routing_would_give() -> None:
+    slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=3)
+    assert cutoff_layer(slow, ONE_MISSING) == 5
+    assert cutoff_layer(replace(slow, missing_per_layer=0.5), ONE_MISSING) == 16  # l * 2 <= 12 + (l - 1) * 2
+    assert cutoff_layer(replace(slow, missing_per_layer=2.0), ONE_MISSING) == 1  # l * 8 <= 12 + (l - 1) * 2
+    assert cutoff_layer(replace(slow, missing_per_layer=0.0), ONE_MISSING) == 16
+
+
 def test_every_layer_on_the_way_must_be_in_time() -> None:
     # by layer 16 verification would have given time enough, but layer 1 is already late
     late_at_first = replace(AMPLE, draft_layers=1, seconds_per_expert=5.0, verify_seconds_per_layer=9.0)

@@ -70,11 +70,14 @@ def _table(plan: Plan) -> Table:
         table.add_row("link", f"emulated link, {plan.emulated_link_gbps:g} GB/s")
     if plan.profile is not None:
         link = "emulated link" if plan.emulated_link_gbps is not None else "store to slot"
+        learnt = plan.profile.missing_per_layer
+        missing = "" if learnt is None else f", {learnt:.1f} experts missing per layer"
         table.add_row(
             "profile",
             f"draft {1e3 * plan.profile.draft_seconds_per_layer:.3f} ms per layer, "
             f"verify {1e3 * plan.profile.verify_seconds_per_layer:.3f} ms per layer, "
-            f"{1e3 * plan.profile.seconds_per_expert:.3f} ms per expert ({link}), {plan.profile.free_slots} free slots",
+            f"{1e3 * plan.profile.seconds_per_expert:.3f} ms per expert ({link}), {plan.profile.free_slots} free slots"
+            f"{missing}",
         )
     if plan.prefetch == "draft-gate":
         known = f"{plan.cutoff_layers} of {plan.moe_layers} layers" if plan.cutoff_layers is not None else "not known"

@@ -15,7 +15,7 @@ from spmoe.models.network import Network
 from spmoe.models.taps import OnTap
 from spmoe.verify.filters import draw, probabilities
 
-SLABS_PER_PASS = 2  # layers are predicted for in slabs: few calls, and still well before the pass has ended
+FIRST_PASS_SLABS = 2  # a step's first prediction should not wait for a whole pass; later ones may, in one cheaper call
 
 
 class DraftModel:
@@ -47,12 +47,12 @@ class DraftModel:
         elif k == 0:
             return types.Draft([])
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
-        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._tap(stage, on_seen))
+        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._tap(stage, on_seen, FIRST_PASS_SLABS))
         tokens: list[int] = []
         probs: list[Tensor] = []
         for position in range(k):
             if position:
-                logits = self.network.forward(tokens[-1:], kv, keep=1, on_tap=self._tap(types.Stage.DRAFT, on_seen))
+                logits = self.network.forward(tokens[-1:], kv, keep=1, on_tap=self._tap(types.Stage.DRAFT, on_seen, 1))
             tokens.append(self._choose(logits, sequence, probs))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
@@ -72,12 +72,12 @@ class DraftModel:
         probs.append(probabilities(logits[-1:], sequence.sampling)[0])
         return draw(probs[-1], sequence.rng)
 
-    def _tap(self, stage: types.Stage, on_seen: OnSeen | None) -> OnTap | None:
+    def _tap(self, stage: types.Stage, on_seen: OnSeen | None, slabs: int) -> OnTap | None:
         if on_seen is None:
             return None
 
         count = self.network.depth_count
-        slab = -(-count // SLABS_PER_PASS)
+        slab = -(-count // slabs)
         taps: list[Tensor] = []
 
         def on_tap(depth: int, residual: Tensor) -> None:

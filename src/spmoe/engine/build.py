@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
 
+_ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
+
 
 @dataclass
 class Engine:
@@ -53,6 +56,24 @@ class Engine:
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
+    profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
+
+    def learn_cutoff(self) -> None:
+        """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
+        counters, policy = self.loop.counters, self.loop.policy
+        if self.profile is None or not isinstance(policy, DraftGate) or counters.verified < _ENOUGH_STEPS:
+            return
+        layers = len(self.target.moe)
+        self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
+        inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
+        self.cutoff = policy.cutoff = cutoff_layer(self.profile, inputs)
+
+    def close(self) -> None:
+        """Keep what was learnt, and release everything. Idempotent."""
+        self.learn_cutoff()
+        if self.profile_file is not None and self.profile is not None:
+            write_profile(self.profile_file, self.profile)
+        self.source.close()
 
 
 def build(config: EngineConfig) -> Engine:
@@ -162,11 +183,11 @@ def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Check
     layers = len(target.moe)
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
     if config.cutoff.mode is CutoffMode.AUTO:
-        path = profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs))
-        engine.profile = read_profile(path)
+        engine.profile_file = profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs))
+        engine.profile = read_profile(engine.profile_file)
         if engine.profile is None:
             engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock)
-            write_profile(path, engine.profile)
+            write_profile(engine.profile_file, engine.profile)
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     # more than the slots can hold at once would push itself out again within the step
     engine.source.step_budget = engine.slots * engine.store.layout.nbytes

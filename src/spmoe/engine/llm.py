@@ -105,8 +105,9 @@ class LLM:
 
     def close(self) -> None:
         """Release slots, threads and files. Idempotent."""
-        self._closed = True
-        self.engine.source.close()
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
 
     def _tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
@@ -221,6 +222,7 @@ class Generation:
 
     def _generate(self) -> Iterator[str]:
         clock = self._engine.clock
+        self._engine.learn_cutoff()
         self._before = self._engine.loop.counters.copy()
         self._started = self._first = self._ended = clock.now()
         sequence = self._llm._new_sequence(self._prompt, self._params, self._room)

@@ -43,7 +43,7 @@ class Loop:
 
     def step(self, sequence: Sequence, room: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; the new tokens, of which there are at most `room`."""
-        started = self._clock.now()
+        started, loaded = self._clock.now(), self.counters.useful_loads
         self.source.begin_step()
         k = self._draft_length(sequence, room)
 
@@ -62,7 +62,7 @@ class Loop:
         self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))
         self.counters.steps += 1
         self.counters.tokens += len(new)
-        self.counters.count_draft(len(draft.tokens), verdict.accepted)
+        self.counters.count_draft(len(draft.tokens), verdict.accepted, self.counters.useful_loads - loaded)
         self._account_time(started, drafted, self._clock.now())
         return new
 

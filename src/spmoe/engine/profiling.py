@@ -36,8 +36,10 @@ def read_profile(path: Path) -> Profile | None:
     """A profile measured earlier; None when there is none that can be read."""
     try:
         values = json.loads(path.read_text())
-        sound = all(type(v) in (int, float) and 0 <= v < math.inf for v in values.values())
-        return Profile(**values) if sound else None
+        learnt = values.pop("missing_per_layer", None)
+        measured = values.values() if learnt is None else [*values.values(), learnt]
+        sound = all(type(v) in (int, float) and 0 <= v < math.inf for v in measured)
+        return Profile(**values, missing_per_layer=learnt) if sound else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -205,6 +205,7 @@ class ExpertSource:
                     entry.ticket.hurry()
             if entry.prefetched:
                 entry.prefetched = False
+                self.counters.prefetch_used += 1
                 self.counters.used_bytes += self.blob_bytes
                 self.counters.late_bytes += self.blob_bytes if entry.state is Residency.LOADING else 0
         return ready, waiting, absent

@@ -17,6 +17,8 @@ class Counters:
     tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)  # by draft position
     accepted_at: list[int] = field(default_factory=list)
+    verified: int = 0  # steps that had a draft
+    missing: int = 0  # in those, experts that were needed and in no slot when the step began
     # experts asked for by the router, once per layer and pass; hits + late + demand_loads is all of them
     hits: int = 0  # READY when asked for
     late: int = 0  # LOADING by a wish when asked for
@@ -25,6 +27,7 @@ class Counters:
     # prefetched experts: issued = used + wasted + failed + still held
     prefetch_loads: int = 0
     issued_bytes: int = 0
+    prefetch_used: int = 0
     used_bytes: int = 0
     late_bytes: int = 0  # the part of used that was still on its way when needed
     wasted_bytes: int = 0  # evicted before it was needed
@@ -55,10 +58,13 @@ class Counters:
                 setattr(result, f.name, now - then)
         return result
 
-    def count_draft(self, drafted: int, accepted: int) -> None:
-        """Book one verified draft."""
+    def count_draft(self, drafted: int, accepted: int, missing: int = 0) -> None:
+        """Book one verified draft, and how many experts were missing for it."""
         self.drafted += drafted
         self.accepted += accepted
+        if drafted:
+            self.verified += 1
+            self.missing += missing
         while len(self.drafted_at) < drafted:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
@@ -80,6 +86,11 @@ class Counters:
     def loads(self) -> int:
         """Experts moved, for whatever reason."""
         return self.demand_loads + self.prefetch_loads
+
+    @property
+    def useful_loads(self) -> int:
+        """Experts moved and needed."""
+        return self.demand_loads + self.prefetch_used
 
     @property
     def held_bytes(self) -> int:

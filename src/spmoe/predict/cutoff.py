@@ -8,6 +8,7 @@ and L_all layers, the first L layers may be prefetched for as long as
 
 where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l
 is only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, into a free slot.
+k is what requests have shown, and until then what even routing would give.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Profile:
     verify_seconds_per_layer: float  # K + 1 rows, experts resident
     seconds_per_expert: float  # store to slot
     free_slots: int  # slots beyond what one layer needs at once
+    missing_per_layer: float | None = None  # as real requests showed it; None: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class CutoffInputs:
 
 def cutoff_layer(profile: Profile, inputs: CutoffInputs) -> int:
     """The largest L that satisfies both bounds; all layers when nothing is ever missing."""
-    missing = inputs.missing_per_layer
+    missing = inputs.missing_per_layer if profile.missing_per_layer is None else profile.missing_per_layer
     if missing <= 0.0:
         return inputs.layers
     draft_window = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer

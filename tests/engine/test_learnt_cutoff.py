@@ -1,0 +1,64 @@
+"""An automatic cutoff follows what requests have really missed, and keeps what it learnt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spmoe import LLM, SamplingParams
+from spmoe.engine.profiling import read_profile
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_missing_experts_are_learnt_from_requests_and_kept(own_home: Path) -> None:
+    options = {"expert_memory": "25%", "dtype": "float32", "link_gbps": 1.0}
+    long = SamplingParams(max_tokens=96, ignore_eos=True)
+    with LLM(**options) as llm:
+        profile = llm.engine.profile
+        assert profile is not None
+        assert profile.missing_per_layer is None
+        llm.generate("def f(x):", long)
+        counters = llm.engine.loop.counters
+        assert counters.verified >= 16, "enough to tell"
+        llm.generate("x", SamplingParams(max_tokens=1))
+        learnt = llm.engine.profile.missing_per_layer
+        layers = len(llm.engine.target.moe)
+        assert learnt == pytest.approx(counters.missing / counters.verified / layers)
+        assert 0 < learnt <= 8
+        cutoff = llm.engine.cutoff
+        assert llm.engine.loop.policy.cutoff == cutoff
+    (kept,) = (own_home / "profiles").glob("*.json")
+    found = read_profile(kept)
+    assert found is not None
+    assert found.missing_per_layer == pytest.approx(learnt, rel=0.2)
+    with LLM(**options) as again:
+        assert again.engine.profile == found
+
+
+def test_a_profile_with_a_senseless_lesson_is_measured_again(tmp_path: Path) -> None:
+    sound = {
+        "draft_seconds_per_layer": 1e-3,
+        "draft_layers": 2,
+        "verify_seconds_per_layer": 1e-3,
+        "seconds_per_expert": 1e-3,
+        "free_slots": 4,
+    }
+    path = tmp_path / "profile.json"
+    for lesson, usable in ((None, True), (1.5, True), (-1.0, False), ("many", False), (True, False)):
+        path.write_text(json.dumps({**sound, "missing_per_layer": lesson}))
+        assert (read_profile(path) is not None) == usable
+
+
+def test_a_fixed_cutoff_learns_nothing(own_home: Path) -> None:
+    with LLM(expert_memory="25%", dtype="float32", cutoff=3) as llm:
+        llm.generate("def f(x):", SamplingParams(max_tokens=80, ignore_eos=True))
+        llm.generate("x", SamplingParams(max_tokens=1))
+        assert llm.engine.cutoff == 3
+    assert not list(own_home.glob("profiles/*.json"))
