@@ -50,21 +50,23 @@ def run_way(way: str, prompt: str, tokens: int, options: dict[str, Any], on_toke
 
 
 def draw(spans: list[Span], seconds: float, columns: int) -> list[str]:
-    """Two rows of characters for the last `seconds`: what compute did, and what the link did."""
-    end = max((span.end for span in spans), default=0.0)
-    start = end - seconds
-    rows = {"compute": [" "] * columns, "link": [" "] * columns}
-    signs = {
-        Activity.DRAFT: ("compute", "d"),
-        Activity.VERIFY: ("compute", "V"),
-        Activity.STALL: ("compute", "."),
-        Activity.COPY: ("link", "#"),
-    }
-    # stalls lie within verification, so they are drawn over it
-    for span in sorted(spans, key=lambda s: s.activity is Activity.STALL):
-        row, sign = signs[span.activity]
-        first = int((span.start - start) / seconds * columns)
-        last = int((span.end - start) / seconds * columns)
-        for column in range(max(0, first), min(columns, max(last, first + 1))):
-            rows[row][column] = sign
-    return ["".join(row) for row in rows.values()]
+    """Two rows of characters for the last `seconds`: what compute mostly did in each column, and what the link did."""
+    start = max((span.end for span in spans), default=0.0) - seconds
+    width = seconds / columns
+    shares = {activity: [0.0] * columns for activity in Activity}  # of each column's time
+    for span in spans:
+        for column in range(max(0, int((span.start - start) / width)), columns):
+            overlap = min(span.end, start + (column + 1) * width) - max(span.start, start + column * width)
+            if overlap <= 0:
+                break
+            shares[span.activity][column] += overlap / width
+    compute, link = "", ""
+    for column in range(columns):
+        draft, verify, stall, copy = (
+            shares[activity][column] for activity in (Activity.DRAFT, Activity.VERIFY, Activity.STALL, Activity.COPY)
+        )
+        signs = {"d": draft, "V": verify - stall, ".": stall}  # stalls lie within verification
+        most = max(signs, key=lambda sign: signs[sign])
+        compute += most if signs[most] > 0.01 else " "
+        link += "#" if copy > 0.5 else "-" if copy > 0.01 else " "
+    return [compute, link]

@@ -100,7 +100,7 @@ def _print_timelines(console: Console, shown: dict[str, Shown]) -> None:
     columns = max(20, min(100, console.width - 10))
     steps = [one.completion.stats for one in shown.values()]
     seconds = 3 * max(s.latency_seconds / max(1, s.counters.steps) for s in steps[1:])
-    console.print(f"The last {1e3 * seconds:.0f} ms of each (d draft, V verify, . stall; # an expert moving):")
+    console.print(f"The last {1e3 * seconds:.0f} ms of each (d draft, V verify, . stall; # - link busy, partly):")
     for way, one in shown.items():
         compute, link = draw(one.spans, seconds, columns)
         console.print(way, style="dim")
