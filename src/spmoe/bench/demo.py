@@ -41,7 +41,8 @@ def balanced_link(prompt: str, tokens: int, options: dict[str, Any]) -> float:
 def run_way(way: str, prompt: str, tokens: int, options: dict[str, Any], on_token: Callable[[int, int], None]) -> Shown:
     """Generate once; progress is reported in tokens."""
     with LLM(**options, **WAYS[way]) as llm:
-        llm.generate(prompt, SamplingParams(max_tokens=8))  # fills the slots, so that all ways start alike
+        # fills the slots, so that all ways start alike, and lets the cutoff learn
+        llm.generate(prompt, SamplingParams(max_tokens=tokens))
         llm.engine.source.timeline.recording = True
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens))
         for _ in generation:
