@@ -45,9 +45,9 @@ def _table(plan: Plan) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row(
-        "model", f"{plan.model} ({plan.architecture}, {plan.parameters / 1e9:.3g} B parameters, {plan.dtype})"
-    )
+    millions = plan.parameters / 1e6
+    size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
+    table.add_row("model", f"{plan.model} ({plan.architecture}, {size} parameters, {plan.dtype})")
     experts = f"{plan.experts_per_layer} experts, {plan.top_k} per token"
     table.add_row("layers", f"{plan.decoder_layers}, {plan.moe_layers} of them with {experts}")
     table.add_row("context", f"{plan.context} tokens, {format_bytes(plan.kv_bytes_per_token)} of KV cache each")
