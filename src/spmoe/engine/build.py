@@ -180,7 +180,6 @@ def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Check
     if reason := _no_prediction(target, drafter.network):
         engine.notices.append(f"{reason}; experts are loaded on demand")
         return OnDemand()
-    layers = len(target.moe)
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
     if config.cutoff.mode is CutoffMode.AUTO:
         engine.profile_file = profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs))
@@ -191,7 +190,7 @@ def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Check
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     # more than the slots can hold at once would push itself out again within the step
     engine.source.step_budget = engine.slots * engine.store.layout.nbytes
-    return DraftGate(target, drafter.network.depth_count, min(engine.cutoff, layers))
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff)
 
 
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
