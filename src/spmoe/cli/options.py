@@ -97,9 +97,13 @@ def stderr() -> Console:
 
 def load(engine: dict[str, Any], *, progress: bool) -> LLM:
     """Build the engine; says what it is and where it does less than was asked."""
-    from spmoe.engine.llm import LLM
+    try:
+        from spmoe.engine.llm import LLM
 
-    llm = LLM(**engine, progress=progress and sys.stderr.isatty())
+        llm = LLM(**engine, progress=progress and sys.stderr.isatty())
+    except KeyboardInterrupt:
+        stderr().print("interrupted while loading")
+        raise
     notes = list(llm.notices)
     if llm.engine.config.link_gbps is not None:
         notes.insert(0, f"emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
