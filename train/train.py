@@ -42,14 +42,14 @@ class Stage:
 
 
 STAGES = {
-    "base": Stage(DENSE, 5500, 0.02, 4e-3),
-    "target": Stage(EIGHT, 5500, 0.006, 1e-3, parent="base"),
-    "fine": Stage(FINE, 4000, 0.006, 1e-3, parent="base"),
-    "draft": Stage(DENSE, 2000, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
+    "base": Stage(DENSE, 4500, 0.02, 4e-3),
+    "target": Stage(EIGHT, 4500, 0.006, 1e-3, parent="base"),
+    "fine": Stage(FINE, 3500, 0.006, 1e-3, parent="base"),
+    "draft": Stage(DENSE, 1800, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
 }
 BATCH, WINDOW = 64, 1024
 NOISE = 0.4  # of an expert's start, in standard deviations of the weights it is copied from
-BALANCE = 0.05  # weight of the load-balancing loss
+BALANCE = 0.16  # weight of the load-balancing loss, which is a mean over 16 layers: 0.01 for each
 ALIGN = 1.0  # weight, in distillation, of the distance between residual streams
 
 
