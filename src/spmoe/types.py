@@ -51,24 +51,26 @@ class Wish:
     fetch: bool = True
 
 
+class Routing(NamedTuple):
+    """What the target's own gates say about some hidden states."""
+
+    experts: Tensor  # [layers, rows, top_k] int64
+    scores: Tensor  # [layers, rows, top_k] float32, every row sums to one
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a slab of layers of the model that ran has produced.
 
-    `depths` are decoder layers of that model, out of `depth_count`.
+    `depths` are decoder layers of that model, out of `depth_count`. `routing` is the policy's own question, answered
+    already where the model that ran could ask it on its device.
     """
 
     stage: Stage
     depths: range
     depth_count: int
     residual: Tensor  # [depths, rows, hidden], the residual stream after attention
-
-
-class Routing(NamedTuple):
-    """What the target's own gates say about some hidden states."""
-
-    experts: Tensor  # [layers, rows, top_k] int64
-    scores: Tensor  # [layers, rows, top_k] float32, every row sums to one
+    routing: Routing | None = None
 
 
 @dataclass(slots=True)

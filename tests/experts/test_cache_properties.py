@@ -26,7 +26,7 @@ from spmoe.errors import TransferError
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.transfer import CopyJob, HostPaced, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish
@@ -429,7 +429,7 @@ def test_what_an_abandoned_use_left_under_way_is_late_but_was_no_prefetch() -> N
     room.finish()
 
 
-class InstantTransfer:
+class InstantTransfer(HostPaced):
     """Copies that end as soon as one has looked at them twice."""
 
     depth = 1
@@ -455,6 +455,8 @@ class SecondLook:
 
     def wait(self) -> None:
         self.looks = 2
+
+    order = wait
 
     def hurry(self) -> None:
         pass

@@ -112,6 +112,8 @@ class ScriptedTicket:
         if self._error is not None:
             raise self._error
 
+    order = wait
+
     def hurry(self) -> None:
         pass
 

@@ -17,7 +17,7 @@ from spmoe.experts.eviction import make_eviction
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.source import ExpertSource, Wave
 from spmoe.experts.store import ExpertFile, ensure_expert_file
-from spmoe.experts.transfer import CopyJob, FileTransfer, ThrottledTransfer, Ticket, Transfer
+from spmoe.experts.transfer import CopyJob, FileTransfer, HostPaced, ThrottledTransfer, Ticket, Transfer
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish
@@ -47,11 +47,13 @@ class FlakyTicket:
         if self._fails:
             raise TransferError("injected: the disk had a bad moment")
 
+    order = wait
+
     def hurry(self) -> None:
         self._inner.hurry()
 
 
-class FlakyTransfer:
+class FlakyTransfer(HostPaced):
     """Another transfer with faults; it scribbles over every slot before a copy begins, as a torn write would."""
 
     def __init__(self, inner: Transfer, slots: MemorySlots, seed: int, fault_rate: float) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from spmoe import types
 
-OnSeen = Callable[[types.Seen], None]
+
+class OnSeen(Protocol):
+    """Who looks on: `ask` is what to compute about a slab of layers, a call hands the slab and the answer over."""
+
+    def ask(self, depths: range, residual: Tensor) -> types.Routing | None:  # residual: [depths, rows, hidden]
+        ...
+
+    def __call__(self, seen: types.Seen) -> None: ...
 
 
 class Drafter(Protocol):

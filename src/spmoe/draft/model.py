@@ -12,7 +12,7 @@ from spmoe import types
 from spmoe.draft.base import OnSeen
 from spmoe.models.kv import KvState
 from spmoe.models.network import Network
-from spmoe.models.taps import OnTap
+from spmoe.models.taps import Watch
 from spmoe.verify.filters import draw, probabilities
 
 FIRST_PASS_SLABS = 2  # a step's first prediction should not wait for a whole pass; later ones may, in one cheaper call
@@ -47,20 +47,21 @@ class DraftModel:
         elif k == 0:
             return types.Draft([])
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
-        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._tap(stage, on_seen, FIRST_PASS_SLABS))
+        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._watch(stage, on_seen, FIRST_PASS_SLABS))
         tokens: list[int] = []
         probs: list[Tensor] = []
         for position in range(k):
             if position:
-                logits = self.network.forward(tokens[-1:], kv, keep=1, on_tap=self._tap(types.Stage.DRAFT, on_seen, 1))
+                watch = self._watch(types.Stage.DRAFT, on_seen, 1)
+                logits = self.network.forward(tokens[-1:], kv, keep=1, watch=watch)
             tokens.append(self._choose(logits, sequence, probs))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
-    def _catch_up(self, pending: list[int], kv: KvState, on_tap: OnTap | None) -> Tensor:
+    def _catch_up(self, pending: list[int], kv: KvState, watch: Watch | None) -> Tensor:
         # a target padded further than this model has tokens that are nothing to it; any stand-in keeps positions right
         pending = [token if token < self.network.vocab_size else 0 for token in pending]
         for start in range(0, len(pending), self._prefill_chunk):
-            logits = self.network.forward(pending[start : start + self._prefill_chunk], kv, keep=1, on_tap=on_tap)
+            logits = self.network.forward(pending[start : start + self._prefill_chunk], kv, keep=1, watch=watch)
         return logits
 
     def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
@@ -72,18 +73,12 @@ class DraftModel:
         probs.append(probabilities(logits[-1:], sequence.sampling)[0])
         return draw(probs[-1], sequence.rng)
 
-    def _tap(self, stage: types.Stage, on_seen: OnSeen | None, slabs: int) -> OnTap | None:
+    def _watch(self, stage: types.Stage, on_seen: OnSeen | None, slabs: int) -> Watch | None:
         if on_seen is None:
             return None
-
         count = self.network.depth_count
-        slab = -(-count // slabs)
-        taps: list[Tensor] = []
 
-        def on_tap(depth: int, residual: Tensor) -> None:
-            taps.append(residual)
-            if len(taps) == slab or depth == count - 1:
-                on_seen(types.Seen(stage, range(depth + 1 - len(taps), depth + 1), count, torch.stack(taps)))
-                taps.clear()
+        def tell(depths: range, residual: Tensor, routing: types.Routing | None) -> None:
+            on_seen(types.Seen(stage, depths, count, residual, routing))
 
-        return on_tap
+        return Watch(slabs, on_seen.ask, tell)

@@ -18,6 +18,18 @@ from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
 
 
+class Lookout:
+    """Predicts and prefetches, while the draft runs."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.ask = loop.policy.ask
+
+    def __call__(self, seen: Seen) -> None:
+        if seen.stage in self._loop.policy.stages:
+            self._loop.source.wish(self._loop.policy.on_seen(seen))
+
+
 class Loop:
     """Everything a step touches."""
 
@@ -47,7 +59,7 @@ class Loop:
         self.source.begin_step()
         k = self._draft_length(sequence, room)
 
-        (draft,) = self.drafter.propose([sequence], k, self._on_seen if self.policy.stages else None)
+        (draft,) = self.drafter.propose([sequence], k, Lookout(self) if self.policy.stages else None)
         drafted = self._clock.now()
 
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
@@ -81,11 +93,6 @@ class Loop:
     def _draft_length(self, sequence: Sequence, room: int) -> int:
         """K, less at the end of a request; none before the prompt has been read."""
         return min(self.draft_tokens, room - 1) if sequence.id in self._states else 0
-
-    def _on_seen(self, seen: Seen) -> None:
-        """Predict and prefetch, while the draft runs."""
-        if seen.stage in self.policy.stages:
-            self.source.wish(self.policy.on_seen(seen))
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
         """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""

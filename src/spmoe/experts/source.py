@@ -130,6 +130,7 @@ class ExpertSource:
         """The step is over: what is still wished for is void."""
         with self._lock:
             self._queue.drop_all()
+            self.counters.stall_seconds += self._transfer.stalled_seconds()
 
     def pump(self) -> Ticket | None:
         """Submit wishes, in one batch, while the transfer has room for them.
@@ -282,7 +283,7 @@ class ExpertSource:
                 raise AssertionError("every slot is pinned by a wave that was never given back")
             started = self._clock.now()
             try:
-                ticket.wait()
+                ticket.order()
             except SpmoeError:
                 with self._lock:
                     if blocking in self._loading:
@@ -311,6 +312,9 @@ class ExpertSource:
         return Wave(layer, tuple(e.key.expert for e in entries), slots, weights)
 
     def _release(self, entries: list[Entry], held: list[Entry]) -> None:
+        if not entries:
+            return
+        self._transfer.fence([entry.slot for entry in entries])
         with self._lock:
             for entry in entries:
                 held.remove(entry)

@@ -10,7 +10,7 @@ import heapq
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -40,6 +40,13 @@ class Ticket(Protocol):
         """Block until the copy has ended; raises SpmoeError if it failed."""
         ...
 
+    def order(self) -> None:
+        """Make compute that is submitted next come after this copy, and let it count as ready from then on.
+
+        Where compute is not submitted but done, that is waiting. Raises like `wait`.
+        """
+        ...
+
     def hurry(self) -> None:
         """Somebody waits for this copy now: it goes before every copy that has not started."""
         ...
@@ -54,9 +61,28 @@ class Transfer(Protocol):
         """Submit a batch, return at once with one ticket per job."""
         ...
 
+    def fence(self, slots: Iterable[int]) -> None:
+        """What compute has been given so far may still read these slots: they are written only after it."""
+        ...
+
+    def stalled_seconds(self) -> float:
+        """How long compute has waited, on its own device, behind ordered copies since last asked."""
+        ...
+
     def close(self) -> None:
         """Let copies in flight end, fail the rest, release everything."""
         ...
+
+
+class HostPaced:
+    """What a transfer does about compute that runs on the host: nothing, since it has ended when its call returns."""
+
+    def fence(self, slots: Iterable[int]) -> None:
+        """Nothing reads a slot behind the caller's back."""
+
+    def stalled_seconds(self) -> float:
+        """The caller has seen every wait itself."""
+        return 0.0
 
 
 class FutureTicket:
@@ -71,11 +97,13 @@ class FutureTicket:
     def wait(self) -> None:
         self._future.result()
 
+    order = wait
+
     def hurry(self) -> None:
         """Nothing to do: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
 
 
-class FileTransfer:
+class FileTransfer(HostPaced):
     """Reads blobs from an expert file with several reads outstanding; reads hold no interpreter lock."""
 
     def __init__(self, file: ExpertFile, slots: MemorySlots, readers: int = 4) -> None:
@@ -247,6 +275,11 @@ class _LinkTicket:
                     self._outcome.set_exception(error)
         self._outcome.result()
 
+    def order(self) -> None:
+        self.wait()
+        if self._inner is not None:
+            self._inner.order()
+
     def hurry(self) -> None:
         self._link.hurry(self._passage)
         if self._inner is not None:
@@ -285,11 +318,17 @@ class ThrottledTransfer:
 
         return _LinkTicket(self._link, passage, note, ticket)
 
+    def fence(self, slots: Iterable[int]) -> None:
+        self._inner.fence(slots)
+
+    def stalled_seconds(self) -> float:
+        return self._inner.stalled_seconds()
+
     def close(self) -> None:
         self._inner.close()
 
 
-class VirtualTransfer:
+class VirtualTransfer(HostPaced):
     """A double for tests and replays: takes time on a virtual clock, and does what it is told at start and end.
 
     `on_done` may raise a TransferError: that is how a failing copy is played. With no callbacks it moves nothing.

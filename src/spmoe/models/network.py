@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.kv import KvState, can_rewind
-from spmoe.models.taps import OnTap, Taps
+from spmoe.models.taps import OnTap, Taps, Watch
 
 
 class Network:
@@ -41,8 +41,13 @@ class Network:
         """Room for the attention state of one sequence."""
         return KvState(self.model.config, capacity)
 
-    def forward(self, tokens: list[int], kv: KvState, keep: int, on_tap: OnTap | None = None) -> Tensor:
-        """Append tokens to a sequence; logits of the last `keep` of them."""  # -> [keep, vocabulary]
+    def forward(
+        self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None = None, on_tap: OnTap | None = None
+    ) -> Tensor:
+        """Append tokens to a sequence; logits of the last `keep` of them. Taps go to a watch or, raw, to `on_tap`."""
+        # -> [keep, vocabulary]
+        if watch is not None:
+            on_tap = watch.tap(self.depth_count, lambda depths, slab: watch.tell(depths, slab, watch.ask(depths, slab)))
         ids = torch.tensor([tokens], device=self.model.device)
         with torch.inference_mode(), self._taps.listen(on_tap):
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from spmoe.types import Routing
+
 OnTap = Callable[[int, Tensor], None]  # decoder layer, residual stream after attention [rows, hidden]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Somebody who looks at the residual streams of a forward, a slab of layers at a time.
+
+    `ask` is tensor work, done where the states are; `tell` gets its answer, on the host, when that is there.
+    """
+
+    slabs: int
+    ask: Callable[[range, Tensor], Routing | None]
+    tell: Callable[[range, Tensor, Routing | None], None]
+
+    def tap(self, depth_count: int, on_slab: Callable[[range, Tensor], None]) -> OnTap:
+        """Gathers layers into slabs."""  # a slab: [depths, rows, hidden]
+        size = -(-depth_count // self.slabs)
+        taps: list[Tensor] = []
+
+        def on_tap(depth: int, residual: Tensor) -> None:
+            taps.append(residual)
+            if len(taps) == size or depth == depth_count - 1:
+                on_slab(range(depth + 1 - len(taps), depth + 1), torch.stack(taps))
+                taps.clear()
+
+        return on_tap
 
 
 class Taps:

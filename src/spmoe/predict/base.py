@@ -27,6 +27,11 @@ class PrefetchPolicy(Protocol):
 
     stages: frozenset[Stage]  # the stages it wants to see; nothing is tapped for the others
 
+    def ask(self, depths: range, residual: Tensor) -> Routing | None:
+        """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
+        # residual: [depths, rows, hidden]
+        ...
+
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         """Called for every slab of layers, in order."""
         ...

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from spmoe.predict.base import Gates
-from spmoe.types import Accepted, ExpertKey, Seen, Stage, Wish
+from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
 
 
 class DraftGate:
@@ -23,12 +25,18 @@ class DraftGate:
         self._gates = gates
         self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
 
+    def ask(self, depths: range, residual: Tensor) -> Routing | None:
+        layers = [layer for depth in depths for layer in self._layers_at[depth]]
+        if not layers:
+            return None
+        rows = [row for row, depth in enumerate(depths) for _ in self._layers_at[depth]]
+        return self._gates.route(layers, residual if rows == list(range(len(depths))) else residual[rows])
+
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
-        pairs = [(layer, row) for row, depth in enumerate(seen.depths) for layer in self._layers_at[depth]]
-        if not pairs:
+        layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
+        routing = seen.routing if seen.routing is not None else self.ask(seen.depths, seen.residual)
+        if routing is None:
             return
-        layers = [layer for layer, _ in pairs]
-        routing = self._gates.route(layers, seen.residual[[row for _, row in pairs]])
         for layer, experts, scores in zip(layers, routing.experts.tolist(), routing.scores.tolist(), strict=True):
             best: dict[int, float] = {}
             for row_experts, row_scores in zip(experts, scores, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from spmoe.types import Accepted, Seen, Stage, Wish
 
 
@@ -11,6 +13,9 @@ class OnDemand:
     """The baseline that prefetching is measured against."""
 
     stages: frozenset[Stage] = frozenset()
+
+    def ask(self, depths: range, residual: Tensor) -> None:
+        pass
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         return ()

@@ -1,0 +1,251 @@
+"""Copies from host to device, on a stream of their own.
+
+What is demanded is submitted at once and whole. What is wished for goes chunk by chunk, with no more than a window of
+chunks on the stream, so that a demand waits for that window at most. Compute is ordered behind a copy on the device:
+the host does not wait for bytes. Likewise a slot is written again only after the kernels that read it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from spmoe.backends.cuda_driver import Piece
+from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.types import ExpertKey
+
+CHUNK_BYTES = 16 * 2**20  # large enough for the link's full speed
+WINDOW = 2  # chunks on the stream: one moves, the next is behind it when it ends
+
+
+class Event(Protocol):
+    """A point on a stream."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Lane(Protocol):
+    """The device as this file needs it: a stream for copies beside the one that computes."""
+
+    def copy(self, pieces: Sequence[Piece]) -> Event:
+        """Submit copies; the event is their end."""
+        ...
+
+    def wait_for(self, event: Event) -> None:
+        """Copies submitted from now on come after this event."""
+        ...
+
+    def compute_point(self) -> Event:
+        """Everything the calling thread has submitted to compute so far."""
+        ...
+
+    def compute_after(self, event: Event) -> None:
+        """What the calling thread submits to compute from now on comes after this event."""
+        ...
+
+    def stalled_seconds(self) -> float:
+        """How long compute has waited for such events since last asked; what has not ended yet is left for later."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for every copy to end."""
+        ...
+
+
+class Addresses(Protocol):
+    """Where blobs and slots are."""
+
+    nbytes: int  # of a blob
+
+    def source(self, key: ExpertKey) -> int: ...
+
+    def slot(self, slot: int) -> int: ...
+
+    def label(self, key: ExpertKey, slot: int) -> Piece:
+        """The copy that notes, on the device, which slot an expert is in."""
+        ...
+
+
+class CudaTicket:
+    """One copy."""
+
+    def __init__(self, transfer: CudaTransfer, job: CopyJob) -> None:
+        self.job = job
+        self.sent = 0  # bytes
+        self.end: Event | None = None  # known once everything is on the stream
+        self.error: SpmoeError | None = None
+        self.settled = threading.Event()  # it has an end, or an error
+        self._transfer = transfer
+        self._ordered = False
+
+    def ready(self) -> bool:
+        return self.error is not None or self._ordered or (self.end is not None and self.end.query())
+
+    def wait(self) -> None:
+        self.settled.wait()
+        if self.error is not None:
+            raise self.error
+        if self.end is not None and not self._ordered:
+            self.end.synchronize()
+
+    def order(self) -> None:
+        """Compute that is submitted next comes after this copy; the host goes on."""
+        self.hurry()
+        if self.error is not None:
+            raise self.error
+        if self.end is not None and not self.end.query():
+            self._transfer.lane.compute_after(self.end)
+        self._ordered = True
+
+    def hurry(self) -> None:
+        self._transfer.send_now(self)
+
+    def fail(self, error: SpmoeError) -> None:
+        """The copy will not be made."""
+        self.error = error
+        self.settled.set()
+
+    def sent_whole(self, end: Event) -> None:
+        """The last byte is on the stream."""
+        self.end = end
+        self.settled.set()
+
+
+class CudaTransfer:
+    """Host to device. Who demands submits; a thread keeps the window full with chunks of wishes."""
+
+    def __init__(self, lane: Lane, addresses: Addresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW) -> None:
+        self.lane = lane
+        # the link must not run dry between the end of one copy and the prefetcher's next look
+        self.depth = 1 + max(1, -(-2 * window * chunk // addresses.nbytes))
+        self._addresses = addresses
+        self._chunk = chunk
+        self._window = window
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._waiting: deque[CudaTicket] = deque()  # wishes not wholly on the stream
+        self._flying: deque[Event] = deque()  # chunks of wishes on the stream
+        self._last_use: dict[int, Event] = {}  # by slot
+        self._closed = False
+        self._thread = threading.Thread(target=self._keep_full, name="spmoe-copies", daemon=True)
+        self._thread.start()
+
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        tickets = [CudaTicket(self, job) for job in jobs]
+        with self._lock:
+            if self._closed:
+                raise TransferError("the engine is closed")
+            if urgent:
+                for group in self._groups(tickets):
+                    self._send(group)
+            else:
+                self._waiting.extend(tickets)
+                self._advance()
+                self._work.notify()
+        return list(tickets)
+
+    def fence(self, slots: Iterable[int]) -> None:
+        """What compute has been given so far may still read these slots."""
+        point = self.lane.compute_point()
+        with self._lock:
+            self._last_use.update(dict.fromkeys(slots, point))
+
+    def stalled_seconds(self) -> float:
+        return self.lane.stalled_seconds()
+
+    def send_now(self, ticket: CudaTicket) -> None:
+        """Put the rest of a wish on the stream: it is demanded."""
+        with self._lock:
+            if not ticket.settled.is_set():
+                self._waiting.remove(ticket)
+                self._send([ticket])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            while self._waiting:
+                self._waiting.popleft().fail(TransferError("the engine was closed"))
+            self._work.notify()
+        self._thread.join()
+        self.lane.drain()
+
+    # ---- under the lock
+
+    def _groups(self, tickets: list[CudaTicket]) -> list[list[CudaTicket]]:
+        """Small blobs share a submission, and an end, as long as that costs their first user little."""
+        size = max(1, self._chunk // 4 // self._addresses.nbytes)
+        return [tickets[i : i + size] for i in range(0, len(tickets), size)]
+
+    def _send(self, tickets: list[CudaTicket]) -> None:
+        """Put all that is left of these on the stream."""
+        pieces = [piece for ticket in tickets for piece in self._pieces(ticket, self._addresses.nbytes)]
+        self._submit(pieces, tickets)
+
+    def _advance(self) -> None:
+        """Fill the window with chunks of the wishes that wait."""
+        while self._flying and self._flying[0].query():
+            self._flying.popleft()
+        while self._waiting and len(self._flying) < self._window:
+            room, pieces, parts = self._chunk, list[Piece](), list[CudaTicket]()
+            while self._waiting and room > 0:
+                ticket = self._waiting.popleft()
+                room += ticket.sent
+                pieces += self._pieces(ticket, room)
+                room -= ticket.sent
+                parts.append(ticket)
+            if (end := self._submit(pieces, parts)) is not None:
+                self._flying.append(end)
+                self._waiting.extendleft(ticket for ticket in parts if not ticket.settled.is_set())
+
+    def _pieces(self, ticket: CudaTicket, limit: int) -> list[Piece]:
+        """A copy's next part, up to this many bytes of the blob; with its last part goes the note of the slot."""
+        key, slot = ticket.job
+        if ticket.sent == 0 and (last := self._last_use.pop(slot, None)) is not None and not last.query():
+            self.lane.wait_for(last)
+        size = min(limit, self._addresses.nbytes) - ticket.sent
+        to, source = self._addresses.slot(slot) + ticket.sent, self._addresses.source(key) + ticket.sent
+        ticket.sent += size
+        pieces = [Piece(to, source, size)]
+        return [*pieces, self._addresses.label(key, slot)] if ticket.sent == self._addresses.nbytes else pieces
+
+    def _submit(self, pieces: list[Piece], tickets: list[CudaTicket]) -> Event | None:
+        """One submission of parts of these copies; None when it is refused, and they have failed."""
+        try:
+            end = self.lane.copy(pieces)
+        except SpmoeError as error:
+            for ticket in tickets:
+                ticket.fail(_as_transfer_error(ticket.job, error))
+            return None
+        for ticket in tickets:
+            if ticket.sent == self._addresses.nbytes:
+                ticket.sent_whole(end)
+        return end
+
+    # ---- the thread
+
+    def _keep_full(self) -> None:
+        while True:
+            with self._lock:
+                while not self._waiting and not self._closed:
+                    self._work.wait()
+                if self._closed:
+                    return
+                self._advance()
+                oldest = self._flying[0] if self._waiting and self._flying else None
+            if oldest is not None:
+                oldest.synchronize()
+
+
+def _as_transfer_error(job: CopyJob, error: SpmoeError) -> SpmoeError:
+    if isinstance(error, TransferError):
+        return error
+    failure = TransferError(f"expert {job.key.expert} of layer {job.key.layer} could not be copied ({error})")
+    failure.__cause__ = error
+    return failure
