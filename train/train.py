@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for name in args.stages:
+        torch.compiler.reset()  # so that what earlier stages compiled does not count against this one's limit
         stage = STAGES[name] if args.steps is None else replace(STAGES[name], steps=args.steps)
         train(name, stage, args.data, args.runs, args.device, args.save_every)
 
