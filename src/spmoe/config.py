@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from spmoe.errors import UsageError
 
 PREFETCH_POLICIES = ("draft-gate", "on-demand")
 EVICTIONS = ("draft-informed", "lru")
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -150,6 +151,11 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_chunk: int = 512
     link_gbps: float | None = None
+    device: str = "auto"
+    device_memory: Size | Literal["auto"] | None = None  # instead of expert_memory, for everything on the device
+    pageable: bool = False  # experts in memory that is not locked
+    enforce_eager: bool = False  # no recorded graphs
+    shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: bool = True
 
     @classmethod
@@ -160,6 +166,9 @@ class EngineConfig:
             raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         if "expert_memory" in options:
             options["expert_memory"] = Size.parse(options["expert_memory"])
+        memory = options.get("device_memory")
+        if memory is not None:
+            options["device_memory"] = "auto" if str(memory).strip().lower() == "auto" else Size.parse(memory)
         if "cutoff" in options:
             options["cutoff"] = Cutoff.parse(options["cutoff"])
         draft = options.get("draft")
@@ -170,6 +179,7 @@ class EngineConfig:
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
         _choose("eviction", self.eviction, EVICTIONS)
         _choose("dtype", self.dtype, DTYPES)
+        _choose("device", self.device, DEVICES)
         _whole(num_speculative_tokens=self.num_speculative_tokens, prefill_chunk=self.prefill_chunk)
         _whole(max_model_len=2 if self.max_model_len is None else self.max_model_len)
         _number(link_gbps=1 if self.link_gbps is None else self.link_gbps)

@@ -30,10 +30,10 @@ from checkpoints import (
 )
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
-from spmoe.experts.store import ExpertFile
+from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_port import experts_modules
-from spmoe.models.load import build_expert_file, expert_file_path, load_without_experts
+from spmoe.models.load import ExpertReader, expert_file_path, load_without_experts, store_spec
 from spmoe.models.target import Target
 from spmoe.types import ExpertKey
 
@@ -45,7 +45,10 @@ def load(directory: Path, dtype: torch.dtype) -> tuple[Target, dict[ExpertKey, d
     """The target, every expert as its file has it, and all bytes of the blobs."""
     checkpoint = Checkpoint.find(str(directory))
     target = Target(load_without_experts(checkpoint, dtype))
-    file = build_expert_file(checkpoint, target.model, [site.path for site in target.moe], dtype, lambda *_: None)
+    paths = [site.path for site in target.moe]
+    with ExpertReader(checkpoint, target.model, paths) as reader:
+        spec = store_spec(checkpoint, target.model, paths, dtype)
+        file = ensure_expert_file(expert_file_path(checkpoint, dtype), spec, reader.fill)
     try:
         experts, blobs = {}, []
         for key in list(file.spec.keys()):
@@ -187,7 +190,7 @@ def test_the_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -
 def test_reading_experts_twice_is_not_needed(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(own_checkpoint, torch.float32)
     reads: list[Any] = []
-    monkeypatch.setattr("spmoe.models.load._ExpertReader.fill", lambda *args: reads.append(args))
+    monkeypatch.setattr("spmoe.models.load.ExpertReader.fill", lambda *args: reads.append(args))
     load(own_checkpoint, torch.float32)
     assert reads == []
 

@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from spmoe.experts.source import Wave
+from spmoe.experts.source import ExpertSource, Wave
+
+
+class Port(Protocol):
+    """What an experts module calls in place of its own forward."""
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of each row's experts."""
+        # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
+        ...
 
 
 class Backend(Protocol):
     """Runs experts on one kind of device."""
+
+    def port(self, layer: int, source: ExpertSource) -> Port:
+        """What one layer's experts module is to call."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything submitted so far; for measurements."""
+        ...
+
+
+class WaveArithmetic(Protocol):
+    """Runs experts as they come."""
 
     def run_experts(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
@@ -19,3 +41,16 @@ class Backend(Protocol):
         """The weighted sum of each row's experts, whatever the order in which they arrive."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
         ...
+
+
+class SourcePort:
+    """Takes a layer's experts from an `ExpertSource`; the router's choice is read by the host first."""
+
+    def __init__(self, layer: int, source: ExpertSource, arithmetic: WaveArithmetic) -> None:
+        self._layer = layer
+        self._source = source
+        self._arithmetic = arithmetic
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        needed: list[int] = torch.unique(index).tolist()
+        return self._arithmetic.run_experts(experts, hidden, index, weights, self._source.use(self._layer, needed))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from spmoe.experts.source import Wave
+from spmoe.backends.base import Port, SourcePort
+from spmoe.experts.source import ExpertSource, Wave
 
 
 class CpuBackend:
@@ -18,6 +19,12 @@ class CpuBackend:
     Contributions are kept apart until all have arrived and then added in order of expert number, so the result does
     not depend, in any bit, on which experts were resident.
     """
+
+    def port(self, layer: int, source: ExpertSource) -> Port:
+        return SourcePort(layer, source, self)
+
+    def synchronize(self) -> None:
+        pass
 
     def run_experts(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]

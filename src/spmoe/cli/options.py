@@ -48,6 +48,17 @@ def _engine(
     link_gbps: Annotated[
         float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu (experts on disk), cuda (in host memory) or auto.")] = "auto",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="CUDA: one limit for weights, KV, workspace and experts: a size, or auto (what is free)."),
+    ] = None,
+    pageable: Annotated[
+        bool, typer.Option("--pageable", help="CUDA: do not lock the experts' host memory; copies are slower.")
+    ] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="CUDA: no recorded graphs, for debugging.")
+    ] = False,
 ) -> dict[str, Any]:
     options = dict(locals())
     EngineConfig.make(**{**options, "model": model or ""})  # refuses bad values before anything heavy is imported

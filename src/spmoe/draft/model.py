@@ -36,7 +36,8 @@ class DraftModel:
                 self._states[sequence_id].rewind(length)
 
     def release(self, sequence_id: int) -> None:
-        self._states.pop(sequence_id, None)
+        if (kv := self._states.pop(sequence_id, None)) is not None:
+            self.network.give_back(kv)
 
     def _propose(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> types.Draft:
         if len(sequence.tokens) + k > self.network.max_positions:

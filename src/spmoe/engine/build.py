@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe.backends.cpu import CpuBackend
-from spmoe.config import Cutoff, CutoffMode, EngineConfig, format_bytes
-from spmoe.draft.base import Drafter
+from spmoe.backends.devices import choose_device
+from spmoe.config import Cutoff, CutoffMode, EngineConfig
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
+from spmoe.engine.materials import Materials, gather, load_draft, wide_shape
+from spmoe.engine.memory import MemoryPlan, divide_memory, slot_count
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
-from spmoe.errors import BudgetError, CheckpointError, SpmoeError, UsageError
+from spmoe.engine.room import Room, make_room
+from spmoe.errors import UsageError
 from spmoe.experts.eviction import make_eviction
-from spmoe.experts.slots import MemorySlots
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
-from spmoe.experts.transfer import FileTransfer, ThrottledTransfer, Transfer
-from spmoe.models.checkpoint import Checkpoint, building
-from spmoe.models.load import build_expert_file, load_dense, load_without_experts, store_spec
+from spmoe.experts.transfer import ThrottledTransfer
+from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 from spmoe.observe.clock import Clock, RealClock
 from spmoe.observe.ledger import Counters
-from spmoe.observe.progress import progress_bar
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
+
+if TYPE_CHECKING:
+    from spmoe.backends.graphs import Recorder
 
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
 
@@ -53,6 +54,9 @@ class Engine:
     slots: int
     clock: Clock
     max_model_len: int
+    device: torch.device
+    room: Room
+    memory: MemoryPlan
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
@@ -74,64 +78,61 @@ class Engine:
         if self.profile_file is not None and self.profile is not None:
             write_profile(self.profile_file, self.profile)
         self.source.close()
+        self.room.close()
 
 
 def build(config: EngineConfig) -> Engine:
     """Load target, experts and draft, and connect them."""
+    device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
-    dtype = checkpoint.dtype(config.dtype)
-    model = load_without_experts(checkpoint, dtype)
-    with building(checkpoint):
-        target = Target(model)
-    paths, clock = [site.path for site in target.moe], RealClock()
-    spec = store_spec(checkpoint, target.model, paths, dtype)
-    count = slot_count(config, spec, target.top_k)  # refuses before the experts are written, which may take long
-    with progress_bar("Writing experts to the cache", config.progress) as report:
-        file = build_expert_file(checkpoint, target.model, paths, dtype, report)
-    try:
-        slots = MemorySlots(count, spec.layout)
-    except SpmoeError:
-        file.close()
-        raise
-    timeline = Timeline()
-    transfer: Transfer = FileTransfer(file, slots)
+    wide_shape(config)  # refuses before anything is loaded
+    materials, clock, notices = gather(config, checkpoint, device), RealClock(), list[str]()
+    target, spec = materials.target, materials.spec
+    slot_count(config, spec, target.top_k)  # refuses before the draft is read
+    draft = _load_draft(config, draft_checkpoint, materials, notices)
+    limit = min(config.max_model_len or target.max_positions, target.max_positions)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
+    budget = divide_memory(config, device, [n for n in (target, draft) if n is not None], spec, target.top_k)
+    room = make_room(config, materials, budget.slots)
+    notices += room.notices
+    timeline, transfer = Timeline(), room.transfer
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction, spec.experts)
-    source = ExpertSource(slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
+    source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     try:
-        target.connect(source, CpuBackend())
-        notices: list[str] = []
-        drafter, k = _make_drafter(config, draft_checkpoint, target, dtype, notices)
+        k = config.num_speculative_tokens if draft is not None else 0
+        drafter = DraftModel(draft, target.vocab_size, config.prefill_chunk) if draft is not None else NoDraft()
+        if room.recorder is not None:
+            _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
+        target.connect(source, room.backend)
+        if room.cuda is not None and budget.slots == spec.count and config.link_gbps is None:
+            source.load_all(spec.experts)
+            room.backend.synchronize()
+            room.cuda.all_resident = True
         loop = Loop(target, drafter, OnDemand(), source, clock, k, config.prefill_chunk)
-        limit = min(config.max_model_len or target.max_positions, target.max_positions)
-        if config.max_model_len is not None and config.max_model_len > limit:
-            notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
-        engine = Engine(config, dtype, tokenizer, target, loop, source, spec, count, clock, limit, notices=notices)
+        engine = Engine(
+            config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
+            budget, notices=notices,
+        )  # fmt: skip
         loop.policy = _make_policy(engine, checkpoint, draft_checkpoint)
     except BaseException:
         source.close()
+        room.close()
         raise
     return engine
 
 
-def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
-    """Slots that the expert memory pays for; never more than there are experts."""
-    blob = spec.layout.nbytes
-    if top_k < 1:
-        raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
-    count = min(spec.count, config.expert_memory.of(spec.nbytes) // blob)
-    if count < top_k:
-        share = math.ceil(1000 * top_k / spec.count) / 10
-        raise BudgetError(
-            f"--expert-memory {config.expert_memory} holds {count} experts of {format_bytes(blob)}, but one token "
-            f"needs {top_k} of a layer at once; give at least {math.ceil(top_k * blob / 2**10)}KiB or {share}%"
-        )
-    return count
+def _record(recorder: Recorder, networks: list[tuple[str, Network | None, int]], notices: list[str]) -> None:
+    """Let forwards of few rows be recorded where the networks allow it."""
+    for name, network, rows in networks:
+        if network is not None and (reason := network.record_forwards(recorder, rows)) is not None:
+            notices.append(f"forwards of the {name} cannot be recorded ({reason}); they run slower")
 
 
 def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
@@ -146,22 +147,25 @@ def profile_settings(config: EngineConfig, checkpoint: Checkpoint, draft: Checkp
         "draft": draft.fingerprint,
         "dtype": config.dtype,
         "link_gbps": config.link_gbps,
+        "device": config.device,
+        "shape": config.shape,
+        "enforce_eager": config.enforce_eager,
+        "pageable": config.pageable,
         **asdict(inputs),
     }
 
 
-def _make_drafter(
-    config: EngineConfig, checkpoint: Checkpoint | None, target: Target, dtype: torch.dtype, notices: list[str]
-) -> tuple[Drafter, int]:
-    """The drafter and K; plain decoding where the target's state could not be rolled back."""
+def _load_draft(
+    config: EngineConfig, checkpoint: Checkpoint | None, materials: Materials, notices: list[str]
+) -> Network | None:
+    """The draft network; none where the target's state could not be rolled back."""
+    target = materials.target
     if checkpoint is None:
-        return NoDraft(), 0
+        return None
     if not target.can_rewind:
         notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
-        return NoDraft(), 0
-    model = load_dense(checkpoint, dtype)
-    with building(checkpoint):
-        network = Network(model)
+        return None
+    network = load_draft(materials, checkpoint)
     if not network.can_rewind:
         raise UsageError(f"the draft {checkpoint.name} keeps a state that cannot be rolled back; choose another draft")
     if network.max_positions < target.max_positions:
@@ -169,7 +173,7 @@ def _make_drafter(
             f"the draft reads {network.max_positions} positions and the target {target.max_positions}; beyond the "
             "former it decodes without speculation"
         )
-    return DraftModel(network, target.vocab_size, config.prefill_chunk), config.num_speculative_tokens
+    return network
 
 
 def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Checkpoint | None) -> PrefetchPolicy:
@@ -185,7 +189,8 @@ def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Check
         engine.profile_file = profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs))
         engine.profile = read_profile(engine.profile_file)
         if engine.profile is None:
-            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock)
+            wait = engine.room.backend.synchronize
+            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
             write_profile(engine.profile_file, engine.profile)
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     # more than the slots can hold at once would push itself out again within the step

@@ -15,7 +15,7 @@ from spmoe.config import EngineConfig, SamplingParams
 from spmoe.engine.build import Engine, build
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
-from spmoe.errors import PromptError, SpmoeError, UsageError, reason
+from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
 from spmoe.models.shipped import shipped_pair
 
 Prompt = str | Sequence[int]
@@ -149,7 +149,13 @@ class LLM:
             if self._closed:
                 raise SpmoeError("the engine is closed")
             self._release_ended()
-            return self.engine.loop.step(sequence, room)
+            try:
+                return self.engine.loop.step(sequence, room)
+            except torch.OutOfMemoryError as error:
+                raise BudgetError(
+                    f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
+                    "and the experts; lower --expert-memory, or raise --device-memory if it is set"
+                ) from error
 
     def _release(self, sequence: types.Sequence) -> None:
         """Called by the garbage collector too, which may run inside a step of this very thread: never waits."""

@@ -81,7 +81,8 @@ class Loop:
     def release(self, sequence: Sequence) -> None:
         """The request is over, however it ended."""
         self.source.end_step()
-        self._states.pop(sequence.id, None)
+        if (kv := self._states.pop(sequence.id, None)) is not None:
+            self.target.give_back(kv)
         self.drafter.release(sequence.id)
 
     def _account_time(self, started: float, drafted: float, ended: float) -> None:

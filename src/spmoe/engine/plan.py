@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from spmoe.config import CutoffMode, EngineConfig
-from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings, slot_count
+from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.memory import slot_count
 from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint, building

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -55,12 +55,22 @@ def write_profile(path: Path, profile: Profile) -> None:
         pass
 
 
-def measure(target: Target, draft: Network, source: ExpertSource, inputs: CutoffInputs, clock: Clock) -> Profile:
-    """Time single draft passes, verification passes with their stalls taken out, and expert loads."""
-    rows = inputs.draft_tokens + 1
-    load = _seconds_per_expert(source, inputs, clock)
-    verify = _seconds_per_pass(target, rows, source, clock) / inputs.layers
-    drafting = _seconds_per_pass(draft, 1, source, clock) / draft.depth_count
+def measure(
+    target: Target,
+    draft: Network,
+    source: ExpertSource,
+    inputs: CutoffInputs,
+    clock: Clock,
+    synchronize: Callable[[], None] = lambda: None,
+) -> Profile:
+    """Time single draft passes, verification passes with their stalls taken out, and expert loads.
+
+    `synchronize` waits for a device that computes, and receives experts, behind the host's back.
+    """
+    timer = _Timer(source, clock, synchronize)
+    load = _seconds_per_expert(timer, inputs)
+    verify = _seconds_per_pass(target, inputs.draft_tokens + 1, timer) / inputs.layers
+    drafting = _seconds_per_pass(draft, 1, timer) / draft.depth_count
     return Profile(drafting, draft.depth_count, verify, load, free_slots(inputs))
 
 
@@ -69,28 +79,45 @@ def free_slots(inputs: CutoffInputs) -> int:
     return max(0, inputs.slots - math.ceil(inputs.needed_per_layer))
 
 
-def _seconds_per_expert(source: ExpertSource, inputs: CutoffInputs, clock: Clock) -> float:
+class _Timer:
+    """Times what the source takes part in, from one moment at which nothing is under way to the next."""
+
+    def __init__(self, source: ExpertSource, clock: Clock, synchronize: Callable[[], None]) -> None:
+        self.source = source
+        self._clock = clock
+        self._synchronize = synchronize
+
+    def time(self, work: Callable[[], object]) -> tuple[float, float, int]:
+        """Seconds, those of them that compute stalled, and loads."""
+        self.source.begin_step()
+        self._synchronize()
+        before, started = self.source.counters.copy(), self._clock.now()
+        work()
+        self._synchronize()
+        seconds = self._clock.now() - started
+        self.source.end_step()
+        spent = self.source.counters.minus(before)
+        return seconds, spent.stall_seconds, spent.demand_loads
+
+
+def _seconds_per_expert(timer: _Timer, inputs: CutoffInputs) -> float:
     """Throughput of demand loads, as many at once as a layer may ask for."""
     batch = range(min(inputs.slots, inputs.experts_per_layer))
     times = []
     for layer in range(min(inputs.layers, _PASSES)):
-        before, started = source.counters.copy(), clock.now()
-        for _ in source.use(layer, batch):
-            pass
-        loads = source.counters.minus(before).demand_loads
+        seconds, _, loads = timer.time(lambda layer=layer: list(timer.source.use(layer, batch)))  # type: ignore[misc]
         if loads:
-            times.append((clock.now() - started) / loads)
+            times.append(seconds / loads)
     return median(times) if times else 0.0
 
 
-def _seconds_per_pass(network: Network, rows: int, source: ExpertSource, clock: Clock) -> float:
-    kv = network.new_kv(rows * (_PASSES + 1))
+def _seconds_per_pass(network: Network, rows: int, timer: _Timer) -> float:
+    kv = network.new_kv(rows * (_PASSES + 2) + 1)
+    network.forward([0], kv, keep=1)  # a state that has begun: only such a one is continued by recorded forwards
     tokens = [i % network.vocab_size for i in range(rows)]
     times = []
     for _ in range(_PASSES + 1):
-        source.begin_step()
-        stalled, started = source.counters.stall_seconds, clock.now()
-        network.forward(tokens, kv, keep=rows)
-        times.append(clock.now() - started - (source.counters.stall_seconds - stalled))
-    source.begin_step()
+        seconds, stalled, _ = timer.time(lambda: network.forward(tokens, kv, keep=rows))
+        times.append(seconds - stalled)
+    network.give_back(kv)
     return min(times[1:])  # what the machine can do; anything above it is somebody else's load

@@ -7,26 +7,16 @@ called with. A port adds nothing to the model's own arithmetic; it decides where
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from spmoe.backends.base import Backend
+from spmoe.backends.base import Port
 from spmoe.errors import CheckpointError
-from spmoe.experts.source import ExpertSource
 
 IMPLEMENTATION = "spmoe"
-
-
-class Port(Protocol):
-    """What an experts module calls in place of its own forward."""
-
-    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of each row's experts."""
-        # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
-        ...
 
 
 class SilentPort:
@@ -34,19 +24,6 @@ class SilentPort:
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(hidden)
-
-
-class SourcePort:
-    """Takes a layer's experts from an `ExpertSource`."""
-
-    def __init__(self, layer: int, source: ExpertSource, backend: Backend) -> None:
-        self._layer = layer
-        self._source = source
-        self._backend = backend
-
-    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        needed: list[int] = torch.unique(index).tolist()
-        return self._backend.run_experts(experts, hidden, index, weights, self._source.use(self._layer, needed))
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

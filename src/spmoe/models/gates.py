@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,7 @@ class StackedGates:
     def __init__(self, norms: Sequence[nn.Module], routers: Sequence[nn.Module]) -> None:
         self._norms = stack_module_state(list(norms))
         self._routers = stack_module_state(list(routers))
-        norm, router = norms[0], routers[0]
+        norm, router = deepcopy(norms[0]), routers[0]  # a copy: the original may be fused later, with its own weights
 
         def ask(norm_state: Any, router_state: Any, hidden: Tensor) -> tuple[Tensor, ...]:
             return functional_call(router, router_state, (functional_call(norm, norm_state, (hidden,)),))  # type: ignore[no-any-return]

@@ -13,6 +13,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from spmoe.models.attention import current_length
+
 
 class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, allocated once; `length` says how much of them counts.
@@ -38,6 +40,11 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (length := current_length()) is not None:
+            from spmoe.backends.kernels.attention import append
+
+            append(self.keys, self.values, key_states, value_states, length)
+            return self.keys, self.values
         end = self.length + key_states.shape[-2]
         if end > self.capacity:  # writing one row into none would pass unnoticed
             raise ValueError(f"a state of {self.capacity} positions cannot hold {end}")
@@ -62,6 +69,7 @@ class KvState:
     def __init__(self, config: Any, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.programs: dict[Any, Any] = {}  # forwards recorded over this state's memory
         self.can_rewind = can_rewind(config)
         if self.can_rewind:
             count = len(DynamicCache(config=config).layers)
@@ -78,6 +86,12 @@ class KvState:
         self.length = length
         for layer in self.cache.layers:
             layer.length = length
+
+    def advance(self, rows: int) -> None:
+        """Count rows that were appended on the device, behind the layers' back."""
+        self.length += rows
+        for layer in self.cache.layers:
+            layer.length = self.length
 
     @property
     def bytes_per_token(self) -> int:

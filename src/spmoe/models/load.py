@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from spmoe.config import home
 from spmoe.errors import CheckpointError, reason
-from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.types import ExpertKey
@@ -68,15 +68,6 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
         raise CheckpointError(f"{checkpoint.name} has experts of several sizes, which spmoe cannot hold yet")
     counts = tuple(next(iter(one.values()))[0] for one in shapes)
     return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blobs[0], dtype), counts)
-
-
-def build_expert_file(
-    checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype, on_progress: OnProgress
-) -> ExpertFile:
-    """The expert file of this checkpoint and dtype; built unless a current one is in the cache directory."""
-    spec = store_spec(checkpoint, model, paths, dtype)
-    with _ExpertReader(checkpoint, model, paths) as reader:
-        return ensure_expert_file(expert_file_path(checkpoint, dtype), spec, reader.fill, on_progress)
 
 
 def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
@@ -166,7 +157,7 @@ def _strays(model: Any, unexpected: Iterable[str]) -> list[str]:
     return [n for n, m in numbered if not n.startswith(left_out) and not depth <= int(m[1]) < depth + spare]
 
 
-class _ExpertReader:
+class ExpertReader:
     """Reads one expert's tensors at a time, by transformers' own conversion rules."""
 
     def __init__(self, checkpoint: Checkpoint, model: Any, paths: list[str]) -> None:
@@ -191,7 +182,7 @@ class _ExpertReader:
         for target, (count, *_) in wanted.items():
             self._check_sources(target, count)
 
-    def __enter__(self) -> _ExpertReader:
+    def __enter__(self) -> ExpertReader:
         return self
 
     def __exit__(self, *exc: object) -> None:

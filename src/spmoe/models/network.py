@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from spmoe.models import attention
 from spmoe.models.anatomy import Anatomy, dissect
+from spmoe.models.fusion import fuse_norms
 from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.taps import OnTap, Taps, Watch
+
+if TYPE_CHECKING:
+    from spmoe.backends.graphs import Recorder
+
+_SMALLEST_STATE = 1024  # positions; states that programs are recorded over are made larger than needed, and kept
 
 
 class Network:
@@ -25,6 +32,9 @@ class Network:
         self.max_positions: int = text.max_position_embeddings
         self.depth_count = self.anatomy.depth_count
         self._taps = Taps(self.anatomy.norms)
+        self._recorder: Recorder | None = None
+        self._recorded_rows = 0
+        self._spare: list[KvState] = []
 
     @property
     def has_taps(self) -> bool:
@@ -39,13 +49,28 @@ class Network:
 
     def new_kv(self, capacity: int) -> KvState:
         """Room for the attention state of one sequence."""
-        return KvState(self.model.config, capacity)
+        if self._recorder is None:
+            return KvState(self.model.config, capacity)
+        fitting = [kv for kv in self._spare if kv.capacity >= capacity]
+        self._spare = [kv for kv in self._spare if kv not in fitting[:1] and kv.capacity >= capacity]
+        return fitting[0] if fitting else KvState(self.model.config, state_capacity(capacity))
+
+    def give_back(self, kv: KvState) -> None:
+        """A sequence is over; its state, and what was recorded over it, may serve another."""
+        if self._recorder is not None:
+            kv.rewind(0)
+            self._spare.append(kv)
 
     def forward(
-        self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None = None, on_tap: OnTap | None = None
+        self, tokens: list[int], kv: KvState, keep: int, on_tap: OnTap | None = None, watch: Watch | None = None
     ) -> Tensor:
-        """Append tokens to a sequence; logits of the last `keep` of them. Taps go to a watch or, raw, to `on_tap`."""
+        """Append tokens to a sequence; logits of the last `keep` of them. Taps go to a watch or, raw, to `on_tap`.
+
+        The logits of a recorded forward are overwritten by the next one.
+        """
         # -> [keep, vocabulary]
+        if self._recorder is not None and kv.length > 0 and len(tokens) <= self._recorded_rows and on_tap is None:
+            return self._run_program(tokens, kv, keep, watch, self._recorder)
         if watch is not None:
             on_tap = watch.tap(self.depth_count, lambda depths, slab: watch.tell(depths, slab, watch.ask(depths, slab)))
         ids = torch.tensor([tokens], device=self.model.device)
@@ -53,3 +78,58 @@ class Network:
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
+
+    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
+        """From now on replay forwards of up to this many rows; why that cannot be, if it cannot.
+
+        Fused norms, attention and the recorded forward are tried on a few tokens against the model as it came.
+        """
+        if not self.can_rewind:
+            return "its state is not keys and values alone"
+        tokens = [[i % self.vocab_size for i in range(5)], [5 % self.vocab_size, 6 % self.vocab_size]]
+        before, expected = self.model.config._attn_implementation, self._try(tokens)
+        unfuse = fuse_norms(self.model)
+        try:
+            attention.use(self.model)
+            self._recorder, self._recorded_rows = recorder, 2
+            found = self._try(tokens)
+        except Exception as error:  # whatever a model's own code cannot do with it
+            reason = str(error) or type(error).__name__
+        else:
+            if torch.allclose(found.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
+                self._recorded_rows = rows
+                self._spare.clear()
+                return None
+            reason = "it does not give the same result when recorded"
+        self._recorder, self._recorded_rows = None, 0
+        self.model.set_attn_implementation(before)
+        unfuse()
+        return reason
+
+    def _try(self, batches: list[list[int]]) -> Tensor:
+        kv = self.new_kv(64)
+        for tokens in batches:
+            logits = self.forward(tokens, kv, keep=len(tokens))
+        return logits.clone()
+
+    def _run_program(
+        self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None, recorder: Recorder
+    ) -> Tensor:
+        from spmoe.models.programs import Program
+
+        key = (len(tokens), keep, watch.slabs if watch is not None else 0)
+        if key not in kv.programs:
+            kv.programs[key] = Program(self.model, self._taps, self.depth_count, kv, recorder, len(tokens), keep, watch)
+        logits: Tensor = kv.programs[key].run(tokens, kv.length, watch)
+        kv.advance(len(tokens))
+        return logits
+
+
+def state_capacity(needed: int) -> int:
+    """Positions of a state that programs are recorded over: enough for most sequences to share one."""
+    return max(_SMALLEST_STATE, 1 << (needed - 1).bit_length())
+
+
+def _tolerance(logits: Tensor) -> float:
+    """What two ways to compute the same may differ by: some roundings of the largest logit."""
+    return 64 * torch.finfo(logits.dtype).eps * max(1.0, float(logits.float().abs().max()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmoe.backends.base import Backend
 from spmoe.experts.source import ExpertSource
 from spmoe.models.anatomy import MoeSite
-from spmoe.models.experts_port import SourcePort, attach
+from spmoe.models.experts_port import attach
 from spmoe.models.gates import StackedGates
 from spmoe.models.network import Network
 from spmoe.types import Routing
@@ -35,7 +35,7 @@ class Target(Network):
     def connect(self, source: ExpertSource, backend: Backend) -> None:
         """From now on experts come from this source."""
         for layer, site in enumerate(self.moe):
-            attach(site.experts, SourcePort(layer, source, backend))
+            attach(site.experts, backend.port(layer, source))
 
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         """The layers' own norms and routers on hidden states of any origin."""

@@ -1,0 +1,211 @@
+"""The CUDA backend: experts of few rows in grouped kernels that read slots in place, of many rows in plain products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmoe.backends.base import Port
+from spmoe.backends.cpu import CpuBackend
+from spmoe.backends.cuda_driver import CudaDriver, Piece
+from spmoe.backends.cuda_memory import DeviceSlots, HostStore
+from spmoe.backends.cuda_transfer import Event
+from spmoe.backends.graphs import Phase, Recorder
+from spmoe.backends.kernels.experts import MOST_ROWS, MOST_WORDS, Geometry, Scratch, add_up, run_wave
+from spmoe.experts.source import ExpertSource
+from spmoe.types import ExpertKey
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+}
+
+
+class CudaLane:
+    """A stream for copies beside the stream that computes."""
+
+    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+        self._driver = driver
+        self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def copy(self, pieces: Sequence[Piece]) -> Event:
+        self._driver.copy(pieces, self._stream)
+        end = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        end.record(self._stream)
+        return end
+
+    def wait_for(self, event: Event) -> None:
+        self._stream.wait_event(event)  # type: ignore[arg-type]
+
+    def compute_point(self) -> Event:
+        point = torch.cuda.Event()
+        point.record(torch.cuda.current_stream(self._device))
+        return point
+
+    def compute_after(self, event: Event) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(event)  # type: ignore[arg-type]
+        after.record(stream)
+        self._waits.append((before, after))
+
+    def stalled_seconds(self) -> float:
+        over = [(before, after) for before, after in self._waits if after.query()]
+        self._waits = self._waits[len(over) :]  # they end in order
+        return float(sum(before.elapsed_time(after) for before, after in over)) / 1000
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+
+class CudaAddresses:
+    """Blobs in the host store, slots on the device."""
+
+    def __init__(self, store: HostStore, slots: DeviceSlots) -> None:
+        self.nbytes = store.spec.layout.nbytes
+        self._store = store
+        self._slots = slots
+        self._numbers = torch.arange(slots.count, dtype=torch.int32, pin_memory=True)  # what labels are copied from
+
+    def source(self, key: ExpertKey) -> int:
+        return self._store.address(key)
+
+    def slot(self, slot: int) -> int:
+        return self._slots.address(slot)
+
+    def label(self, key: ExpertKey, slot: int) -> Piece:
+        return Piece(self._slots.table_address(key), self._numbers.data_ptr() + 4 * slot, 4)
+
+
+class CudaBackend:
+    """Experts on one CUDA device."""
+
+    def __init__(self, slots: DeviceSlots, recorder: Recorder) -> None:
+        self.slots = slots
+        self.recorder = recorder
+        self.all_resident = False  # every expert is in a slot and stays there: the host need not know what is chosen
+        self.plain = CpuBackend()
+        self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
+        self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
+        self._scratches: dict[tuple[int, int], Scratch] = {}
+        self._chosen: dict[tuple[int, int, int], Tensor] = {}
+
+    def port(self, layer: int, source: ExpertSource) -> Port:
+        return CudaPort(layer, source, self)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.slots.arena.device)
+
+    def scratch(self, rows: int, top_k: int, geometry: Geometry) -> Scratch:
+        """Places for what experts compute. Layers run one after the other and share them."""
+        if (rows, top_k) not in self._scratches:
+            device = self.slots.arena.device
+            self._scratches[rows, top_k] = Scratch.allocate(rows, top_k, geometry, self.dtype, device)
+        return self._scratches[rows, top_k]
+
+    def chosen(self, layer: int, rows: int, top_k: int) -> Tensor:
+        """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, page-locked
+        key = (layer, rows, top_k)
+        if key not in self._chosen:
+            self._chosen[key] = torch.empty(rows, top_k, dtype=torch.int64, pin_memory=True)
+        return self._chosen[key]
+
+    def geometry(self, experts: Any) -> Geometry | None:
+        """Where the grouped kernels find an expert's weights in a blob; None where they cannot run such experts."""
+        fields = {field.name: field for field in self.slots.layout.fields}
+        plain = experts.has_gate and not experts.has_bias and not experts.is_transposed
+        if not plain or fields.keys() != {"gate_up_proj", "down_proj"} or activation_of(experts) is None:
+            return None
+        if not _gate_is_plain(experts) or self.slots.table.shape[1] > 64 * MOST_WORDS:
+            return None
+        gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
+        return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
+
+
+def activation_of(experts: Any) -> str | None:
+    """The kernels' name for the module's activation."""
+    return _ACTIVATIONS.get(type(getattr(experts, "act_fn", None)).__name__)
+
+
+def _gate_is_plain(experts: Any) -> bool:
+    """Whether the gate is act(gate) * up with the two halves side by side, as a small example shows."""
+    probe = torch.linspace(-3, 3, 8)[None]  # [1, 8]
+    gate, up = probe.chunk(2, dim=-1)
+    try:
+        return torch.allclose(experts._apply_gate(probe), experts.act_fn(gate) * up)
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+
+
+class CudaPort:
+    """One layer's experts. While a forward is recorded, the host's part of the work goes between two graphs."""
+
+    def __init__(self, layer: int, source: ExpertSource, backend: CudaBackend) -> None:
+        self._layer = layer
+        self._source = source
+        self._backend = backend
+        self._table = backend.slots.table[layer]  # [experts]
+        self._geometry: Geometry | None = None
+        self._looked = False
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if not self._looked:
+            self._geometry, self._looked = self._backend.geometry(experts), True
+        if self._geometry is None or len(hidden) > MOST_ROWS:
+            needed: list[int] = torch.unique(index).tolist()
+            waves = self._source.use(self._layer, needed)
+            return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
+        rows, top_k = index.shape
+        scratch = self._backend.scratch(rows, top_k, self._geometry)
+        launch = partial(self._launch, str(activation_of(experts)), hidden, index, weights, scratch, self._geometry)
+        recorder = self._backend.recorder
+        if self._backend.all_resident:
+            launch(None)
+        elif recorder.phase is Phase.EAGER:
+            self._run_waves(launch, index)
+        else:
+            if recorder.phase is Phase.REHEARSAL:
+                launch(())  # no expert is in this wave; the kernels are compiled
+            chosen = self._backend.chosen(self._layer, rows, top_k)
+            chosen.copy_(index, non_blocking=True)
+            recorder.split(partial(self._run_waves, launch, chosen, torch.cuda.Event()))
+        return add_up(scratch, torch.empty_like(hidden))
+
+    def _run_waves(
+        self, launch: Callable[[Sequence[int]], None], index: Tensor, known: torch.cuda.Event | None = None
+    ) -> None:
+        """Read the router's choice and run the experts as they come."""
+        if known is not None:
+            known.record()
+            known.synchronize()
+        needed = sorted({expert for row in index.tolist() for expert in row})
+        for wave in self._source.use(self._layer, needed):
+            launch(wave.experts)
+
+    def _launch(
+        self,
+        activation: str,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        scratch: Scratch,
+        geometry: Geometry,
+        wave: Sequence[int] | None,
+    ) -> None:
+        words = None
+        if wave is not None:
+            mask = sum(1 << expert for expert in wave)
+            words = tuple((mask >> shift) & (2**64 - 1) for shift in range(0, len(self._table), 64))
+        arena = self._backend.arena
+        run_wave(hidden, index, weights, self._table, words, arena, geometry, activation, scratch)

@@ -1,0 +1,89 @@
+"""Forwards recorded as CUDA graphs, piecewise: between two graphs the host may look at results and decide.
+
+A forward is run twice before it is replayed: once as a rehearsal, in which kernels are compiled and libraries make
+their workspaces, and once to be recorded. What is computed in either counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Phase(Enum):
+    """What becomes of kernels that are submitted now."""
+
+    EAGER = "run, and count"
+    REHEARSAL = "run, for nothing"
+    RECORDING = "noted down"
+
+
+class Recording:
+    """A recorded forward."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        """Submit graph after graph, with the host's own work in between."""
+        for piece in self.pieces:
+            piece()
+
+
+class Recorder:
+    """Records forwards of one device. They share memory for what they compute on the way: run one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.phase = Phase.EAGER
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._recording = Recording()
+
+    def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
+        """Rehearse and record; the result's tensors are those that every replay fills anew."""
+        outer = torch.cuda.current_stream(self._stream.device)
+        self._recording = Recording()
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                self.phase = Phase.REHEARSAL
+                forward()
+                self._stream.synchronize()
+                self.phase = Phase.RECORDING
+                self._begin()
+                try:
+                    result = forward()
+                finally:
+                    self._end()
+        finally:
+            self.phase = Phase.EAGER
+            outer.wait_stream(self._stream)
+        return self._recording, result
+
+    def split(self, between: Callable[[], None]) -> None:
+        """While recording: end the graph here, and let the host do this before the next one."""
+        if self.phase is Phase.RECORDING:
+            self._end()
+            self._recording.pieces.append(between)
+            self._begin()
+
+    def new_event(self) -> torch.cuda.Event:
+        """A mark to `record` between two graphs, and to wait for."""
+        return torch.cuda.Event()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # copies go on, on other threads, while a forward is recorded
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        if self._graph is not None:
+            graph, self._graph = self._graph, None
+            graph.capture_end()
+            self._recording.pieces.append(graph.replay)

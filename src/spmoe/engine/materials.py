@@ -1,0 +1,90 @@
+"""Materials: the two networks and the experts an engine is put together from, on the device it runs on.
+
+They come from checkpoints as they are or, for benchmarks, widened to the sizes of a larger architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmoe.config import EngineConfig
+from spmoe.errors import UsageError
+from spmoe.experts.store import FillBlob, StoreSpec
+from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
+from spmoe.models.network import Network
+from spmoe.models.target import Target
+from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
+from spmoe.types import ExpertKey
+
+
+@dataclass
+class Materials:
+    """A target without its experts, and where those come from."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    target: Target
+    spec: StoreSpec
+    shape: WideShape | None
+    small: Any  # the model as its checkpoint has it, where the target is a widened one
+
+    @contextmanager
+    def experts(self) -> Iterator[FillBlob]:
+        """A function that writes one expert's tensors into views of its blob."""
+        paths = [site.path for site in self.target.moe]
+        if self.shape is None:
+            with ExpertReader(self.checkpoint, self.target.model, paths) as reader:
+                yield reader.fill
+            return
+        widener = ExpertWidener(self.dtype, self.device)
+        shapes = [self.small.get_submodule(path).spmoe_shapes for path in paths]
+        with ExpertReader(self.checkpoint, self.small, paths) as reader:
+
+            def fill(key: ExpertKey, views: dict[str, Tensor]) -> None:
+                small = {name: torch.empty(shape[1:]) for name, shape in shapes[key.layer].items()}
+                reader.fill(key, small)
+                widener.fill(small, views, key)
+
+            yield fill
+
+
+def gather(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Materials:
+    """Load a target without its experts."""
+    dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config)
+    small = load_without_experts(checkpoint, dtype if shape is None else torch.float32)
+    with building(checkpoint):
+        model = small.to(device) if shape is None else widen_target(small, shape, dtype, device)
+        target = Target(model)
+    paths = [site.path for site in target.moe]
+    if shape is None:
+        spec = store_spec(checkpoint, model, paths, dtype)
+    else:
+        spec = wide_store_spec(checkpoint, model, paths, dtype, shape)
+    return Materials(checkpoint, dtype, device, target, spec, shape, small if shape is not None else None)
+
+
+def load_draft(materials: Materials, checkpoint: Checkpoint) -> Network:
+    """A draft of the target's dtype, on its device and widened as it is."""
+    shape = materials.shape
+    model = load_dense(checkpoint, materials.dtype if shape is None else torch.float32)
+    with building(checkpoint):
+        if shape is not None:
+            model = widen_draft(model, shape, materials.dtype, materials.device)
+        return Network(model.to(materials.device))
+
+
+def wide_shape(config: EngineConfig) -> WideShape | None:
+    """The shape to widen to, if any."""
+    if config.shape is None:
+        return None
+    if config.shape not in SHAPES:
+        raise UsageError(f"shape must be one of {', '.join(SHAPES)}, not {config.shape!r}")
+    return SHAPES[config.shape]

@@ -1,0 +1,96 @@
+"""Memory: one budget for everything an engine keeps in fast memory, divided before anything large is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory, limit_memory
+from spmoe.config import EngineConfig, format_bytes
+from spmoe.errors import BudgetError, CheckpointError
+from spmoe.experts.store import StoreSpec
+from spmoe.models.network import Network, state_capacity
+
+_AUTO_SHARE = 0.95  # of the free memory of a device
+_USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-model-len is not given
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How fast memory is divided, in bytes."""
+
+    slots: int  # a count
+    slot_bytes: int
+    resident: int  # weights of target and draft
+    kv: int  # both attention states, at the longest context planned for
+    workspace: int
+    context: int  # positions
+    limit: int | None  # that nothing may exceed; None: not limited
+
+
+def divide_memory(
+    config: EngineConfig, device: torch.device, networks: Sequence[Network], spec: StoreSpec, top_k: int
+) -> MemoryPlan:
+    """Divide a device's memory among weights, attention states, workspace and, with the rest, slots."""
+    weights = sum(network.resident_bytes for network in networks)
+    per_token = sum(network.anatomy.kv_bytes_per_token for network in networks)
+    return plan_memory(config, device, spec, top_k, weights, per_token, min(n.max_positions for n in networks))
+
+
+def plan_memory(
+    config: EngineConfig,
+    device: torch.device,
+    spec: StoreSpec,
+    top_k: int,
+    weights: int,
+    kv_bytes_per_token: int,
+    positions: int,
+) -> MemoryPlan:
+    """The same from sizes alone; with --device-memory the device is held to it."""
+    context = min(positions, config.max_model_len or _USUAL_CONTEXT)
+    kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
+    workspace = WORKSPACE_BYTES + _activations(config, spec) if device.type == "cuda" else 0
+    limit, allowed = None, None
+    if device.type == "cuda" and config.device_memory is not None:
+        free = free_memory(device) + _held(device, weights)
+        limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
+        allowed = limit - weights - kv - workspace
+    slots = slot_count(config, spec, top_k, allowed)
+    if limit is not None:
+        limit_memory(device, limit)
+    return MemoryPlan(slots, spec.layout.nbytes, weights, kv, workspace, context, limit)
+
+
+def _held(device: torch.device, weights: int) -> int:
+    """What of the weights is on the device already."""
+    return min(weights, allocated_memory(device))
+
+
+def _activations(config: EngineConfig, spec: StoreSpec) -> int:
+    """What reading a chunk of a prompt computes on the way, roughly: a few rows of the widest layer per token."""
+    widest = max(max(field.shape) for field in spec.layout.fields)
+    return 12 * config.prefill_chunk * widest * 4
+
+
+def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int, allowed: int | None = None) -> int:
+    """Slots that the expert memory, or what is `allowed` of a device's, pays for; never more than there are experts."""
+    blob = spec.layout.nbytes
+    if top_k < 1:
+        raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
+    count = min(spec.count, (config.expert_memory.of(spec.nbytes) if allowed is None else allowed) // blob)
+    if count < top_k:
+        share = math.ceil(1000 * top_k / spec.count) / 10
+        least = f"{math.ceil(top_k * blob / 2**10)}KiB"
+        if allowed is not None:
+            raise BudgetError(
+                f"--device-memory {config.device_memory} leaves {format_bytes(max(0, allowed))} for experts of "
+                f"{format_bytes(blob)}, but one token needs {top_k} of a layer at once; give {least} more"
+            )
+        raise BudgetError(
+            f"--expert-memory {config.expert_memory} holds {count} experts of {format_bytes(blob)}, but one token "
+            f"needs {top_k} of a layer at once; give at least {least} or {share}%"
+        )
+    return count
