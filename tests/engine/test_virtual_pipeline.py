@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket, VirtualTransfer
+from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy

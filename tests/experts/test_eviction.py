@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from spmoe.config import EVICTIONS
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import DraftInformed, Eviction, LeastRecentlyUsed, make_eviction
+from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import VirtualTransfer
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Wish

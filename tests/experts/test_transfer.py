@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from spmoe.errors import BudgetError, StoreError, TransferError
 from spmoe.experts import transfer as transfer_module
+from spmoe.experts.link import Link, ThrottledTransfer, VirtualTransfer
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import BlobLayout, ExpertFile, ensure_expert_file
-from spmoe.experts.transfer import CopyJob, FileTransfer, Link, ThrottledTransfer, Ticket, VirtualTransfer
+from spmoe.experts.transfer import CopyJob, FileTransfer, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.types import ExpertKey
 

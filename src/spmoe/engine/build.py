@@ -19,9 +19,9 @@ from spmoe.engine.profiling import measure, profile_path, read_profile, write_pr
 from spmoe.engine.room import Room, make_room
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
-from spmoe.experts.transfer import ThrottledTransfer
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.network import Network
 from spmoe.models.target import Target
