@@ -508,10 +508,10 @@ def test_a_key_gets_one_slot_and_a_refused_reservation_changes_nothing(eviction:
         cache.reserve(ExpertKey(0, 0), prefetched=True)
     assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "both are being written"
     cache.loaded(first.entry)
-    first.entry.pins += 1
+    cache.pin(first.entry)
     assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "one is in use, one is being written"
     assert cache.entries() == [first.entry, second.entry]
-    first.entry.pins -= 1
+    cache.unpin(first.entry)
     third = cache.reserve(ExpertKey(0, 2), prefetched=False)
     assert third is not None
     assert third.evicted is first.entry

@@ -6,6 +6,7 @@ is never given to another key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class ExpertCache:
         self.peak = 0
         self._eviction = eviction
         self._entries: dict[ExpertKey, Entry] = {}
+        self._held: set[ExpertKey] = set()  # pinned or LOADING: not to be evicted
         self._free = list(range(slot_count - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -64,28 +66,56 @@ class ExpertCache:
         evicted = None
         if not self._free:
             below = self._eviction.worth(key) if prefetched else float("inf")
-            held = {e.key for e in self._entries.values() if e.pins or e.state is Residency.LOADING}
-            victims = self._eviction.victims(1, held, below)
+            victims = self._eviction.victims(1, self._held, below)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])
-        entry = Entry(key, self._free.pop(), prefetched)
-        self._entries[key] = entry
-        self._eviction.inserted(key)
-        self.peak = max(self.peak, len(self._entries))
-        return Reservation(entry, evicted)
+        return self._place(key, prefetched, evicted)
+
+    def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> list[Reservation]:
+        """Slots for as many of these ABSENT keys, from the first, as can be had; their victims are chosen together."""
+        if any(key in self._entries for key in keys):
+            raise ValueError("one of these already has a slot")
+        lacking = len(keys) - len(self._free)
+        evictable = len(self._entries) - len(self._held)
+        victims = self._eviction.victims(min(lacking, evictable), self._held, float("inf")) if lacking > 0 else []
+        evicted: list[Entry | None] = [None] * (len(keys) - lacking) if lacking > 0 else [None] * len(keys)
+        evicted += [self._remove(victim) for victim in victims or ()]
+        return [self._place(key, False, left) for key, left in zip(keys, evicted, strict=False)]
+
+    def pin(self, entry: Entry) -> None:
+        """Somebody uses the expert: it stays until unpinned as often."""
+        entry.pins += 1
+        self._held.add(entry.key)
+
+    def unpin(self, entry: Entry) -> None:
+        """One use is over."""
+        entry.pins -= 1
+        if not entry.pins and entry.state is Residency.READY:
+            self._held.discard(entry.key)
 
     def loaded(self, entry: Entry) -> None:
         """The copy ended well: READY."""
         entry.state, entry.ticket = Residency.READY, None
+        if not entry.pins:
+            self._held.discard(entry.key)
 
     def failed(self, entry: Entry) -> None:
         """The copy ended badly: ABSENT, and the slot is free again. The ticket stays, for those who wait for it."""
         entry.pins = 0
         self._remove(entry.key)
 
+    def _place(self, key: ExpertKey, prefetched: bool, evicted: Entry | None) -> Reservation:
+        entry = Entry(key, self._free.pop(), prefetched)
+        self._entries[key] = entry
+        self._held.add(key)
+        self._eviction.inserted(key)
+        self.peak = max(self.peak, len(self._entries))
+        return Reservation(entry, evicted)
+
     def _remove(self, key: ExpertKey) -> Entry:
         entry = self._entries.pop(key)
+        self._held.discard(key)
         entry.state = Residency.ABSENT
         self._eviction.removed(key)
         self._free.append(entry.slot)

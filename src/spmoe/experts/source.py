@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.cache import Entry, ExpertCache
+from spmoe.experts.cache import Entry, ExpertCache, Reservation
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
 from spmoe.experts.slots import Slots
@@ -162,14 +162,14 @@ class ExpertSource:
                 if self.step_budget is not None and self._issued_in_step + self.blob_bytes > self.step_budget:
                     self._queue.drop_all(over_budget=True)
                     break
-                entry = self._reserve(wish.key, prefetched=True)
-                if entry is None:
+                reservation = self.cache.reserve(wish.key, prefetched=True)
+                if reservation is None:
                     break  # every slot is worth more; asked again as the pass proceeds
                 self._queue.discard(wish.key)
                 self._issued_in_step += self.blob_bytes
                 self.counters.prefetch_loads += 1
                 self.counters.issued_bytes += self.blob_bytes
-                batch.append(entry)
+                batch.append(self._take(reservation))
             try:
                 self._submit(batch, urgent=False)
             except SpmoeError:
@@ -204,7 +204,7 @@ class ExpertSource:
                 self.counters.demand_bytes += self.blob_bytes
                 absent.append(key)
                 continue
-            entry.pins += 1
+            self.cache.pin(entry)
             self._eviction.used(key)
             if entry.state is Residency.READY:
                 self.counters.hits += 1
@@ -225,21 +225,17 @@ class ExpertSource:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
         if absent and self._closed:
             raise TransferError("the engine was closed")
-        batch: list[Entry] = []
-        while absent and (entry := self._reserve(absent[0], prefetched=False)) is not None:
-            del absent[0]
-            self._unplaced -= 1
-            entry.pins += 1
+        batch = [self._take(reservation) for reservation in self.cache.reserve_for_demand(absent)]
+        del absent[: len(batch)]
+        self._unplaced -= len(batch)
+        for entry in batch:
+            self.cache.pin(entry)
             self._eviction.used(entry.key)
-            batch.append(entry)
         self._submit(batch, urgent=True)
         waiting += batch
         held += batch
 
-    def _reserve(self, key: ExpertKey, *, prefetched: bool) -> Entry | None:
-        reservation = self.cache.reserve(key, prefetched=prefetched)
-        if reservation is None:
-            return None
+    def _take(self, reservation: Reservation) -> Entry:
         if reservation.evicted is not None and reservation.evicted.prefetched:
             self.counters.wasted_bytes += self.blob_bytes
         return reservation.entry
@@ -329,7 +325,7 @@ class ExpertSource:
             for entry in entries:
                 held.remove(entry)
                 if entry.state is not Residency.ABSENT:
-                    entry.pins -= 1
+                    self.cache.unpin(entry)
 
     def _poke(self) -> None:
         if self._worker is not None:
