@@ -1,0 +1,1 @@
+"""Triton kernels, each beside a plain PyTorch twin that defines it; imported only where there is a CUDA device."""
