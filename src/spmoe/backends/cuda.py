@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +15,13 @@ from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.graphs import Phase, Recorder
-from spmoe.backends.kernels.experts import MOST_ROWS, MOST_WORDS, Geometry, Scratch, add_up, run_wave
+from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
+from spmoe.backends.kernels.inputs import take_mask
 from spmoe.experts.source import ExpertSource
 from spmoe.types import ExpertKey
+
+_RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
+_WORD = 2**64 - 1
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -98,6 +102,11 @@ class CudaBackend:
         self.plain = CpuBackend()
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
         self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
+        self.mask = torch.zeros(-(-slots.table.shape[1] // 64), dtype=torch.int64, device=slots.arena.device)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)
+        self._ring = torch.zeros(_RING, len(self.mask), dtype=torch.int64, pin_memory=True)
+        self._ring_words = self._ring.numpy().view(np.uint64)
+        self._posted = 0
         self._scratches: dict[tuple[int, int], Scratch] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
@@ -106,6 +115,18 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.slots.arena.device)
+
+    def post(self, wave: Sequence[int]) -> None:
+        """Say which experts are in the next wave to run."""
+        mask = sum(1 << expert for expert in wave)
+        place = self._ring_words[self._posted % _RING]
+        for word in range(len(place)):
+            place[word] = (mask >> (64 * word)) & _WORD
+        self._posted += 1
+
+    def take_wave(self) -> None:
+        """On the device: the wave posted next is the one that runs."""
+        take_mask(self._ring, self._cursor, self.mask)
 
     def scratch(self, rows: int, top_k: int, geometry: Geometry) -> Scratch:
         """Places for what experts compute. Layers run one after the other and share them."""
@@ -127,7 +148,7 @@ class CudaBackend:
         plain = experts.has_gate and not experts.has_bias and not experts.is_transposed
         if not plain or fields.keys() != {"gate_up_proj", "down_proj"} or activation_of(experts) is None:
             return None
-        if not _gate_is_plain(experts) or self.slots.table.shape[1] > 64 * MOST_WORDS:
+        if not _gate_is_plain(experts):
             return None
         gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
         return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
@@ -162,50 +183,43 @@ class CudaPort:
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if not self._looked:
             self._geometry, self._looked = self._backend.geometry(experts), True
-        if self._geometry is None or len(hidden) > MOST_ROWS:
+        geometry = self._geometry
+        if geometry is None or len(hidden) > MOST_ROWS:
             needed: list[int] = torch.unique(index).tolist()
             waves = self._source.use(self._layer, needed)
             return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
         rows, top_k = index.shape
-        scratch = self._backend.scratch(rows, top_k, self._geometry)
-        launch = partial(self._launch, str(activation_of(experts)), hidden, index, weights, scratch, self._geometry)
-        recorder = self._backend.recorder
-        if self._backend.all_resident:
-            launch(None)
+        backend, recorder = self._backend, self._backend.recorder
+        scratch = backend.scratch(rows, top_k, geometry)
+        activation, arena = str(activation_of(experts)), backend.arena
+
+        def run(mask: Tensor | None) -> None:
+            run_wave(hidden, index, weights, self._table, mask, arena, geometry, activation, scratch)
+
+        def run_next_wave() -> None:
+            backend.take_wave()
+            run(backend.mask)
+
+        if backend.all_resident:
+            run(None)
         elif recorder.phase is Phase.EAGER:
-            self._run_waves(launch, index)
+            self._run_waves(run_next_wave, index)
         else:
             if recorder.phase is Phase.REHEARSAL:
-                launch(())  # no expert is in this wave; the kernels are compiled
-            chosen = self._backend.chosen(self._layer, rows, top_k)
+                backend.post(())  # no expert is in this wave; the kernels are compiled
+                run_next_wave()
+            chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
-            recorder.split(partial(self._run_waves, launch, chosen, torch.cuda.Event()))
+            known = recorder.new_event()
+            recorder.split_around(run_next_wave, lambda submit: self._run_waves(submit, chosen, known))
         return add_up(scratch, torch.empty_like(hidden))
 
-    def _run_waves(
-        self, launch: Callable[[Sequence[int]], None], index: Tensor, known: torch.cuda.Event | None = None
-    ) -> None:
+    def _run_waves(self, run: Callable[[], None], index: Tensor, known: torch.cuda.Event | None = None) -> None:
         """Read the router's choice and run the experts as they come."""
         if known is not None:
             known.record()
             known.synchronize()
         needed = sorted({expert for row in index.tolist() for expert in row})
         for wave in self._source.use(self._layer, needed):
-            launch(wave.experts)
-
-    def _launch(
-        self,
-        activation: str,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        scratch: Scratch,
-        geometry: Geometry,
-        wave: Sequence[int] | None,
-    ) -> None:
-        words = None
-        if wave is not None:
-            mask = sum(1 << expert for expert in wave)
-            words = tuple((mask >> shift) & (2**64 - 1) for shift in range(0, len(self._table), 64))
-        arena = self._backend.arena
-        run_wave(hidden, index, weights, self._table, words, arena, geometry, activation, scratch)
+            self._backend.post(wave.experts)
+            run()

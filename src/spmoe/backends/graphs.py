@@ -44,6 +44,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording = Recording()
+        # memory is kept for graphs as long as one of them lives: this one does
+        self._anchor, _ = self.record(lambda: torch.zeros(1, device=device))
 
     def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
         """Rehearse and record; the result's tensors are those that every replay fills anew."""
@@ -71,6 +73,17 @@ class Recorder:
         if self.phase is Phase.RECORDING:
             self._end()
             self._recording.pieces.append(between)
+            self._begin()
+
+    def split_around(self, work: Callable[[], None], between: Callable[[Callable[[], None]], None]) -> None:
+        """The same, where the host submits this work, recorded as a graph of its own, as often as it finds right."""
+        if self.phase is Phase.RECORDING:
+            self._end()
+            self._begin()
+            work()
+            self._end()
+            submit = self._recording.pieces.pop()
+            self._recording.pieces.append(lambda: between(submit))
             self._begin()
 
     def new_event(self) -> torch.cuda.Event:

@@ -47,8 +47,13 @@ class DraftModel:
             kv = self._states[sequence.id] = self.network.new_kv(sequence.capacity)
         elif k == 0:
             return types.Draft([])
+        pending = sequence.tokens[kv.length :]
+        if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
+            first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
+            choices = min(self._vocab_size, self.network.vocab_size)
+            return types.Draft(self.network.greedy(self._known(pending), kv, [first] + [later] * (k - 1), choices))
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
-        logits = self._catch_up(sequence.tokens[kv.length :], kv, self._watch(stage, on_seen, FIRST_PASS_SLABS))
+        logits = self._catch_up(pending, kv, self._watch(stage, on_seen, FIRST_PASS_SLABS))
         tokens: list[int] = []
         probs: list[Tensor] = []
         for position in range(k):
@@ -59,11 +64,14 @@ class DraftModel:
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
     def _catch_up(self, pending: list[int], kv: KvState, watch: Watch | None) -> Tensor:
-        # a target padded further than this model has tokens that are nothing to it; any stand-in keeps positions right
-        pending = [token if token < self.network.vocab_size else 0 for token in pending]
+        pending = self._known(pending)
         for start in range(0, len(pending), self._prefill_chunk):
             logits = self.network.forward(pending[start : start + self._prefill_chunk], kv, keep=1, watch=watch)
         return logits
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        # a target padded further than this model has tokens that are nothing to it; any stand-in keeps positions right
+        return [token if token < self.network.vocab_size else 0 for token in tokens]
 
     def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
         """Pick a token the way the target would; when sampling, note the distribution it came from."""

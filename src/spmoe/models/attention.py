@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "spmoe"
-_KNOWN = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"}
+_KNOWN = {"position_ids", "cache_position"}
 _length: Tensor | None = None  # while a forward is recorded: positions its caches hold, on the device
 
 
@@ -35,6 +36,11 @@ def current_length() -> Tensor | None:
     return _length
 
 
+def quick_to_start() -> Any:
+    """A context without cuDNN's attention, which takes milliseconds to get ready for every new length."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def use(model: Any) -> None:
     """Let a model attend through this file."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -52,8 +58,9 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, rows, heads, value dim]
-    if attention_mask is not None or any(v is not None for k, v in kwargs.items() if k not in _KNOWN):
-        raise NotImplementedError("an attention of another kind")
+    unknown = {k for k, v in kwargs.items() if isinstance(v, (Tensor, float)) and k not in _KNOWN}
+    if attention_mask is not None or unknown:
+        raise NotImplementedError(f"its attention also takes {', '.join(unknown or ['a mask'])}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _length is not None:
         from spmoe.backends.kernels.attention import decode_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from spmoe.models.taps import OnTap, Taps, Watch
 
 if TYPE_CHECKING:
     from spmoe.backends.graphs import Recorder
+    from spmoe.models.programs import Programs
 
 _SMALLEST_STATE = 1024  # positions; states that programs are recorded over are made larger than needed, and kept
 
@@ -32,7 +34,7 @@ class Network:
         self.max_positions: int = text.max_position_embeddings
         self.depth_count = self.anatomy.depth_count
         self._taps = Taps(self.anatomy.norms)
-        self._recorder: Recorder | None = None
+        self._programs: Programs | None = None
         self._recorded_rows = 0
         self._spare: list[KvState] = []
 
@@ -49,7 +51,7 @@ class Network:
 
     def new_kv(self, capacity: int) -> KvState:
         """Room for the attention state of one sequence."""
-        if self._recorder is None:
+        if self._programs is None:
             return KvState(self.model.config, capacity)
         fitting = [kv for kv in self._spare if kv.capacity >= capacity]
         self._spare = [kv for kv in self._spare if kv not in fitting[:1] and kv.capacity >= capacity]
@@ -57,7 +59,7 @@ class Network:
 
     def give_back(self, kv: KvState) -> None:
         """A sequence is over; its state, and what was recorded over it, may serve another."""
-        if self._recorder is not None:
+        if self._programs is not None:
             kv.rewind(0)
             self._spare.append(kv)
 
@@ -69,15 +71,28 @@ class Network:
         The logits of a recorded forward are overwritten by the next one.
         """
         # -> [keep, vocabulary]
-        if self._recorder is not None and kv.length > 0 and len(tokens) <= self._recorded_rows and on_tap is None:
-            return self._run_program(tokens, kv, keep, watch, self._recorder)
+        if (programs := self._usable_programs(tokens, kv)) is not None and on_tap is None:
+            return programs.forward(tokens, kv, keep, watch)
         if watch is not None:
             on_tap = watch.tap(self.depth_count, lambda depths, slab: watch.tell(depths, slab, watch.ask(depths, slab)))
         ids = torch.tensor([tokens], device=self.model.device)
-        with torch.inference_mode(), self._taps.listen(on_tap):
+        with torch.inference_mode(), self._taps.listen(on_tap), attention.quick_to_start():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
+
+    def greedy(self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[int]:
+        """Append tokens and, one after the other, all but the last of the most likely ones that follow.
+
+        There is one such token, of the first `choices` of the vocabulary, for each watch: who looks on as it is found.
+        """
+        if (programs := self._usable_programs(tokens, kv)) is not None:
+            return programs.greedy(tokens, kv, watches, choices)
+        found: list[int] = []
+        for watch in watches:
+            logits = self.forward(found[-1:] or tokens, kv, keep=1, watch=watch)
+            found.append(int(logits[-1, :choices].argmax()))
+        return found
 
     def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
         """From now on replay forwards of up to this many rows; why that cannot be, if it cannot.
@@ -90,8 +105,11 @@ class Network:
         before, expected = self.model.config._attn_implementation, self._try(tokens)
         unfuse = fuse_norms(self.model)
         try:
+            from spmoe.models.programs import Programs
+
             attention.use(self.model)
-            self._recorder, self._recorded_rows = recorder, 2
+            self._programs = Programs(self.model, self._taps, self.depth_count, recorder)
+            self._recorded_rows = 2
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code cannot do with it
             reason = str(error) or type(error).__name__
@@ -101,7 +119,7 @@ class Network:
                 self._spare.clear()
                 return None
             reason = "it does not give the same result when recorded"
-        self._recorder, self._recorded_rows = None, 0
+        self._programs, self._recorded_rows = None, 0
         self.model.set_attn_implementation(before)
         unfuse()
         return reason
@@ -112,17 +130,9 @@ class Network:
             logits = self.forward(tokens, kv, keep=len(tokens))
         return logits.clone()
 
-    def _run_program(
-        self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None, recorder: Recorder
-    ) -> Tensor:
-        from spmoe.models.programs import Program
-
-        key = (len(tokens), keep, watch.slabs if watch is not None else 0)
-        if key not in kv.programs:
-            kv.programs[key] = Program(self.model, self._taps, self.depth_count, kv, recorder, len(tokens), keep, watch)
-        logits: Tensor = kv.programs[key].run(tokens, kv.length, watch)
-        kv.advance(len(tokens))
-        return logits
+    def _usable_programs(self, tokens: list[int], kv: KvState) -> Programs | None:
+        """Recorded forwards, if there are such for this many rows and over a state whose memory is there."""
+        return self._programs if kv.length > 0 and len(tokens) <= self._recorded_rows else None
 
 
 def state_capacity(needed: int) -> int:

@@ -1,20 +1,34 @@
-"""Programs: forwards of a few rows, recorded once per row count and replayed with new tokens."""
+"""Programs: forwards of a few rows, recorded once per row count and replayed with new tokens.
+
+Greedy draft tokens never visit the host on their way from one forward to the next: each program ends by noting its
+choice in a chain that the next one reads, and the host looks at predictions and tokens while the device runs ahead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmoe.backends.graphs import Recorder, Recording
-from spmoe.backends.kernels.inputs import stage
+from spmoe.backends.graphs import Recorder
+from spmoe.backends.kernels.inputs import chosen, go_on, new_chain, stage, stage_chained
 from spmoe.models.attention import device_length
 from spmoe.models.kv import KvState
 from spmoe.models.taps import Taps, Watch
 from spmoe.types import Routing
+
+
+class ProgramKey(NamedTuple):
+    """What a recorded forward was recorded for."""
+
+    rows: int
+    keep: int
+    slabs: int  # 0: nobody watches
+    choices: int | None = None  # entries of the vocabulary that the greedy choice is among; None: no choice is made
+    place: int = 0  # in a chain; those behind the first take their token from it
 
 
 @dataclass
@@ -28,55 +42,96 @@ class Slab:
     arrived: Any  # an event
 
 
+class Programs:
+    """Records and replays a model's forwards."""
+
+    def __init__(self, model: Any, taps: Taps, depth_count: int, recorder: Recorder) -> None:
+        self.model = model
+        self.taps = taps
+        self.depth_count = depth_count
+        self.recorder = recorder
+        self.chain = new_chain(model.device)
+        self._chain_here = torch.empty(self.chain.shape, dtype=torch.int64, pin_memory=True)
+        self._arrived = recorder.new_event()
+
+    def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
+        """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
+        program = self._program(ProgramKey(len(tokens), keep, watch.slabs if watch is not None else 0), kv, watch)
+        program.launch(tokens, kv.length)
+        program.report(watch)
+        kv.advance(len(tokens))
+        return program.logits
+
+    def greedy(self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[int]:
+        """As many of the most likely tokens that follow these as there are watches; all but the last are appended."""
+        chain = []
+        for place, watch in enumerate(watches):
+            rows, slabs = len(tokens) if place == 0 else 1, watch.slabs if watch is not None else 0
+            chain.append(self._program(ProgramKey(rows, 1, slabs, choices, place), kv, watch))
+        chain[0].launch(tokens, kv.length)
+        for program in chain[1:]:
+            program.launch()
+        self._chain_here.copy_(self.chain, non_blocking=True)
+        self._arrived.record()
+        for program, watch in zip(chain, watches, strict=True):
+            program.report(watch)
+        kv.advance(len(tokens) + len(chain) - 1)
+        self._arrived.synchronize()
+        return chosen(self._chain_here, len(chain))
+
+    def _program(self, key: ProgramKey, kv: KvState, watch: Watch | None) -> Program:
+        if key not in kv.programs:
+            kv.programs[key] = Program(self, key, kv, watch)
+        program: Program = kv.programs[key]
+        return program
+
+
 class Program:
     """One recorded forward over one attention state."""
 
-    def __init__(
-        self,
-        model: Any,
-        taps: Taps,
-        depth_count: int,
-        kv: KvState,
-        recorder: Recorder,
-        rows: int,
-        keep: int,
-        watch: Watch | None,
-    ) -> None:
-        device = model.device
-        self._inbox = torch.zeros(rows + 1, dtype=torch.int64, pin_memory=True)  # tokens, and how many came before
-        self._inbox[rows] = kv.length
-        self._recorder = recorder
+    def __init__(self, owner: Programs, key: ProgramKey, kv: KvState, watch: Watch | None) -> None:
+        model, self._recorder = owner.model, owner.recorder
+        self._inbox = torch.zeros(key.rows + 1, dtype=torch.int64, pin_memory=True)  # tokens, and how many came before
+        self._inbox[key.rows] = kv.length
         self._slabs: list[Slab] = []
         self._answers: list[Routing | None] = []
-        ids = torch.zeros(1, rows, dtype=torch.int64, device=device)
+        ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
-        on_tap = watch.tap(depth_count, self._on_slab(watch.ask)) if watch is not None else None
+        on_tap = watch.tap(owner.depth_count, self._on_slab(watch.ask)) if watch is not None else None
 
         def forward() -> Tensor:
             self._slabs.clear()
-            stage(self._inbox, ids, positions, length)
-            with torch.inference_mode(), device_length(length), taps.listen(on_tap):
+            if key.place:
+                stage_chained(owner.chain, ids, positions, length)
+            else:
+                stage(self._inbox, owner.chain, ids, positions, length)
+            with torch.inference_mode(), device_length(length), owner.taps.listen(on_tap):
                 output = model(
                     input_ids=ids,
                     position_ids=positions,
                     past_key_values=kv.cache,
                     use_cache=True,
-                    logits_to_keep=keep,
+                    logits_to_keep=key.keep,
                 )
-            return output.logits[0]  # type: ignore[no-any-return]
+                logits: Tensor = output.logits[0]
+                if key.choices is not None:
+                    go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
+            return logits
 
-        self._recording: Recording
-        self._recording, self._logits = recorder.record(forward)
+        self._recording, self.logits = self._recorder.record(forward)
 
-    def run(self, tokens: list[int], length: int, watch: Watch | None) -> Tensor:
-        """Logits of the rows kept; they are overwritten by the next run."""  # [keep, vocabulary]
-        self._inbox.copy_(torch.tensor([*tokens, length]))
+    def launch(self, tokens: list[int] | None = None, length: int = 0) -> None:
+        """Submit the forward; without tokens, of the one chosen last."""
+        if tokens is not None:
+            self._inbox.copy_(torch.tensor([*tokens, length]))
         self._recording.replay()
+
+    def report(self, watch: Watch | None) -> None:
+        """Tell the watch what it asked for, slab by slab as it arrives."""
         for slab in self._slabs:
             slab.arrived.synchronize()
             if watch is not None:
                 watch.tell(slab.depths, slab.residual, slab.answer)
-        return self._logits
 
     def _on_slab(self, ask: Callable[[range, Tensor], Routing | None]) -> Callable[[range, Tensor], None]:
         def on_slab(depths: range, residual: Tensor) -> None:

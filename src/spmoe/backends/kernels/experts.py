@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 MOST_ROWS = 64
-MOST_WORDS = 8  # of 64 experts each
 _ENOUGH_PROGRAMS = 512  # to keep a large device's memory busy
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -109,7 +108,7 @@ def run_wave(
     index: Tensor,  # [rows, top_k] int64, expert numbers; a row's choices are distinct
     weights: Tensor,  # [rows, top_k]
     table: Tensor,  # [experts] int32, the slot of each expert that is in the wave
-    words: tuple[int, ...] | None,  # a bit for each expert in the wave, 64 to a word; None: all are
+    mask: Tensor | None,  # [words] int64, a bit for each expert in the wave, 64 to a word; None: all are
     arena: Tensor,  # [slots, blob elements]
     geometry: Geometry,
     activation: str,
@@ -117,23 +116,21 @@ def run_wave(
 ) -> None:
     """Fill the places of every pair whose expert is in the wave, and touch no other."""
     (rows, top_k), (up, down) = index.shape, (scratch.tiles.up, scratch.tiles.down)
-    if words is not None and not len(table) <= 64 * len(words) <= 64 * MOST_WORDS:
-        raise ValueError(f"{len(words)} words for {len(table)} experts; at most {64 * MOST_WORDS} of them")
-    signed = [word - (1 << 64) if word >> 63 else word for word in words or ()]
-    signed += [0] * (MOST_WORDS - len(signed))
+    if mask is not None and len(table) > 64 * len(mask):
+        raise ValueError(f"{len(mask)} words for {len(table)} experts")
     hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
     padded = max(16, triton.next_power_of_2(rows))
     sizes = {
         "HIDDEN": geometry.hidden, "FFN": geometry.ffn, "BLOB": arena.stride(0), "TOP_K": top_k,
-        "WORDS": len(words or ()), "ROWS": padded, "PAIRS": triton.next_power_of_2(padded * top_k),
+        "MASKED": mask is not None, "ROWS": padded, "PAIRS": triton.next_power_of_2(padded * top_k),
         "CHOICES": triton.next_power_of_2(top_k),
     }  # fmt: skip
     _up_kernel[triton.cdiv(geometry.ffn, up.n), rows * top_k](
-        hidden, index, table, arena, scratch.up, rows, *signed, **sizes, FIELD=geometry.gate_up_at,
+        hidden, index, table, mask, arena, scratch.up, rows, **sizes, FIELD=geometry.gate_up_at,
         ACTIVATION=activation, BN=up.n, BK=up.k, num_warps=up.warps, num_stages=up.stages,
     )  # fmt: skip
     _down_kernel[triton.cdiv(geometry.hidden, down.n), rows * top_k, scratch.tiles.splits](
-        scratch.up, index, weights, table, arena, scratch.parts, rows, *signed, **sizes, FIELD=geometry.down_at,
+        scratch.up, index, weights, table, mask, arena, scratch.parts, rows, **sizes, FIELD=geometry.down_at,
         SPLITS=scratch.tiles.splits, BN=down.n, BK=down.k, num_warps=down.warps, num_stages=down.stages,
     )  # fmt: skip
 
@@ -153,7 +150,7 @@ def run_wave_plain(
     index: Tensor,
     weights: Tensor,
     table: Tensor,
-    words: tuple[int, ...] | None,
+    mask: Tensor | None,
     arena: Tensor,
     geometry: Geometry,
     activation: str,
@@ -164,7 +161,7 @@ def run_wave_plain(
     blocks = triton.cdiv(geometry.ffn, scratch.tiles.down.k)
     part = triton.cdiv(blocks, splits) * scratch.tiles.down.k
     for expert in index.unique().tolist():
-        if words is not None and not words[expert // 64] >> expert % 64 & 1:
+        if mask is not None and not int(mask[expert // 64]) >> expert % 64 & 1:
             continue
         blob = arena[table[expert]].float()
         gate, up = blob[geometry.gate_up_at :][: 2 * size].view(2, geometry.ffn, geometry.hidden)
@@ -188,20 +185,14 @@ def add_up_plain(scratch: Scratch, out: Tensor) -> Tensor:
     return out.copy_(total)
 
 
-_WORDS = [f"w{i}" for i in range(MOST_WORDS)]
-
-
 @triton.jit
-def _left_out(index, pair, expert, words, WORDS: tl.constexpr, PAIRS: tl.constexpr):
+def _left_out(index, pair, expert, mask, MASKED: tl.constexpr, PAIRS: tl.constexpr):
     """Whether another program has this expert: that of an earlier pair, or of another wave."""
     at = tl.arange(0, PAIRS)
     earlier = tl.load(index + at, mask=at < pair, other=-1)
     out = tl.sum((earlier == expert).to(tl.int32), axis=0) > 0
-    if WORDS > 0:
-        word = words[0].to(tl.int64)
-        for i in tl.static_range(1, WORDS):
-            word = tl.where(expert // 64 == i, words[i].to(tl.int64), word)
-        out = out | ((word >> (expert % 64)) & 1 == 0)
+    if MASKED:
+        out = out | ((tl.load(mask + expert // 64) >> (expert % 64)) & 1 == 0)
     return out
 
 
@@ -238,17 +229,16 @@ def _activate(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["rows", *_WORDS])
+@triton.jit(do_not_specialize=["rows"])
 def _up_kernel(
-    hidden, index, table, arena, up, rows,
-    w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64, w7: tl.int64,
+    hidden, index, table, mask, arena, up, rows,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, FIELD: tl.constexpr, TOP_K: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, ACTIVATION: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     expert = tl.load(index + pair)
-    if _left_out(index, pair, expert, (w0, w1, w2, w3, w4, w5, w6, w7), WORDS, PAIRS):
+    if _left_out(index, pair, expert, mask, MASKED, PAIRS):
         return
     blob = arena + (tl.load(table + expert).to(tl.int64) * BLOB + FIELD)
     m, k = tl.arange(0, ROWS), tl.arange(0, BK)
@@ -269,18 +259,17 @@ def _up_kernel(
     tl.store(place, y.to(up.dtype.element_ty), mask=(choice[:, None] >= 0) & (n[None, :] < FFN))
 
 
-@triton.jit(do_not_specialize=["rows", *_WORDS])
+@triton.jit(do_not_specialize=["rows"])
 def _down_kernel(
-    up, index, weights, table, arena, parts, rows,
-    w0: tl.int64, w1: tl.int64, w2: tl.int64, w3: tl.int64, w4: tl.int64, w5: tl.int64, w6: tl.int64, w7: tl.int64,
+    up, index, weights, table, mask, arena, parts, rows,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, FIELD: tl.constexpr, TOP_K: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = (FFN + BK * SPLITS - 1) // (BK * SPLITS) * BK
     pair, split = tl.program_id(1), tl.program_id(2)
     expert = tl.load(index + pair)
-    if _left_out(index, pair, expert, (w0, w1, w2, w3, w4, w5, w6, w7), WORDS, PAIRS):
+    if _left_out(index, pair, expert, mask, MASKED, PAIRS):
         return
     blob = arena + (tl.load(table + expert).to(tl.int64) * BLOB + FIELD)
     m, k = tl.arange(0, ROWS), tl.arange(0, BK)

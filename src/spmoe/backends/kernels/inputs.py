@@ -1,36 +1,118 @@
-"""What a recorded forward is told anew: tokens and their positions, read by the device from page-locked memory.
+"""What recorded work is told anew each time: tokens, positions, and which experts are in a wave.
 
-A copy would queue behind experts on their way to the device; a kernel's few reads do not.
+It is read by the device from page-locked memory, or from what the device chose itself: a copy would queue behind the
+experts that are on their way, a kernel's few reads do not.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+MOST_CHAINED = 64  # tokens
+_TOKEN, _LENGTH, _COUNT, _TOKENS = 0, 1, 2, 3  # what is where in a chain
 
-def stage(inbox: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
-    """Spread the inbox (tokens, then how many came before them) over a forward's inputs."""
+
+def new_chain(device: torch.device) -> Tensor:
+    """Where forwards that follow one another on the device hand on what they chose.
+
+    The last token, the positions held when it comes, how many tokens were chosen, and all of them.
+    """
+    return torch.zeros(_TOKENS + MOST_CHAINED, dtype=torch.int64, device=device)
+
+
+def chosen(chain: Tensor, count: int) -> list[int]:
+    """The tokens chosen, from a copy of the chain in host memory."""
+    tokens: list[int] = chain[_TOKENS : _TOKENS + count].tolist()
+    return tokens
+
+
+def stage(inbox: Tensor, chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+    """Spread the inbox (tokens, then how many came before them) over a forward's inputs; a chain begins."""
     # inbox: [rows + 1] int64, page-locked; ids, positions: [1, rows] int64; length: [1] int64
     rows = ids.shape[1]
-    _stage_kernel[(1,)](inbox, ids, positions, length, rows, PAD=triton.next_power_of_2(rows), num_warps=1)
+    _stage_kernel[(1,)](inbox, chain, ids, positions, length, rows, PAD=triton.next_power_of_2(rows), num_warps=1)
 
 
-def stage_plain(inbox: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+def stage_plain(inbox: Tensor, chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
     """What `stage` does."""
     rows = ids.shape[1]
     ids[0] = inbox[:rows]
-    length[0] = inbox[rows]
-    positions[0] = inbox[rows] + inbox.new_tensor(range(rows))
+    length[0] = chain[_LENGTH] = inbox[rows]
+    positions[0] = inbox[rows] + torch.arange(rows, device=inbox.device)
+    chain[_COUNT] = 0
+
+
+def stage_chained(chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+    """The inputs of a forward of one row that goes on from the last token chosen."""
+    _stage_chained_kernel[(1,)](chain, ids, positions, length, num_warps=1)
+
+
+def stage_chained_plain(chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+    """What `stage_chained` does."""
+    ids[0, 0] = chain[_TOKEN]
+    positions[0, 0] = length[0] = chain[_LENGTH]
+
+
+def go_on(chain: Tensor, token: Tensor, rows: int) -> None:
+    """Note a forward's choice, and that its rows are held from now on."""  # token: [] int64
+    _go_on_kernel[(1,)](chain, token, ROWS=rows, MOST=MOST_CHAINED, num_warps=1)
+
+
+def go_on_plain(chain: Tensor, token: Tensor, rows: int) -> None:
+    """What `go_on` does."""
+    chain[_TOKENS + min(int(chain[_COUNT]), MOST_CHAINED - 1)] = chain[_TOKEN] = token
+    chain[_LENGTH] += rows
+    chain[_COUNT] += 1
+
+
+def take_mask(ring: Tensor, cursor: Tensor, mask: Tensor) -> None:
+    """The next wave's mask out of the ring in page-locked memory."""
+    # ring: [places, words] int64, cursor: [1] int64, how many were taken; mask: [words] int64
+    _take_mask_kernel[(1,)](ring, cursor, mask, PLACES=len(ring), WORDS=len(mask), num_warps=1)
+
+
+def take_mask_plain(ring: Tensor, cursor: Tensor, mask: Tensor) -> None:
+    """What `take_mask` does."""
+    mask[:] = ring[int(cursor) % len(ring)].to(mask.device)
+    cursor += 1
 
 
 @triton.jit
-def _stage_kernel(inbox, ids, positions, length, rows, PAD: tl.constexpr):
+def _stage_kernel(inbox, chain, ids, positions, length, rows, PAD: tl.constexpr):
     at = tl.arange(0, PAD)
     held = tl.load(inbox + rows)
     tl.store(ids + at, tl.load(inbox + at, mask=at < rows, other=0), mask=at < rows)
     tl.store(positions + at, held + at, mask=at < rows)
     tl.store(length, held)
+    tl.store(chain + 1, held)
+    tl.store(chain + 2, held * 0)
+
+
+@triton.jit
+def _stage_chained_kernel(chain, ids, positions, length):
+    held = tl.load(chain + 1)
+    tl.store(ids, tl.load(chain))
+    tl.store(positions, held)
+    tl.store(length, held)
+
+
+@triton.jit
+def _go_on_kernel(chain, token, ROWS: tl.constexpr, MOST: tl.constexpr):
+    count, said = tl.load(chain + 2), tl.load(token)
+    tl.store(chain + 3 + tl.minimum(count, MOST - 1), said)
+    tl.store(chain, said)
+    tl.store(chain + 1, tl.load(chain + 1) + ROWS)
+    tl.store(chain + 2, count + 1)
+
+
+@triton.jit
+def _take_mask_kernel(ring, cursor, mask, PLACES: tl.constexpr, WORDS: tl.constexpr):
+    taken = tl.load(cursor)
+    for word in tl.static_range(WORDS):
+        tl.store(mask + word, tl.load(ring + (taken % PLACES) * WORDS + word))
+    tl.store(cursor, taken + 1)

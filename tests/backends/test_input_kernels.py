@@ -1,0 +1,82 @@
+"""Tokens, chains and masks against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton", reason="no triton")
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+
+from spmoe.backends.kernels import inputs  # noqa: E402
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def host(values: list[int] | list[list[int]]) -> Tensor:
+    """Memory that the device can read where it is."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor if INTERPRETED else tensor.pin_memory()
+
+
+def blank(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, positions and length, all nonsense."""
+    return tuple(torch.full(size, -7, device=DEVICE) for size in ((1, rows), (1, rows), (1,)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_stage_spreads_the_inbox_and_begins_a_chain(rows: int) -> None:
+    inbox = host([*range(100, 100 + rows), 4000])
+    chains = [inputs.new_chain(DEVICE).fill_(9) for _ in range(2)]
+    found, expected = blank(rows), blank(rows)
+    inputs.stage(inbox, chains[0], *found)
+    inputs.stage_plain(inbox, chains[1], *expected)
+    for ours, theirs in zip((*found, chains[0]), (*expected, chains[1]), strict=True):
+        assert torch.equal(ours, theirs)
+    assert found[0].tolist() == [list(range(100, 100 + rows))]
+    assert found[1].tolist() == [list(range(4000, 4000 + rows))]
+
+
+def test_a_chain_hands_tokens_and_lengths_on() -> None:
+    chain = inputs.new_chain(DEVICE).fill_(9)
+    ids, positions, length = blank(2)
+    inputs.stage(host([5, 6, 30]), chain, ids, positions, length)
+    said = [11, 3, 70]
+    inputs.go_on(chain, torch.tensor(said[0], device=DEVICE), rows=2)
+    for place, token in enumerate(said[1:]):
+        one = blank(1)
+        inputs.stage_chained(chain, *one)
+        assert [t.flatten().tolist() for t in one] == [[said[place]], [32 + place], [32 + place]]
+        inputs.go_on(chain, torch.tensor(token, device=DEVICE), rows=1)
+    assert inputs.chosen(chain.cpu(), 3) == said
+
+
+def test_a_chain_goes_on_as_its_twin_does() -> None:
+    ours, twin = inputs.new_chain(DEVICE), inputs.new_chain(DEVICE)
+    for token in range(inputs.MOST_CHAINED + 3):  # more than are kept: the last place is overwritten, nothing else
+        inputs.go_on(ours, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
+        inputs.go_on_plain(twin, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
+        assert torch.equal(ours, twin)
+        after, twins = blank(1), blank(1)
+        inputs.stage_chained(ours, *after)
+        inputs.stage_chained_plain(twin, *twins)
+        assert all(torch.equal(a, b) for a, b in zip(after, twins, strict=True))
+
+
+@pytest.mark.parametrize("words", [1, 2, 8])
+def test_masks_are_taken_in_turn_around_the_ring(words: int) -> None:
+    ring = host([[10 * place + word - 2**62 for word in range(words)] for place in range(3)])
+    cursors = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    masks = [torch.zeros(words, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    for turn in range(7):
+        inputs.take_mask(ring, cursors[0], masks[0])
+        inputs.take_mask_plain(ring, cursors[1], masks[1])
+        assert torch.equal(masks[0], masks[1])
+        assert masks[0].tolist() == ring[turn % 3].tolist()
+    assert cursors[0].tolist() == [7]
