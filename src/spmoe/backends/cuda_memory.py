@@ -89,9 +89,12 @@ class DeviceSlots:
                 "--expert-memory"
             ) from error
         self.table = torch.zeros(len(spec.experts), max(spec.experts), dtype=torch.int32, device=device)
+        self._weights: dict[int, Mapping[str, Tensor]] = {}  # views take longer to make than to use
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
-        return self.layout.views(self.arena[slot])
+        if slot not in self._weights:
+            self._weights[slot] = self.layout.views(self.arena[slot])
+        return self._weights[slot]
 
     def address(self, slot: int) -> int:
         """Where a slot begins on the device."""
@@ -102,6 +105,7 @@ class DeviceSlots:
         return self.table.data_ptr() + (key.layer * self.table.shape[1] + key.expert) * self.table.itemsize
 
     def close(self) -> None:
+        self._weights.clear()
         self.arena = self.arena.new_empty(0, 0)
         self.table = self.table.new_empty(0, 0)
 

@@ -309,7 +309,8 @@ class ExpertSource:
         return arrived
 
     def _wave(self, layer: int, entries: list[Entry]) -> Wave:
-        self._poke()
+        if len(self._queue):
+            self._poke()
         slots = tuple(e.slot for e in entries)
         with self._lock:
             if self._closed:
