@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from spmoe.errors import UsageError
+
+_TRIES = 5  # of a measurement, the best of which counts
+_LINK_BYTES = 512 * 2**20  # more than caches of the host hold
+_LINK_PIECE = 16 * 2**20  # smaller copies are submitted together
+_MEMORY_BYTES = {"cuda": 2 * 2**30, "cpu": 128 * 2**20}
 
 WORKSPACE_BYTES = 256 * 2**20  # libraries, recorded graphs, and what a decoding step computes on the way
 
@@ -66,3 +73,46 @@ def limit_memory(device: torch.device, nbytes: int) -> None:
 def peak_memory(device: torch.device) -> int:
     """The most bytes that were reserved at once."""
     return torch.cuda.max_memory_reserved(device)
+
+
+def forget_freed(device: torch.device) -> None:
+    """Give freed tensors' memory back to the device, for whoever divides what is free next."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def link_bandwidth(device: torch.device, piece: int) -> float:
+    """Bytes per second from page-locked host memory to a CUDA device, in copies of about this size."""
+    piece = min(max(piece, _LINK_PIECE), _LINK_BYTES // 2)
+    host = torch.empty(_LINK_BYTES // piece, piece, dtype=torch.uint8, pin_memory=True)  # [copies, bytes]
+    there = torch.empty(piece, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        for row in host:
+            there.copy_(row, non_blocking=True)
+
+    return host.numel() / _best_seconds(device, copy)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy within the device's own memory reads and writes, both counted."""
+    size = _MEMORY_BYTES[device.type]
+    if device.type == "cuda":
+        size = min(size, free_memory(device) // 4)
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+    there = torch.empty_like(here)
+    return 2 * size / _best_seconds(device, lambda: there.copy_(here))
+
+
+def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """The shortest time that work took of several."""
+    times = []
+    for _ in range(_TRIES):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)

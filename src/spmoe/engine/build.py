@@ -35,6 +35,7 @@ from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
 
 if TYPE_CHECKING:
+    from spmoe.backends.cuda_memory import HostStore
     from spmoe.backends.graphs import Recorder
 
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
@@ -57,14 +58,36 @@ class Engine:
     device: torch.device
     room: Room
     memory: MemoryPlan
+    checkpoint: Checkpoint
+    draft_checkpoint: Checkpoint | None
+    draft: DraftModel | None  # the loop has it while K > 0
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
+    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by policy and K, and what it is from
+    since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
+
+    def reconfigure(self, *, prefetch: str, num_speculative_tokens: int) -> None:
+        """Change policy and K between two requests, without a reload; what was learnt for either is kept.
+
+        Forwards are recorded for up to the K that the engine was built with; a larger one is slower.
+        """
+        config = replace(self.config, prefetch=prefetch, num_speculative_tokens=num_speculative_tokens)
+        if num_speculative_tokens and self.draft is None:
+            raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
+        if config == self.config:
+            return
+        self._keep_learnt()
+        self.config = config
+        self.loop.draft_tokens = num_speculative_tokens
+        self.loop.drafter = self.draft if self.draft is not None and num_speculative_tokens else NoDraft()
+        self.profile = self.profile_file = self.cutoff = self.source.step_budget = None
+        self.loop.policy = _make_policy(self)
 
     def learn_cutoff(self) -> None:
         """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
-        counters, policy = self.loop.counters, self.loop.policy
+        counters, policy = self.loop.counters.minus(self.since), self.loop.policy
         if self.profile is None or not isinstance(policy, DraftGate) or counters.verified < _ENOUGH_STEPS:
             return
         layers = len(self.target.moe)
@@ -74,15 +97,23 @@ class Engine:
 
     def close(self) -> None:
         """Keep what was learnt, and release everything. Idempotent."""
-        self.learn_cutoff()
-        if self.profile_file is not None and self.profile is not None:
-            write_profile(self.profile_file, self.profile)
+        self._keep_learnt()
+        for file, (profile, _) in self.learnt.items():
+            write_profile(file, profile)
         self.source.close()
         self.room.close()
 
+    def _keep_learnt(self) -> None:
+        self.learn_cutoff()
+        if self.profile_file is not None and self.profile is not None:
+            self.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))
 
-def build(config: EngineConfig) -> Engine:
-    """Load target, experts and draft, and connect them."""
+
+def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
+    """Load target, experts and draft, and connect them.
+
+    `store`: the experts, already in host memory, given up by the room of an engine that is closed.
+    """
     device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
@@ -98,7 +129,7 @@ def build(config: EngineConfig) -> Engine:
     if config.max_model_len is not None and config.max_model_len > limit:
         notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
     budget = divide_memory(config, device, [n for n in (target, draft) if n is not None], spec, target.top_k)
-    room = make_room(config, materials, budget.slots)
+    room = make_room(config, materials, budget.slots, store)
     notices += room.notices
     timeline, transfer = Timeline(), room.transfer
     if config.link_gbps is not None:
@@ -107,7 +138,7 @@ def build(config: EngineConfig) -> Engine:
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     try:
         k = config.num_speculative_tokens if draft is not None else 0
-        drafter = DraftModel(draft, target.vocab_size, config.prefill_chunk) if draft is not None else NoDraft()
+        drafter = DraftModel(draft, target.vocab_size, config.prefill_chunk) if draft is not None else None
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
         target.connect(source, room.backend)
@@ -115,12 +146,12 @@ def build(config: EngineConfig) -> Engine:
             source.load_all(spec.experts)
             room.backend.synchronize()
             room.cuda.all_resident = True
-        loop = Loop(target, drafter, OnDemand(), source, clock, k, config.prefill_chunk)
+        loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
-            budget, notices=notices,
+            budget, checkpoint, draft_checkpoint, drafter, notices=notices,
         )  # fmt: skip
-        loop.policy = _make_policy(engine, checkpoint, draft_checkpoint)
+        loop.policy = _make_policy(engine)
     except BaseException:
         source.close()
         room.close()
@@ -176,22 +207,25 @@ def _load_draft(
     return network
 
 
-def _make_policy(engine: Engine, checkpoint: Checkpoint, draft_checkpoint: Checkpoint | None) -> PrefetchPolicy:
+def _make_policy(engine: Engine) -> PrefetchPolicy:
     """The prefetch policy with its cutoff; on demand where there is nothing to predict from."""
     config, target, drafter = engine.config, engine.target, engine.loop.drafter
-    if config.prefetch == "on-demand" or not isinstance(drafter, DraftModel) or draft_checkpoint is None:
+    if config.prefetch == "on-demand" or not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
         return OnDemand()
     if reason := _no_prediction(target, drafter.network):
-        engine.notices.append(f"{reason}; experts are loaded on demand")
+        if (notice := f"{reason}; experts are loaded on demand") not in engine.notices:
+            engine.notices.append(notice)
         return OnDemand()
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
     if config.cutoff.mode is CutoffMode.AUTO:
-        engine.profile_file = profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs))
-        engine.profile = read_profile(engine.profile_file)
+        file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
+        engine.profile_file = file
+        engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
         if engine.profile is None:
             wait = engine.room.backend.synchronize
             engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
-            write_profile(engine.profile_file, engine.profile)
+            write_profile(file, engine.profile)
+        engine.since = engine.loop.counters.minus(steps)
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     # more than the slots can hold at once would push itself out again within the step
     engine.source.step_budget = engine.slots * engine.store.layout.nbytes

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -17,6 +17,9 @@ from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
 from spmoe.models.shipped import shipped_pair
+
+if TYPE_CHECKING:
+    from spmoe.backends.cuda_memory import HostStore
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -52,10 +55,14 @@ class LLM:
     """An MoE model whose experts live in a store, with an optional draft. Use it as a context manager, or `close` it.
 
     With no model, the pair that comes with the package is used. Options are those of `spmoe.config.EngineConfig`.
+    `store` spares reading experts that an engine before this one has read: see `spmoe.engine.build.build`.
     """
 
-    def __init__(self, model: str | None = None, draft: str | None = None, **options: Any) -> None:
-        self.engine: Engine = build(EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options})))
+    def __init__(
+        self, model: str | None = None, draft: str | None = None, *, store: HostStore | None = None, **options: Any
+    ) -> None:
+        config = EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options}))
+        self.engine: Engine = build(config, store)
         self._lock = threading.Lock()
         self._next_id = 0
         self._ended: deque[types.Sequence] = deque()  # to be released
@@ -188,7 +195,7 @@ class Generation:
             raise UsageError(f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be seen")
         self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
         self._started = self._first = self._ended = 0.0
-        self._before = self._engine.loop.counters.copy()
+        self._before = self._after_prompt = self._engine.loop.counters.copy()
         self._stop = False
         self._pieces = self._generate()
 
@@ -198,6 +205,11 @@ class Generation:
     def stop(self) -> None:
         """End after the step under way; may be called from a signal handler or another thread."""
         self._stop = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop, even if that made no difference any more."""
+        return self._stop
 
     def run(self) -> Completion:
         """Generate to the end."""
@@ -215,6 +227,7 @@ class Generation:
             ttft_seconds=self._first - self._started,
             latency_seconds=self._ended - self._started,
             counters=engine.loop.counters.minus(self._before),
+            prompt_counters=self._after_prompt.minus(self._before),
             held_bytes=engine.loop.counters.held_bytes,
             slots=engine.slots,
             peak_slots=engine.source.cache.peak,
@@ -229,7 +242,7 @@ class Generation:
     def _generate(self) -> Iterator[str]:
         clock = self._engine.clock
         self._engine.learn_cutoff()
-        self._before = self._engine.loop.counters.copy()
+        self._before = self._after_prompt = self._engine.loop.counters.copy()
         self._started = self._first = self._ended = clock.now()
         sequence = self._llm._new_sequence(self._prompt, self._params, self._room)
         try:
@@ -238,6 +251,7 @@ class Generation:
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
+                    self._after_prompt = self._engine.loop.counters.copy()
                 for token in new:
                     yield from self._take(token)
                     if self.finish_reason != "interrupted":

@@ -37,16 +37,21 @@ class Room:
     store: HostStore | None = None
     notices: list[str] = field(default_factory=list)
 
+    def give_up_store(self) -> HostStore | None:
+        """The host store, if there is one; from now on it is the caller's to close, after this room."""
+        store, self.store = self.store, None
+        return store
+
     def close(self) -> None:
         """Let go of what the source does not own."""
         if self.store is not None:
             self.store.close()
 
 
-def make_room(config: EngineConfig, materials: Materials, count: int) -> Room:
-    """Build the store and everything between it and compute."""
+def make_room(config: EngineConfig, materials: Materials, count: int, store: HostStore | None = None) -> Room:
+    """Build the store, unless one is given that holds these experts, and everything between it and compute."""
     if materials.device.type == "cuda":
-        return _cuda_room(config, materials, count)
+        return _cuda_room(config, materials, count, store)
     if config.shape is not None:
         raise UsageError("--shape makes a model of real size, for which a CUDA device is needed; leave it out")
     path = expert_file_path(materials.checkpoint, materials.dtype)
@@ -60,7 +65,7 @@ def make_room(config: EngineConfig, materials: Materials, count: int) -> Room:
     return Room(slots, FileTransfer(file, slots), CpuBackend())
 
 
-def _cuda_room(config: EngineConfig, materials: Materials, count: int) -> Room:
+def _cuda_room(config: EngineConfig, materials: Materials, count: int, store: HostStore | None) -> Room:
     from spmoe.backends.cuda import CudaAddresses, CudaBackend, CudaLane
     from spmoe.backends.cuda_driver import cuda_driver
     from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -71,10 +76,15 @@ def _cuda_room(config: EngineConfig, materials: Materials, count: int) -> Room:
     if config.pageable:
         notices.append("experts are in pageable memory, which the device reads several times slower than locked memory")
     slots = DeviceSlots(count, materials.spec, materials.device)
-    store = HostStore(materials.spec, driver, pinned=not config.pageable)
+    if store is not None and (store.spec, store.pinned) != (materials.spec, not config.pageable):
+        store.close()
+        store = None
+    filled = store is not None
+    store = store or HostStore(materials.spec, driver, pinned=not config.pageable)
     try:
-        with materials.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
-            store.fill(fill, report)
+        if not filled:
+            with materials.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
+                store.fill(fill, report)
         recorder = Recorder(materials.device)
         backend = CudaBackend(slots, recorder)
         transfer = CudaTransfer(CudaLane(driver, materials.device), CudaAddresses(store, slots))

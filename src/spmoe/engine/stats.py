@@ -17,6 +17,7 @@ class Stats:
     ttft_seconds: float  # until the first token
     latency_seconds: float
     counters: Counters
+    prompt_counters: Counters  # the part of them that the first step, which reads the prompt, has counted
     held_bytes: int  # prefetched by now, by this request or an earlier one, and not needed or evicted yet
     slots: int
     peak_slots: int
@@ -31,7 +32,17 @@ class Stats:
         """Time per output token after the first."""
         if self.output_tokens < 2:
             return None
-        return (self.latency_seconds - self.ttft_seconds) / (self.output_tokens - 1)
+        return self.decode_seconds / (self.output_tokens - 1)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the first token."""
+        return self.latency_seconds - self.ttft_seconds
+
+    @property
+    def decode_counters(self) -> Counters:
+        """What the steps after the first have counted."""
+        return self.counters.minus(self.prompt_counters)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

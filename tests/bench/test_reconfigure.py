@@ -1,0 +1,140 @@
+"""One engine that changes policy and K between requests, as benchmarks need it; and what of a request is decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import Pair
+from spmoe import LLM, SamplingParams
+from spmoe.draft.model import DraftModel
+from spmoe.draft.none import NoDraft
+from spmoe.engine.profiling import read_profile
+from spmoe.engine.room import Room
+from spmoe.errors import UsageError
+from spmoe.observe.ledger import Counters
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.on_demand import OnDemand
+
+PROMPT = "the cat"
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"expert_memory": "50%", "progress": False}
+
+
+@pytest.fixture
+def llm(mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.random), **OPTIONS, num_speculative_tokens=4) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(("prefetch", "k"), [("on-demand", 0), ("draft-gate", 0), ("on-demand", 2), ("draft-gate", 4)])
+def test_it_is_the_engine_that_would_have_been_built(llm: LLM, mixtral_pair: Pair, prefetch: str, k: int) -> None:
+    drafter = llm.engine.loop.drafter
+    pair = (str(mixtral_pair.target), str(mixtral_pair.random))
+    with LLM(*pair, **OPTIONS, num_speculative_tokens=k, prefetch=prefetch, cutoff="auto") as built:
+        expected = built.generate(PROMPT, PARAMS)[0]
+        policy = type(built.engine.loop.policy)
+        budget = built.engine.source.step_budget
+    llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=3)
+    llm.engine.reconfigure(prefetch=prefetch, num_speculative_tokens=k)
+    found = llm.generate(PROMPT, PARAMS)[0]
+    assert found.token_ids == expected.token_ids
+    assert found.stats.draft_tokens == expected.stats.draft_tokens == k
+    assert found.stats.prefetch == expected.stats.prefetch
+    assert found.stats.cutoff_layers == expected.stats.cutoff_layers
+    assert found.stats.counters.accepted_at == expected.stats.counters.accepted_at
+    assert type(llm.engine.loop.policy) is policy
+    assert llm.engine.source.step_budget == budget
+    assert llm.engine.loop.drafter is drafter if k else isinstance(llm.engine.loop.drafter, NoDraft)
+
+
+def test_what_was_learnt_is_kept_and_not_mixed(llm: LLM) -> None:
+    engine = llm.engine
+    learnt: dict[int, Any] = {}
+    for k in (4, 2):
+        engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
+        assert isinstance(engine.loop.policy, DraftGate)
+        assert engine.profile is not None
+        assert engine.profile.missing_per_layer is None
+        for _ in range(3):
+            llm.generate(PROMPT, PARAMS)
+        engine.reconfigure(prefetch="on-demand", num_speculative_tokens=k)
+        assert isinstance(engine.loop.policy, OnDemand)
+        assert engine.cutoff is engine.profile is None
+        llm.generate(PROMPT, PARAMS)
+    assert len(engine.learnt) == 2
+    for k in (4, 2):
+        engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
+        profile = engine.profile
+        assert profile is not None
+        assert profile.missing_per_layer is not None
+        own = engine.loop.counters.minus(engine.since)
+        assert own.verified >= 16
+        assert profile.missing_per_layer == pytest.approx(own.missing / own.verified / len(engine.target.moe))
+        learnt[k] = profile
+    assert learnt[4].missing_per_layer != learnt[2].missing_per_layer
+    files = list(engine.learnt)
+    llm.close()
+    assert [read_profile(file) for file in files] == [profile for profile, _ in engine.learnt.values()]
+
+
+def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
+    policy = llm.engine.loop.policy
+    llm.engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
+    assert llm.engine.loop.policy is policy
+    assert isinstance(llm.engine.loop.drafter, DraftModel)
+
+
+def test_what_cannot_be_is_refused(llm: LLM, mixtral_pair: Pair) -> None:
+    with pytest.raises(UsageError, match="prefetch"):
+        llm.engine.reconfigure(prefetch="guess", num_speculative_tokens=4)
+    with LLM(str(mixtral_pair.target), **OPTIONS) as alone, pytest.raises(UsageError, match="without a draft"):
+        alone.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=1)
+
+
+def test_decoding_is_what_comes_after_the_prompt(llm: LLM) -> None:
+    for k in (0, 4):
+        llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=k)
+        stats = llm.generate(PROMPT, PARAMS)[0].stats
+        prompt, decoded = stats.prompt_counters, stats.decode_counters
+        assert prompt.steps == prompt.tokens == 1
+        assert prompt.asked > 0
+        assert decoded.steps == stats.counters.steps - 1
+        assert decoded.tokens == 19
+        assert prompt.drafted == 0
+        assert decoded.asked + prompt.asked == stats.counters.asked
+        assert stats.decode_seconds == pytest.approx(19 * (stats.tpot_seconds or 0))
+    only = llm.generate(PROMPT, SamplingParams(max_tokens=1))[0].stats
+    assert asdict(only.decode_counters) == asdict(Counters()) | {
+        name: [0] * len(getattr(only.counters, name)) for name in ("drafted_at", "accepted_at")
+    }
+
+
+def test_a_stream_that_has_not_begun_has_counted_nothing(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, PARAMS)
+    assert stream.completion.stats.prompt_counters.steps == 0
+    assert not stream.stopped
+    stream.stop()
+    assert stream.stopped
+
+
+def test_a_store_given_up_is_not_closed_with_the_room() -> None:
+    class Store:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    given, kept = Store(), Store()
+    room: Any = Room
+    one = room(slots=None, transfer=None, backend=None, store=given)
+    assert one.give_up_store() is given
+    assert one.give_up_store() is None
+    one.close()
+    room(slots=None, transfer=None, backend=None, store=kept).close()
+    assert (given.closed, kept.closed) == (False, True)
