@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from spmoe import __version__
+from spmoe.cli.bench import bench
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
 from spmoe.cli.info import info
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability):
+for verb in (demo, run, chat, info, predictability, bench):
     app.command()(verb)
 
 

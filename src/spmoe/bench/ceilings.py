@@ -1,0 +1,115 @@
+"""Ceilings: where a benchmark was made, and what that machine can do at best."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import spmoe
+from spmoe.backends.cuda_memory import available_memory
+from spmoe.backends.devices import device_facts, forget_freed, free_memory, link_bandwidth, memory_bandwidth
+from spmoe.engine.build import Engine
+from spmoe.engine.memory import MemoryPlan
+from spmoe.experts.slots import MemorySlots
+from spmoe.experts.store import ExpertFile
+from spmoe.experts.transfer import CopyJob, FileTransfer
+from spmoe.models.load import expert_file_path
+
+_FILE_BYTES = 256 * 2**20  # read to time an expert file
+_HOST_SHARE = 0.8  # of free host memory that a benchmark may take for experts that it only wants to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes per second."""
+
+    link: float  # from the store to slots
+    link_source: str  # "emulated", "pinned copies" or "expert file" (what the system has cached of it included)
+    memory: float  # of the memory that experts are read from to compute
+
+
+def measure_ceilings(engine: Engine) -> Ceilings:
+    """Time the link, unless it is emulated, and the device's own memory."""
+    memory = memory_bandwidth(engine.device)
+    forget_freed(engine.device)  # recorded forwards cannot take back what is cached
+    if engine.config.link_gbps is not None:
+        return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
+    if engine.device.type == "cuda":
+        return Ceilings(link_bandwidth(engine.device, engine.store.layout.nbytes), "pinned copies", memory)
+    return Ceilings(_file_bandwidth(expert_file_path(engine.checkpoint, engine.dtype)), "expert file", memory)
+
+
+def _file_bandwidth(path: Path) -> float:
+    """Bytes per second from an expert file, read as the engine reads it."""
+    file = ExpertFile.open(path)
+    blob = file.spec.layout.nbytes
+    keys = list(file.spec.keys())[: max(1, _FILE_BYTES // blob)]
+    slots = MemorySlots(4, file.spec.layout)
+    transfer = FileTransfer(file, slots)
+    times = []
+    try:
+        for _ in range(3):  # checksums are compared the first time
+            started = time.perf_counter()
+            for first in range(0, len(keys), slots.count):
+                jobs = [CopyJob(key, slot) for slot, key in enumerate(keys[first : first + slots.count])]
+                for ticket in transfer.copy(jobs, urgent=True):
+                    ticket.wait()
+            times.append(time.perf_counter() - started)
+    finally:
+        transfer.close()
+        slots.close()
+    return len(keys) * blob / min(times)
+
+
+def all_experts_fit(device: torch.device, plan: MemoryPlan, expert_bytes: int) -> bool:
+    """Whether an engine like the one that this was planned for could hold every expert in slots."""
+    needed = plan.resident + plan.kv + plan.workspace + expert_bytes
+    return needed <= (free_memory(device) if device.type == "cuda" else _HOST_SHARE * available_memory())
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a record of a measurement should say about where it was made."""
+    facts = device_facts(device)
+    return {
+        "device": facts.name,
+        "driver": facts.driver,
+        "device_memory_bytes": facts.memory_bytes,
+        "processor": _processor(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "spmoe": spmoe.__version__,
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is tracked in, marked where files differ; None outside of one."""
+    here = Path(__file__).resolve()
+
+    def git(*words: str) -> str:
+        asked = ["git", "-C", str(here.parent), *words]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # an environment may lie in somebody else's checkout
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
