@@ -158,6 +158,31 @@ def test_closed_engines_are_gone(mixtral_pair: Pair, monkeypatch: pytest.MonkeyP
     assert not [engine for engine in engines if engine() is not None]
 
 
+def test_engines_hand_their_host_store_on(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading experts into it is what takes longest."""
+
+    class Store:
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    made, given = Store(), list[Any]()
+
+    class Llm(runs.LLM):
+        def __init__(self, *, store: Any, **options: Any) -> None:
+            assert not made.closed
+            super().__init__(**options)
+            given.append(store)
+            self.engine.room.store = store or made
+
+    monkeypatch.setattr(runs, "LLM", Llm)
+    settings = settings_of([HALF, Size(share=0.75)], ["on-demand"], [0])
+    Bench(job_for(mixtral_pair, settings, output_len=2, repeat=1), lambda words: None).run()
+    assert given == [None, made, made]
+    assert made.closed == 1
+
+
 def test_a_stop_ends_it_and_keeps_what_there_is(mixtral_pair: Pair) -> None:
     started: list[Generation] = []
 
