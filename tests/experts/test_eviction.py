@@ -48,7 +48,7 @@ def play(eviction: Eviction, history: list[tuple[str, object]]) -> set[ExpertKey
                 eviction.used(what)
             case "wish":
                 key, score = what
-                eviction.wished(Wish(key, score, key.layer))
+                eviction.wished([Wish(key, score, key.layer)])
             case "reach":
                 eviction.reached(what)
             case "step":
@@ -143,7 +143,7 @@ def test_lru_orders_by_last_use() -> None:
     assert order(eviction) == [(0, 1), (0, 2), (0, 0)]
     eviction.removed(ExpertKey(0, 2))
     assert order(eviction) == [(0, 1), (0, 0)]
-    eviction.wished(Wish(ExpertKey(0, 1), 1.0, 0))
+    eviction.wished([Wish(ExpertKey(0, 1), 1.0, 0)])
     assert order(eviction) == [(0, 0), (0, 1)]
 
 
@@ -152,14 +152,14 @@ def test_lru_wishes_do_not_push_each_other_out() -> None:
     bound = eviction.worth(ExpertKey(2, 1))
     assert bound < INFINITY
     for key in (ExpertKey(0, 0), ExpertKey(1, 0)):
-        eviction.wished(Wish(key, 1.0, key.layer))
+        eviction.wished([Wish(key, 1.0, key.layer)])
     assert order(eviction, bound) == [(2, 0)]
     assert set(order(eviction)) == {(0, 0), (1, 0), (2, 0)}, "a demand load takes any"
     eviction.reached(1)
     assert order(eviction, bound) == [(2, 0), (0, 0)], "the turn of layer 0 is over"
     eviction.used(ExpertKey(1, 0))
     assert order(eviction, bound) == [(2, 0), (0, 0), (1, 0)], "it has had its turn"
-    eviction.wished(Wish(ExpertKey(2, 0), 1.0, 2))
+    eviction.wished([Wish(ExpertKey(2, 0), 1.0, 2)])
     assert order(eviction, bound) == [(0, 0), (1, 0)]
     eviction.begin_step()
     assert order(eviction, bound) == [(0, 0), (1, 0), (2, 0)], "the promises of a step end with it"
@@ -182,7 +182,7 @@ def test_a_predicted_expert_outlives_a_habitual_one() -> None:
         eviction.used(habitual)
         eviction.begin_step()
     assert order(eviction) == [predicted, habitual]
-    eviction.wished(Wish(predicted, 0.3, 2))
+    eviction.wished([Wish(predicted, 0.3, 2)])
     assert order(eviction) == [habitual, predicted]
     eviction.reached(1)
     assert order(eviction) == [habitual, predicted], "its turn is next"
@@ -192,32 +192,51 @@ def test_a_predicted_expert_outlives_a_habitual_one() -> None:
     assert order(eviction) == [predicted, habitual], "a prediction is for one step"
 
 
-def test_an_expert_used_in_every_step_outlives_one_that_is_only_predicted() -> None:
-    constant, predicted = ExpertKey(2, 0), ExpertKey(2, 1)
+@pytest.mark.parametrize("honest", [True, False])
+def test_the_draft_is_believed_as_far_as_its_words_came_true(honest: bool) -> None:
+    constant, predicted, third = ExpertKey(2, 0), ExpertKey(2, 1), ExpertKey(2, 2)
     eviction = informed(constant, predicted)
-    for _ in range(20):
+    for _ in range(40):
+        eviction.wished([Wish(constant if honest else third, 1.0, 2)])
         eviction.used(constant)
         eviction.begin_step()
-    eviction.wished(Wish(predicted, 1.0, 2))
-    assert order(eviction) == [predicted, constant], "the draft is evidence on top of habit, not instead of it"
-    eviction.wished(Wish(constant, 0.1, 2))
-    assert order(eviction) == [predicted, constant]
+    eviction.wished([Wish(predicted, 1.0, 2)])
+    expected = [constant, predicted] if honest else [predicted, constant]
+    assert order(eviction) == expected, "its word against a habit that never failed"
+
+
+def test_silence_counts_the_more_the_more_of_the_draft_is_over() -> None:
+    habitual = ExpertKey(2, 0)
+    eviction = informed(habitual)
+    worths = []
+    for step in range(30):
+        eviction.begin_step()
+        worths = [eviction.worth(habitual)]
+        for _ in range(4):
+            eviction.wished([Wish(ExpertKey(2, 3), 1.0, 2)])
+            worths.append(eviction.worth(habitual))
+        eviction.used(ExpertKey(2, 3))
+        if step % 2:
+            eviction.wished([Wish(habitual, 1.0, 2)])
+            eviction.used(habitual)
+    assert worths == sorted(worths, reverse=True)
+    assert len(set(worths)) == 5, "each of four passes that do not name it takes something from it"
 
 
 def test_a_layer_the_draft_did_not_speak_of_keeps_its_habits() -> None:
     eviction = informed((1, 0), (2, 0))
     eviction.used(ExpertKey(2, 0))
     eviction.begin_step()
-    eviction.wished(Wish(ExpertKey(1, 3), 1.0, 1))
+    eviction.wished([Wish(ExpertKey(1, 3), 1.0, 1)])
     assert order(eviction) == [(1, 0), (2, 0)]
 
 
 def test_the_surer_of_two_predictions_is_kept() -> None:
     eviction = informed((1, 0), (1, 1), (1, 2))
     for expert, score in ((1, 0.9), (0, 0.6), (0, 0.1), (2, 0.5)):
-        eviction.wished(Wish(ExpertKey(1, expert), score, 1))
+        eviction.wished([Wish(ExpertKey(1, expert), score, 1)])
     assert order(eviction) == [(1, 2), (1, 0), (1, 1)], "the highest score counts"
-    eviction.wished(Wish(ExpertKey(1, 0), 1.0, 1))
+    eviction.wished([Wish(ExpertKey(1, 0), 1.0, 1)])
     assert order(eviction) == [(1, 2), (1, 1), (1, 0)]
 
 
@@ -227,11 +246,11 @@ def test_what_the_draft_said_is_forgotten_with_the_step() -> None:
     eviction.used(habitual)
     eviction.begin_step()
     worth = eviction.worth(habitual)
-    eviction.wished(Wish(predicted, 1.0, 2))
+    eviction.wished([Wish(predicted, 1.0, 2)])
     assert eviction.worth(habitual) < worth, "the draft spoke of its layer, and not of it"
     eviction.begin_step()
     assert eviction.worth(habitual) == pytest.approx(0.8 * worth), "only habit counts where the draft is silent"
-    eviction.wished(Wish(other, 1.0, 2))
+    eviction.wished([Wish(other, 1.0, 2)])
     assert order(eviction) == [predicted, habitual], "an old prediction is none"
 
 
@@ -286,9 +305,9 @@ def test_a_wish_takes_only_from_what_is_clearly_worth_less() -> None:
         reservation = cache.reserve(ExpertKey(1, 0), prefetched=False)
         assert reservation is not None
         cache.loaded(reservation.entry)
-        eviction.wished(Wish(ExpertKey(1, 1), 0.9, 1))
+        eviction.wished([Wish(ExpertKey(1, 1), 0.9, 1)])
         if predicted_too:
-            eviction.wished(Wish(ExpertKey(1, 0), 0.8, 1))
+            eviction.wished([Wish(ExpertKey(1, 0), 0.8, 1)])
         wished = cache.reserve(ExpertKey(1, 1), prefetched=True)
         assert (wished is None) == predicted_too
         assert (cache.get(ExpertKey(1, 0)) is not None) == predicted_too

@@ -30,7 +30,7 @@ from spmoe.observe.clock import Clock, RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
+from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer, last_pass_pays
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
 
@@ -93,7 +93,8 @@ class Engine:
         layers = len(self.target.moe)
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
         inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
-        self.cutoff = policy.cutoff = cutoff_layer(self.profile, inputs)
+        self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
+        policy.last_pass = last_pass_pays(self.profile, inputs)
 
     def close(self) -> None:
         """Keep what was learnt, and release everything. Idempotent."""
@@ -217,7 +218,7 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
             engine.notices.append(notice)
         return OnDemand()
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
-    if config.cutoff.mode is CutoffMode.AUTO:
+    if config.cutoff.mode is not CutoffMode.FIXED:
         file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
         engine.profile_file = file
         engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
@@ -229,7 +230,8 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     # more than the slots can hold at once would push itself out again within the step
     engine.source.step_budget = engine.slots * engine.store.layout.nbytes
-    return DraftGate(target, drafter.network.depth_count, engine.cutoff)
+    last_pass = engine.profile is not None and last_pass_pays(engine.profile, inputs)
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass)
 
 
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:

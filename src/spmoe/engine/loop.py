@@ -24,6 +24,7 @@ class Lookout:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.ask = loop.policy.ask
+        self.last_pass = loop.policy.last_pass
 
     def __call__(self, seen: Seen) -> None:
         if seen.stage in self._loop.policy.stages:

@@ -25,7 +25,9 @@ class Eviction(Protocol):
 
     def used(self, key: ExpertKey) -> None: ...
 
-    def wished(self, wish: Wish) -> None: ...
+    def wished(self, wishes: Sequence[Wish]) -> None:
+        """What one pass of the draft says of a slab of layers."""
+        ...
 
     def reached(self, layer: int) -> None:
         """The pass is about to run this layer."""
@@ -59,10 +61,11 @@ class LeastRecentlyUsed:
         self._order.move_to_end(key)
         self._promised.discard(key)
 
-    def wished(self, wish: Wish) -> None:
-        self._promised.add(wish.key)
-        if wish.key in self._order:
-            self._order.move_to_end(wish.key)
+    def wished(self, wishes: Sequence[Wish]) -> None:
+        for wish in wishes:
+            self._promised.add(wish.key)
+            if wish.key in self._order:
+                self._order.move_to_end(wish.key)
 
     def reached(self, layer: int) -> None:
         self._promised = {key for key in self._promised if key.layer >= layer}
@@ -84,35 +87,67 @@ class LeastRecentlyUsed:
         return chosen if len(chosen) == n else None
 
 
+class Reliability:
+    """How often the draft's word came true lately, by how often and how strongly it was given; learnt as steps end."""
+
+    _SCORES = np.array([0.25, 0.5, 0.75])  # bounds between weak and strong words
+    _MEMORY = 0.95  # of a step, one step later
+    _DOUBT = 8.0  # predictions that what is assumed at first counts for
+
+    def __init__(self) -> None:
+        strength = np.linspace(0.7, 0.95, len(self._SCORES) + 1)
+        self._given = np.full((2, len(strength)), self._DOUBT)  # [named once or more often, strength]
+        self._true = self._given * np.stack((strength, np.sqrt(strength)))
+        self._habit = self._DOUBT  # uses expected, by habit, of experts that were not named
+        self._surprise = self._DOUBT * 0.6  # and those that there were
+
+    @property
+    def silence(self) -> float:
+        """What remains of a habit where the draft has not named the expert."""
+        return min(1.0, self._surprise / self._habit)
+
+    def of(self, named: np.ndarray, score: np.ndarray) -> np.ndarray:
+        """The chance that an expert is needed, from how often it was named and the best score it got."""
+        chance: np.ndarray = (self._true / self._given)[self._place(named, score)]
+        return chance
+
+    def learn(self, named: np.ndarray, score: np.ndarray, used: np.ndarray, habit: np.ndarray) -> None:
+        """What a step has shown, in layers that were spoken of."""  # all: [layers, experts]
+        said = named > 0
+        for table, came in ((self._given, np.ones(said.sum())), (self._true, used[said].astype(float))):
+            table *= self._MEMORY
+            np.add.at(table, self._place(named[said], score[said]), came)
+        self._habit = self._MEMORY * self._habit + habit[~said].sum()
+        self._surprise = self._MEMORY * self._surprise + used[~said].sum()
+
+    def _place(self, named: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.clip(named, 1, 2) - 1, np.searchsorted(self._SCORES, score)
+
+
 class DraftInformed:
     """Expected use at the next turn, discounted by the distance to it.
 
-    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and
-    the draft has spoken of, its word is evidence on top: an expert it names is needed unless both habit and draft are
-    wrong, one it does not name is a little less likely than usual. `reluctance` is what a wish must overcome: a swap
-    among two equally likely experts only costs bytes.
+    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and the
+    draft has spoken of, its word counts instead, as much as its words have lately turned out to be true: what it names
+    is needed that often, and what it does not name that much less than usual, the more so the more of its passes are
+    over. `reluctance` is what a wish must overcome: a swap among two equally likely experts only costs bytes.
     """
 
     def __init__(
-        self,
-        experts: Sequence[int],
-        decay: float = 0.9,
-        discount: float = 0.6,
-        trust: float = 0.8,
-        silence: float = 0.9,
-        reluctance: float = 0.7,
+        self, experts: Sequence[int], decay: float = 0.9, discount: float = 0.6, reluctance: float = 0.4
     ) -> None:
         self._shape = (len(experts), max(experts))
         self._decay = decay
         self._discount = discount
-        self._trust = trust  # that an expert is needed, because the draft says so
-        self._silence = silence  # what remains of habit where the draft does not name an expert
         self._reluctance = reluctance
         self._resident = np.zeros(self._shape, dtype=bool)
         self._frequency = np.zeros(self._shape)  # decayed share of steps in which the expert was used
         self._used = np.zeros(self._shape, dtype=bool)  # in this step
-        self._predicted = np.zeros(self._shape)  # this step's scores
-        self._spoken = np.zeros(self._shape[0], dtype=bool)  # layers the draft has predicted in this step
+        self._named = np.zeros(self._shape, dtype=int)  # how often in this step
+        self._score = np.zeros(self._shape)  # the best it was named with
+        self._passes = np.zeros(self._shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
+        self._usual_passes = 1
+        self._reliability = Reliability()
         self._recency = np.zeros(self._shape)
         self._ticks = 0
         self._position = -1  # the layer that runs; -1 before the first
@@ -129,9 +164,13 @@ class DraftInformed:
         self._used[key] = True
         self._touch(key)
 
-    def wished(self, wish: Wish) -> None:
-        self._spoken[wish.key.layer] = True
-        self._predicted[wish.key] = max(self._predicted[wish.key], wish.score)
+    def wished(self, wishes: Sequence[Wish]) -> None:
+        if not wishes:
+            return
+        layers, experts = np.array([wish.key for wish in wishes]).T
+        np.add.at(self._named, (layers, experts), 1)
+        np.maximum.at(self._score, (layers, experts), [wish.score for wish in wishes])
+        self._passes[np.unique(layers)] += 1
         self._worths = None
 
     def reached(self, layer: int) -> None:
@@ -139,10 +178,15 @@ class DraftInformed:
         self._worths = None
 
     def begin_step(self) -> None:
+        if len(spoken := np.flatnonzero(self._passes)):
+            seen = (self._named, self._score, self._used, self._frequency)
+            self._reliability.learn(*(figure[spoken] for figure in seen))
+            self._usual_passes = int(self._passes.max())
         self._frequency = self._decay * self._frequency + (1 - self._decay) * self._used
         self._used[:] = False
-        self._predicted[:] = 0.0
-        self._spoken[:] = False
+        self._named[:] = 0
+        self._score[:] = 0.0
+        self._passes[:] = 0
         self.reached(-1)
 
     def worth(self, key: ExpertKey) -> float:
@@ -181,11 +225,13 @@ class DraftInformed:
             count = self._shape[0]
             # what the running layer did not ask for waits a whole cycle, like what has passed
             distance = (np.arange(count) - self._position - 1) % count
-            habit = self._frequency
-            told = self._spoken & (np.arange(count) > self._position)
-            sure = self._trust * (0.8 + 0.2 * self._predicted)
-            word = np.where(self._predicted > 0, 1 - (1 - habit) * (1 - sure), self._silence * habit)
-            expected = np.where(told[:, None], word, habit)
+            expected = self._frequency.copy()
+            told = np.flatnonzero((self._passes > 0) & (np.arange(count) > self._position))
+            if len(told):
+                spoken = np.minimum(1.0, self._passes[told] / self._usual_passes)
+                expected[told] *= (1 - spoken * (1 - self._reliability.silence))[:, None]
+                word = self._reliability.of(self._named[told], self._score[told])
+                expected[told] = np.where(self._named[told] > 0, np.maximum(word, expected[told]), expected[told])
             self._worths = expected * (self._discount ** (distance / count))[:, None]
         return self._worths
 

@@ -85,12 +85,11 @@ class ExpertSource:
         with self._lock:
             if self._closed:
                 return
-            for wish in wishes:
-                self.counters.wishes += 1
-                if wish.deadline <= self._position:
-                    self.counters.wishes_stale += 1
-                    continue
-                self._eviction.wished(wish)
+            timely = [wish for wish in wishes if wish.deadline > self._position]
+            self.counters.wishes += len(wishes)
+            self.counters.wishes_stale += len(wishes) - len(timely)
+            self._eviction.wished(timely)
+            for wish in timely:
                 if self.cache.get(wish.key) is not None:
                     self.counters.wishes_resident += 1
                 elif wish.fetch:

@@ -27,6 +27,8 @@ class PrefetchPolicy(Protocol):
 
     stages: frozenset[Stage]  # the stages it wants to see; nothing is tapped for the others
 
+    last_pass: bool  # whether seeing the last draft token too is worth one more pass of the draft
+
     def ask(self, depths: range, residual: Tensor) -> Routing | None:
         """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
         # residual: [depths, rows, hidden]

@@ -20,7 +20,8 @@ class DraftGate:
 
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
 
-    def __init__(self, gates: Gates, draft_depth: int, cutoff: int) -> None:
+    def __init__(self, gates: Gates, draft_depth: int, cutoff: int, last_pass: bool = False) -> None:
+        self.last_pass = last_pass
         self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
         self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)

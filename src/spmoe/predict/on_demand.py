@@ -13,6 +13,7 @@ class OnDemand:
     """The baseline that prefetching is measured against."""
 
     stages: frozenset[Stage] = frozenset()
+    last_pass = False
 
     def ask(self, depths: range, residual: Tensor) -> None:
         pass
