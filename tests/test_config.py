@@ -156,7 +156,7 @@ def test_cutoffs(text: str | int | Cutoff | None, expected: Cutoff, printed: str
 
 @pytest.mark.parametrize("text", ["", "-1", -1, "1.5", 2.0, "all", "fixed", "auto 3", True, "²", "one\ntwo"])
 def test_what_is_not_a_cutoff(text: Any) -> None:
-    assert "write auto, none or a number of layers" in refusal(Cutoff.parse, text)
+    assert "write auto, just-in-time, none or a number of layers" in refusal(Cutoff.parse, text)
 
 
 # --- sampling ---

@@ -70,6 +70,7 @@ class CutoffMode(Enum):
     """How the deepest layer that the draft stage prefetches for is chosen."""
 
     AUTO = "auto"
+    JUST_IN_TIME = "just-in-time"
     FIXED = "fixed"
     NONE = "none"
 
@@ -83,15 +84,15 @@ class Cutoff:
 
     @classmethod
     def parse(cls, text: str | int | Self | None) -> Self:
-        """Read `auto`, `none` or a number of layers."""
+        """Read `auto`, `just-in-time`, `none` or a number of layers."""
         if isinstance(text, cls):
             return text
         word = "none" if text is None else str(text).strip().lower()
-        if word in ("auto", "none"):
+        if word in ("auto", "just-in-time", "none"):
             return cls(CutoffMode(word))
         if word.isdecimal():
             return cls(CutoffMode.FIXED, int(word))
-        raise UsageError(f"{str(text)!r} is not a cutoff; write auto, none or a number of layers")
+        raise UsageError(f"{str(text)!r} is not a cutoff; write auto, just-in-time, none or a number of layers")
 
     def __str__(self) -> str:
         return str(self.layers) if self.mode is CutoffMode.FIXED else self.mode.value

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer
+from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, step_seconds
 
 ROUNDING = 1e-9
 quick = settings(max_examples=200, deadline=None, derandomize=True)
@@ -50,7 +50,7 @@ def satisfied(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) 
 @quick
 @given(profiles, all_inputs())
 def test_is_the_largest_depth_that_satisfies_both_bounds(profile: Profile, inputs: CutoffInputs) -> None:
-    cutoff = cutoff_layer(profile, inputs)
+    cutoff = just_in_time_cutoff(profile, inputs)
     assert 0 <= cutoff <= inputs.layers
     assert satisfied(cutoff, profile, inputs, slack=ROUNDING)
     assert not any(
@@ -71,33 +71,35 @@ AMPLE = Profile(
 
 def test_bounds_that_are_met_exactly_are_met() -> None:
     assert ONE_MISSING.missing_per_layer == 1.0
-    assert cutoff_layer(AMPLE, ONE_MISSING) == 16
-    assert cutoff_layer(replace(AMPLE, free_slots=1), ONE_MISSING) == 16  # each layer that has run makes room for two
-    assert cutoff_layer(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
+    assert just_in_time_cutoff(AMPLE, ONE_MISSING) == 16
+    assert (
+        just_in_time_cutoff(replace(AMPLE, free_slots=1), ONE_MISSING) == 16
+    )  # each layer that has run makes room for two
+    assert just_in_time_cutoff(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
     # time: l * 4 <= 4 * 8 * 1 + (l - 1) * 2, so l <= 15
-    assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0), ONE_MISSING) == 15
+    assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=4.0), ONE_MISSING) == 15
     # l * 4 <= 4 * 3 * 1 + (l - 1) * 2, so l <= 5
-    assert cutoff_layer(replace(AMPLE, seconds_per_expert=4.0, draft_layers=3), ONE_MISSING) == 5
+    assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=4.0, draft_layers=3), ONE_MISSING) == 5
 
 
 def test_what_requests_have_shown_counts_before_what_even_routing_would_give() -> None:
     slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=3)
-    assert cutoff_layer(slow, ONE_MISSING) == 5
-    assert cutoff_layer(replace(slow, missing_per_layer=0.5), ONE_MISSING) == 16  # l * 2 <= 12 + (l - 1) * 2
-    assert cutoff_layer(replace(slow, missing_per_layer=2.0), ONE_MISSING) == 1  # l * 8 <= 12 + (l - 1) * 2
-    assert cutoff_layer(replace(slow, missing_per_layer=0.0), ONE_MISSING) == 16
+    assert just_in_time_cutoff(slow, ONE_MISSING) == 5
+    assert just_in_time_cutoff(replace(slow, missing_per_layer=0.5), ONE_MISSING) == 16  # l * 2 <= 12 + (l - 1) * 2
+    assert just_in_time_cutoff(replace(slow, missing_per_layer=2.0), ONE_MISSING) == 1  # l * 8 <= 12 + (l - 1) * 2
+    assert just_in_time_cutoff(replace(slow, missing_per_layer=0.0), ONE_MISSING) == 16
 
 
 def test_every_layer_on_the_way_must_be_in_time() -> None:
     # by layer 16 verification would have given time enough, but layer 1 is already late
     late_at_first = replace(AMPLE, draft_layers=1, seconds_per_expert=5.0, verify_seconds_per_layer=9.0)
     assert 16 * 5.0 <= 4 * 1 * 1.0 + 15 * 9.0
-    assert cutoff_layer(late_at_first, ONE_MISSING) == 0
+    assert just_in_time_cutoff(late_at_first, ONE_MISSING) == 0
 
 
 def test_without_a_draft_there_is_no_time_for_the_first_layer() -> None:
-    assert cutoff_layer(AMPLE, replace(ONE_MISSING, draft_tokens=0)) == 0
-    assert cutoff_layer(replace(AMPLE, seconds_per_expert=0.0), replace(ONE_MISSING, draft_tokens=0)) == 16
+    assert just_in_time_cutoff(AMPLE, replace(ONE_MISSING, draft_tokens=0)) == 0
+    assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=0.0), replace(ONE_MISSING, draft_tokens=0)) == 16
 
 
 @pytest.mark.parametrize("slots", [32, 33, 1000])
@@ -105,8 +107,8 @@ def test_when_nothing_is_ever_missing_all_layers_may_be_prefetched_for(slots: in
     hopeless = Profile(0.0, 1, 0.0, seconds_per_expert=1e9, free_slots=-1)  # neither time nor room
     inputs = replace(ONE_MISSING, slots=slots)
     assert inputs.missing_per_layer == 0.0
-    assert cutoff_layer(hopeless, inputs) == 16
-    assert cutoff_layer(hopeless, replace(inputs, slots=31)) == 0
+    assert just_in_time_cutoff(hopeless, inputs) == 16
+    assert just_in_time_cutoff(hopeless, replace(inputs, slots=31)) == 0
 
 
 # --- monotone in everything that gives time or room ---
@@ -115,26 +117,26 @@ def test_when_nothing_is_ever_missing_all_layers_may_be_prefetched_for(slots: in
 @quick
 @given(profiles, all_inputs(), st.integers(0, 100))
 def test_more_slots_never_lower_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
-    cutoff = cutoff_layer(profile, inputs)
-    assert cutoff_layer(profile, replace(inputs, slots=inputs.slots + more)) >= cutoff
-    assert cutoff_layer(replace(profile, free_slots=profile.free_slots + more), inputs) >= cutoff
+    cutoff = just_in_time_cutoff(profile, inputs)
+    assert just_in_time_cutoff(profile, replace(inputs, slots=inputs.slots + more)) >= cutoff
+    assert just_in_time_cutoff(replace(profile, free_slots=profile.free_slots + more), inputs) >= cutoff
 
 
 @quick
 @given(profiles, all_inputs(), st.floats(1.0, 10.0))
 def test_a_slower_link_never_raises_it(profile: Profile, inputs: CutoffInputs, factor: float) -> None:
     slower = replace(profile, seconds_per_expert=profile.seconds_per_expert * factor)
-    assert cutoff_layer(slower, inputs) <= cutoff_layer(profile, inputs)
+    assert just_in_time_cutoff(slower, inputs) <= just_in_time_cutoff(profile, inputs)
 
 
 @quick
 @given(profiles, all_inputs(), st.integers(0, 8))
 def test_more_time_to_hide_in_never_lowers_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
-    cutoff = cutoff_layer(profile, inputs)
-    assert cutoff_layer(replace(profile, draft_layers=profile.draft_layers + more), inputs) >= cutoff
+    cutoff = just_in_time_cutoff(profile, inputs)
+    assert just_in_time_cutoff(replace(profile, draft_layers=profile.draft_layers + more), inputs) >= cutoff
     for name in ("draft_seconds_per_layer", "verify_seconds_per_layer"):
         longer = replace(profile, **{name: getattr(profile, name) * (1 + more)})
-        assert cutoff_layer(longer, inputs) >= cutoff
+        assert just_in_time_cutoff(longer, inputs) >= cutoff
 
 
 @quick
@@ -145,7 +147,43 @@ def test_more_draft_tokens_never_lower_it_where_they_need_no_more_experts(
     # every expert is needed whatever K is, so K only lengthens the draft stage
     inputs = replace(inputs, top_k=inputs.experts_per_layer)
     longer = replace(inputs, draft_tokens=inputs.draft_tokens + more)
-    assert cutoff_layer(profile, longer) >= cutoff_layer(profile, inputs)
+    assert just_in_time_cutoff(profile, longer) >= just_in_time_cutoff(profile, inputs)
+
+
+# --- the fastest ---
+
+
+@quick
+@given(profiles, all_inputs())
+def test_no_depth_that_has_room_is_predicted_to_be_faster(profile: Profile, inputs: CutoffInputs) -> None:
+    chosen, k, n = fastest_cutoff(profile, inputs), inputs.missing_per_layer, inputs.needed_per_layer
+    if k == 0.0:
+        assert chosen == inputs.layers
+        return
+    roomy = [0]
+    while roomy[-1] < inputs.layers and (roomy[-1] + 1) * k <= profile.free_slots + roomy[-1] * n:
+        roomy.append(roomy[-1] + 1)
+    best = min(step_seconds(profile, inputs, depth) for depth in roomy)
+    assert chosen in roomy
+    assert step_seconds(profile, inputs, chosen) <= 1.005 * best * (1 + ROUNDING)
+    assert all(step_seconds(profile, inputs, depth) > 1.005 * best * (1 - ROUNDING) for depth in range(chosen))
+
+
+def test_steps_are_predicted_by_hand() -> None:
+    # nothing prefetched: a draft stage of 4 * 8, then 16 layers that load for 1 and compute for 2
+    assert step_seconds(AMPLE, ONE_MISSING, 0) == pytest.approx(32 + 16 * 3)
+    # everything: the link is done long before the layers are reached, but for the tenth that was not predicted
+    assert step_seconds(AMPLE, ONE_MISSING, 16) == pytest.approx(32 + 16 * 2.1)
+    # a link that takes 100 per expert is never idle from the first pass on
+    slow = replace(AMPLE, seconds_per_expert=100.0)
+    assert step_seconds(slow, ONE_MISSING, 16) == pytest.approx(8 + 16 * 100 * (0.9 / 0.95 + 0.1) + 2)
+
+
+def test_a_slow_link_is_kept_busy_where_just_in_time_gives_up() -> None:
+    slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=1)
+    assert just_in_time_cutoff(slow, ONE_MISSING) == 1
+    assert fastest_cutoff(slow, ONE_MISSING) > 4
+    assert fastest_cutoff(replace(slow, seconds_per_expert=0.0), ONE_MISSING) == 0, "there is nothing to hide"
 
 
 # --- how many experts are missing ---

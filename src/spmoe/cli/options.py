@@ -35,7 +35,7 @@ def _engine(
     ] = 4,
     prefetch: Annotated[str, typer.Option(help="Prefetch policy: draft-gate or on-demand.")] = "draft-gate",
     cutoff: Annotated[
-        str, typer.Option(help="Layers that may be prefetched for: auto (from a profile), none, or a number.")
+        str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
     ] = "auto",
     eviction: Annotated[str, typer.Option(help="What leaves full slots: draft-informed or lru.")] = "draft-informed",
     expert_memory: Annotated[

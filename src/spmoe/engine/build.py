@@ -30,7 +30,7 @@ from spmoe.observe.clock import Clock, RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import CutoffInputs, Profile, cutoff_layer, last_pass_pays
+from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, last_pass_pays
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
 
@@ -237,7 +237,9 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
     """How many layers may be prefetched for."""
     if cutoff.mode is CutoffMode.AUTO and profile is not None:
-        return cutoff_layer(profile, inputs)
+        return fastest_cutoff(profile, inputs)
+    if cutoff.mode is CutoffMode.JUST_IN_TIME and profile is not None:
+        return just_in_time_cutoff(profile, inputs)
     return min(cutoff.layers, inputs.layers) if cutoff.mode is CutoffMode.FIXED else inputs.layers
 
 

@@ -1,19 +1,25 @@
 """The cutoff: how many layers the draft stage may prefetch for, from a profile and an analytical latency model.
 
-With k missing experts per layer, `t_io` seconds per expert, `t_draft` and `t_verify` seconds per layer, K draft tokens
-and L_all layers, the first L layers may be prefetched for as long as
+Two forms. `fastest_cutoff` predicts the time of a step for every depth, and takes the least depth that is as good as
+any: where the link is the bottleneck, copies that come too late to hide wholly still hide in part.
+`just_in_time_cutoff` is stricter, nothing may be late: with k missing experts per layer, `t_io` seconds per expert,
+`t_draft` and `t_verify` seconds per layer, K draft tokens and L_all layers, the first L layers may be prefetched for as
+long as
 
     memory:   l * k                 <=  free slots + (l - 1) * n
     time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
 
 where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l
 is only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, into a free slot.
-k is what requests have shown, and until then what even routing would give.
+The first form keeps the bound on memory. k is what requests have shown, and until then what even routing would give.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+RECALL, PRECISION = 0.9, 0.95  # of draft-driven prediction, over the rows of a step, as the pair that ships shows them
+_INDIFFERENCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +62,59 @@ def last_pass_pays(profile: Profile, inputs: CutoffInputs) -> bool:
     Of the K + 1 rows that are verified the draft's own K passes have seen all but the last. About half of what that
     row alone needs is missed by the others' predictions and must be loaded while everything waits.
     """
-    missing = inputs.missing_per_layer if profile.missing_per_layer is None else profile.missing_per_layer
-    unseen = missing * inputs.layers / (inputs.draft_tokens + 1) / 2
+    unseen = _missing(profile, inputs) * inputs.layers / (inputs.draft_tokens + 1) / 2
     return unseen * profile.seconds_per_expert > profile.draft_layers * profile.draft_seconds_per_layer
 
 
-def cutoff_layer(profile: Profile, inputs: CutoffInputs) -> int:
+def just_in_time_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
     """The largest L that satisfies both bounds; all layers when nothing is ever missing."""
-    missing = inputs.missing_per_layer if profile.missing_per_layer is None else profile.missing_per_layer
+    missing, window = _missing(profile, inputs), _draft_window(profile, inputs)
     if missing <= 0.0:
         return inputs.layers
-    draft_window = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
-    deepest = 0
     for layer in range(1, inputs.layers + 1):
-        in_memory = layer * missing <= profile.free_slots + (layer - 1) * inputs.needed_per_layer
-        window = draft_window + (layer - 1) * profile.verify_seconds_per_layer
-        in_time = layer * missing * profile.seconds_per_expert <= window
-        if not (in_memory and in_time):
-            break
-        deepest = layer
-    return deepest
+        due = window + (layer - 1) * profile.verify_seconds_per_layer
+        if not _has_room(layer, profile, inputs) or layer * missing * profile.seconds_per_expert > due:
+            return layer - 1
+    return inputs.layers
+
+
+def fastest_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
+    """The least depth, of those that have room, whose step is predicted to be as fast as the fastest."""
+    depths = [0]
+    while depths[-1] < inputs.layers and _has_room(depths[-1] + 1, profile, inputs):
+        depths.append(depths[-1] + 1)
+    if _missing(profile, inputs) <= 0.0:
+        return inputs.layers
+    times = [step_seconds(profile, inputs, depth) for depth in depths]
+    enough = (1 + _INDIFFERENCE) * min(times)
+    return next(depth for depth, time in zip(depths, times, strict=True) if time <= enough)
+
+
+def step_seconds(profile: Profile, inputs: CutoffInputs, cutoff: int) -> float:
+    """The predicted time of a step that prefetches for the first `cutoff` layers.
+
+    The link serves one copy at a time. Predicted experts of layers before the cutoff queue from the first prediction
+    on, in the order of layers; what was not predicted, and all of later layers, is asked for when a layer is reached.
+    """
+    missing, t_io = _missing(profile, inputs), profile.seconds_per_expert
+    reached = _draft_window(profile, inputs)
+    free = reached / max(1, inputs.draft_tokens)  # the first predictions are there: the link begins
+    for layer in range(inputs.layers):
+        predicted = RECALL if layer < cutoff else 0.0
+        ahead = free + predicted * missing / PRECISION * t_io  # what is wrong is fetched as well
+        asked = (1 - predicted) * missing * t_io
+        free = max(ahead, reached) + asked if asked else ahead
+        reached = max(reached, free) + profile.verify_seconds_per_layer
+    return reached
+
+
+def _missing(profile: Profile, inputs: CutoffInputs) -> float:
+    return inputs.missing_per_layer if profile.missing_per_layer is None else profile.missing_per_layer
+
+
+def _draft_window(profile: Profile, inputs: CutoffInputs) -> float:
+    return inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
+
+
+def _has_room(layers: int, profile: Profile, inputs: CutoffInputs) -> bool:
+    return layers * _missing(profile, inputs) <= profile.free_slots + (layers - 1) * inputs.needed_per_layer
