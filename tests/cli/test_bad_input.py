@@ -349,7 +349,7 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
         (("--top-p", "0"), ("top_p", "above 0")),
         (("--top-k", "-1"), ("top_k", "0 (off) or more")),
         (("--min-p", "2"), ("min_p", "between 0 and 1")),
-        (("--cutoff", "x"), ("'x' is not a cutoff", "auto, none or a number")),
+        (("--cutoff", "x"), ("'x' is not a cutoff", "just-in-time, none or a number")),
         (("--cutoff", "-1"), ("'-1' is not a cutoff",)),
         (("--expert-memory", "foo"), ("'foo' is not a size", "6GiB")),
         (("--expert-memory", "0"), ("'0' is not a size",)),
