@@ -64,10 +64,10 @@ def allocated_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Make every allocation beyond this many bytes fail."""
+def limit_memory(device: torch.device, nbytes: int | None) -> None:
+    """Make every allocation beyond this many bytes fail; None lifts the limit."""
     _, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
 
 
 def peak_memory(device: torch.device) -> int:

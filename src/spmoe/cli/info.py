@@ -53,16 +53,24 @@ def _table(plan: Plan) -> Table:
     table.add_row("context", f"{plan.context} tokens, {format_bytes(plan.kv_bytes_per_token)} of KV cache each")
     share = plan.slots_bytes / plan.all_experts_bytes
     table.add_row("experts", f"{format_bytes(plan.all_experts_bytes)}, {format_bytes(plan.expert_bytes)} each")
-    table.add_row("expert file", f"{plan.expert_file} ({'built' if plan.expert_file_built else 'not built yet'})")
+    if plan.device == "cpu":
+        table.add_row("expert file", f"{plan.expert_file} ({'built' if plan.expert_file_built else 'not built yet'})")
+    else:
+        table.add_row("expert store", "page-locked host memory, filled when the model is loaded")
     table.add_row("", "")
+    table.add_row("device", plan.device)
     table.add_row("resident", f"{format_bytes(plan.resident_bytes)} target without experts")
     if plan.draft is not None:
         table.add_row("", f"{format_bytes(plan.draft_bytes)} draft {plan.draft} ({plan.draft_architecture})")
     table.add_row(
         "", f"{format_bytes(plan.slots_bytes)} expert slots ({plan.slots} slots, {100 * share:.0f}% of experts)"
     )
-    total = plan.resident_bytes + plan.draft_bytes + plan.slots_bytes
-    table.add_row("", f"{format_bytes(total)} in all, and KV caches")
+    table.add_row("", f"{format_bytes(plan.kv_bytes)} KV caches for {plan.planned_context} tokens")
+    if plan.workspace_bytes:
+        table.add_row("", f"{format_bytes(plan.workspace_bytes)} workspace")
+    total = plan.resident_bytes + plan.draft_bytes + plan.slots_bytes + plan.kv_bytes + plan.workspace_bytes
+    limit = "" if plan.device_memory_limit is None else f" of {format_bytes(plan.device_memory_limit)} allowed"
+    table.add_row("", f"{format_bytes(total)} in all{limit}")
     table.add_row("", "")
     table.add_row("draft tokens", str(plan.num_speculative_tokens))
     table.add_row("prefetch", plan.prefetch)

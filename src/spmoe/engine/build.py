@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe.backends.devices import choose_device
+from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.config import Cutoff, CutoffMode, EngineConfig
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
@@ -103,6 +103,8 @@ class Engine:
             write_profile(file, profile)
         self.source.close()
         self.room.close()
+        if self.memory.limit is not None:
+            limit_memory(self.device, None)
 
     def _keep_learnt(self) -> None:
         self.learn_cutoff()
@@ -130,6 +132,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     if config.max_model_len is not None and config.max_model_len > limit:
         notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
     budget = divide_memory(config, device, [n for n in (target, draft) if n is not None], spec, target.top_k)
+    if budget.limit is not None:
+        limit_memory(device, budget.limit)
     room = make_room(config, materials, budget.slots, store)
     notices += room.notices
     timeline, transfer = Timeline(), room.transfer

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory, limit_memory
+from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
-from spmoe.errors import BudgetError, CheckpointError
+from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.network import Network, state_capacity
 
@@ -29,6 +29,11 @@ class MemoryPlan:
     workspace: int
     context: int  # positions
     limit: int | None  # that nothing may exceed; None: not limited
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.slots * self.slot_bytes + self.resident + self.kv + self.workspace
 
 
 def divide_memory(
@@ -49,18 +54,18 @@ def plan_memory(
     kv_bytes_per_token: int,
     positions: int,
 ) -> MemoryPlan:
-    """The same from sizes alone; with --device-memory the device is held to it."""
+    """The same from sizes alone."""
     context = min(positions, config.max_model_len or _USUAL_CONTEXT)
     kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
     workspace = WORKSPACE_BYTES + _activations(config, spec) if device.type == "cuda" else 0
     limit, allowed = None, None
+    if device.type == "cpu" and config.device_memory is not None:
+        raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
     if device.type == "cuda" and config.device_memory is not None:
         free = free_memory(device) + _held(device, weights)
         limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
         allowed = limit - weights - kv - workspace
     slots = slot_count(config, spec, top_k, allowed)
-    if limit is not None:
-        limit_memory(device, limit)
     return MemoryPlan(slots, spec.layout.nbytes, weights, kv, workspace, context, limit)
 
 

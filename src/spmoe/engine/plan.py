@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, EngineConfig
 from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings
-from spmoe.engine.memory import slot_count
+from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
-from spmoe.models.anatomy import dissect
+from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.predict.cutoff import Profile
@@ -35,7 +36,12 @@ class Plan:
     all_experts_bytes: int
     slots: int
     slots_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of the target
+    device: str
+    kv_bytes: int  # of target and draft, at the context planned for
+    workspace_bytes: int
+    planned_context: int
+    device_memory_limit: int | None  # None: not limited
     expert_file: str
     expert_file_built: bool
     draft: str | None
@@ -58,17 +64,20 @@ def make_plan(config: EngineConfig) -> Plan:
     checkpoint = Checkpoint.find(config.model)
     dtype = checkpoint.dtype(config.dtype)
     model = load_skeleton(checkpoint)
-    with building(checkpoint):
-        anatomy = dissect(model)
+    anatomy = _dissect(checkpoint, model)
     spec = store_spec(checkpoint, model, [site.path for site in anatomy.moe], dtype)
     top_k = max(site.top_k for site in anatomy.moe)
-    slots = slot_count(config, spec, top_k)
     path = expert_file_path(checkpoint, dtype)
     text = checkpoint.config.get_text_config(decoder=True)
 
     draft = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
     draft_model = load_dense_skeleton(draft) if draft is not None else None
     draft_tokens = config.num_speculative_tokens if draft is not None else 0
+    networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
+    device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
+    per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
+    memory = plan_memory(config, device, spec, top_k, weights, per_token, text.max_position_embeddings)
+    slots = memory.slots
     profile, layers = None, None
     if draft is not None and config.prefetch == "draft-gate":
         inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
@@ -91,6 +100,11 @@ def make_plan(config: EngineConfig) -> Plan:
         all_experts_bytes=spec.nbytes,
         slots=slots,
         slots_bytes=slots * spec.layout.nbytes,
+        device=str(device.type),
+        kv_bytes=memory.kv,
+        workspace_bytes=memory.workspace,
+        planned_context=memory.context,
+        device_memory_limit=memory.limit,
         kv_bytes_per_token=anatomy.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
         expert_file=str(path),
         expert_file_built=path.exists(),
@@ -104,6 +118,11 @@ def make_plan(config: EngineConfig) -> Plan:
         cutoff=str(config.cutoff),
         cutoff_layers=layers,
     )
+
+
+def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:
+    with building(checkpoint):
+        return dissect(model)
 
 
 def _parameters(model: nn.Module) -> int:
