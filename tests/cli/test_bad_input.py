@@ -622,7 +622,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_conversation(
 def test_ctrl_c_during_conversion_leaves_nothing_behind(
     checkpoints: Path, own_home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = load._ExpertReader.fill
+    original = load.ExpertReader.fill
     partials: list[Path] = []
 
     def fill(self: Any, key: Any, views: Any) -> None:
@@ -632,7 +632,7 @@ def test_ctrl_c_during_conversion_leaves_nothing_behind(
             _press_ctrl_c()
 
     with monkeypatch.context() as patch:
-        patch.setattr(load._ExpertReader, "fill", fill)
+        patch.setattr(load.ExpertReader, "fill", fill)
         result = invoke("run", checkpoints / "target", *PROMPT)
     assert (result.code, result.out) == (130, "")
     assert "Traceback" not in result.err
