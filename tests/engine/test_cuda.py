@@ -1,0 +1,135 @@
+"""The CUDA engine against the CPU's on the pair that ships: the same tokens, within the memory it was given."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from spmoe import LLM, SamplingParams
+from spmoe.errors import BudgetError, SpmoeError, TransferError
+from spmoe.models.shipped import sample_text
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPTS = ("def fibonacci(n):", "import os\n\nclass Reader:\n    def __init__(self, path):\n", sample_text()[:3000])
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_k=50, seed=3)
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
+    return [completion.token_ids for completion in llm.generate(list(prompts), params)]
+
+
+@cache
+def expected() -> list[list[int]]:
+    with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
+        return tokens(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": 0, "expert_memory": "100%"},
+        {"num_speculative_tokens": 0, "enforce_eager": True},
+        {},
+        {"enforce_eager": True},
+        {"prefetch": "on-demand"},
+        {"prefetch": "on-demand", "eviction": "lru"},
+        {"expert_memory": "100%"},
+        {"expert_memory": "2%"},
+        {"expert_memory": "2%", "cutoff": "none", "num_speculative_tokens": 1},
+        {"expert_memory": "50%", "cutoff": "none", "num_speculative_tokens": 7},
+        {"expert_memory": "90%", "cutoff": "just-in-time"},
+        {"pageable": True},
+        {"link_gbps": 5.0},
+        {"device_memory": "2GiB"},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_are_the_cpus(options: dict[str, Any]) -> None:
+    with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:
+        assert tokens(llm) == expected()
+        assert tokens(llm) == expected(), "the second time, with everything recorded and slots full"
+        unexpected = [n for n in llm.notices if "pageable" not in n]
+        assert not unexpected
+
+
+def test_sampling_follows_the_seed_and_stays_on_the_host() -> None:
+    with LLM(dtype="float32", device="cuda", progress=False) as llm:
+        assert tokens(llm, SAMPLED) == tokens(llm, SAMPLED)
+
+
+def test_two_generations_in_turns_do_not_disturb_each_other() -> None:
+    with LLM(dtype="float32", device="cuda", progress=False) as llm:
+        first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+        streams = [iter(first), iter(second)]
+        while streams:
+            for stream in list(streams):
+                if next(stream, None) is None:
+                    streams.remove(stream)
+        assert [first.token_ids, second.token_ids] == expected()[:2]
+
+
+def test_a_budget_for_the_device_is_kept() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    with LLM(dtype="float32", device="cuda", device_memory="2GiB", progress=False) as llm:
+        tokens(llm)
+        assert llm.engine.memory.limit == 2 * 2**30
+        assert torch.cuda.max_memory_reserved() - before <= 2 * 2**30
+    with pytest.raises(BudgetError, match="leaves 0 B for experts"):
+        LLM(dtype="float32", device="cuda", device_memory="100MiB", progress=False)
+
+
+def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmoe.backends.cuda import CudaLane
+
+    sound, rng, failing = CudaLane.copy, random.Random(0), False
+
+    def copy(self: Any, pieces: Any) -> Any:
+        if failing and rng.random() < 0.05:
+            raise TransferError("injected: the link had a bad moment")
+        return sound(self, pieces)
+
+    with LLM(dtype="float32", device="cuda", expert_memory="10%", progress=False) as llm:
+        monkeypatch.setattr(CudaLane, "copy", copy)
+        failures = 0
+        for _ in range(30):
+            failing = True
+            try:
+                found = tokens(llm, prompts=PROMPTS[:1])
+            except SpmoeError as error:
+                assert "bad moment" in str(error)
+                failures += 1
+            else:
+                assert found == expected()[:1]
+            failing = False
+            assert tokens(llm, prompts=PROMPTS[:1]) == expected()[:1]
+        assert failures
+
+
+def test_engines_that_come_and_go_leave_no_memory_behind() -> None:
+    def once() -> int:
+        with LLM(dtype="float32", device="cuda", progress=False) as llm:
+            generation = llm.stream(PROMPTS[0], GREEDY)
+            next(iter(generation))
+            generation.stop()
+            tokens(llm, prompts=PROMPTS[:1])
+        del llm, generation
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    once()
+    settled = once()
+    assert all(once() <= settled for _ in range(3))
