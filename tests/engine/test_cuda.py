@@ -109,8 +109,7 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
             try:
                 found = tokens(llm, prompts=PROMPTS[:1])
             except SpmoeError as error:
-                assert "bad moment" in str(error)
-                failures += 1
+                failures += "bad moment" in str(error)
             else:
                 assert found == expected()[:1]
             failing = False
