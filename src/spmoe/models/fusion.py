@@ -1,51 +1,178 @@
-"""Norms as one kernel each, through PyTorch's own fused function, wherever that gives the module's own result."""
+"""Norms, linear layers and routers as one kernel each, wherever that is proved to give the module's own result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional
+
+_ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
+_SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
+
+Form = Callable[[Tensor], Any]
 
 
-def fuse_norms(model: nn.Module) -> Callable[[], None]:
-    """Replace the forward of every RMS norm that PyTorch's function reproduces; returns how to undo it."""
+def fuse(model: nn.Module) -> Callable[[], None]:
+    """Replace the forward of every module that a kernel reproduces; returns how to undo it.
+
+    Where kernels cannot run, nothing is replaced. Weights are looked up at each call, as the module itself does.
+    """
     fused: list[Any] = []
-    for module in model.modules():
-        if (own := _fused_form(module)) is not None and _agree(module, own):
-            module.forward = own
-            fused.append(module)
+    with torch.inference_mode():
+        for module in model.modules():
+            if (forward := _proved_form(module)) is not None:
+                module.forward = forward
+                fused.append(module)
 
     def undo() -> None:
-        for module in fused:
-            del module.forward
+        while fused:
+            del fused.pop().forward
 
     return undo
 
 
-def _fused_form(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+def _proved_form(module: Any) -> Callable[..., Any] | None:
+    """A forward that is as good as the module's own, and faster for few rows."""
+    weight: Any = getattr(module, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous() or not _kernels_run_on(weight):
         return None
-    if weight.ndim != 1 or len(list(module.parameters())) != 1:
+    if "forward" in vars(module) or any(True for _ in module.children()):
         return None
-    shape = list(weight.shape)
+    try:
+        if type(module) is nn.Linear:
+            return _linear(module)
+        if len(list(module.parameters())) > 1:
+            return None
+        if weight.ndim == 1:
+            return _norm(module)
+        if weight.ndim == 2 and isinstance(getattr(module, "top_k", None), int):
+            return _router(module)
+    except Exception:  # whatever a module cannot do with random states, or a device with a kernel
+        return None
+    return None
 
-    def forward(hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, shape, weight, eps)
+
+def _kernels_run_on(weight: Tensor) -> bool:
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    try:
+        from spmoe.backends.kernels.dense import runs_on
+    except ImportError:
+        return False
+    return runs_on(weight.device)
+
+
+def _norm(module: Any) -> Callable[..., Any] | None:
+    from spmoe.backends.kernels.dense import LONGEST_NORM, rms_norm
+
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float) or len(module.weight) > LONGEST_NORM:
+        return None
+    states, precision = _states(module.weight), torch.finfo(module.weight.dtype).eps
+    found, expected = rms_norm(states, module.weight, eps), module.forward(states)
+    # the last bit of what is multiplied with the weight, and that of the product
+    if not _close(found, expected, max(2 * precision, 1e-6) * expected.float().abs() + 1e-6):
+        return None
+    return _with_own(module, math.inf, lambda x: rms_norm(x, module.weight, eps))
+
+
+def _linear(module: nn.Linear) -> Callable[..., Any] | None:
+    from spmoe.backends.kernels.dense import skinny_linear
+
+    def form(x: Tensor) -> Tensor:
+        width = module.weight.shape[1]
+        return skinny_linear(x.reshape(-1, width), module.weight, module.bias).view(*x.shape[:-1], -1)
+
+    states = _states(module.weight)
+    found, expected = form(states), module.forward(states)
+    alone = form(states[:1])
+    if not _close(found, expected, _rounding(states, module.weight, expected)) or not torch.equal(alone, found[:1]):
+        return None
+    return _with_own(module, _ROWS, form)
+
+
+def _router(module: Any) -> Callable[..., Any] | None:
+    """Softmax over a linear layer, of which the best are kept; with their weights adding up to something, or not."""
+    states = torch.cat([_states(module.weight, seed) for seed in range(4)])
+    expected = module.forward(states)
+    if not isinstance(expected, tuple) or len(expected) != 3 or not all(isinstance(t, Tensor) for t in expected):
+        return None
+    forms = _router_forms(module, expected)
+    form = next((form for form in forms if _same_routes(form, states, expected, module.weight)), None)
+    return form and _with_own(module, _ROWS, form, flat=True)
+
+
+def _router_forms(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Form]:
+    from spmoe.backends.kernels.dense import Answer, route
+
+    scales = dict.fromkeys((1.0, float(getattr(module, "routed_scaling_factor", 1.0))))
+    for renormalise, scale in product((True, False), scales):
+        answer = Answer(expected[0].dtype, expected[1].dtype, renormalise, scale)
+        yield lambda x, answer=answer: route(x, module.weight, module.top_k, answer)  # type: ignore[misc]
+
+
+def _same_routes(form: Form, states: Tensor, expected: tuple[Tensor, ...], weight: Tensor) -> bool:
+    """Whether logits, weights and numbers agree; the latter where the difference of the logits cannot change them."""
+    batches = [form(x) for x in states.view(-1, _ROWS, states.shape[-1])]
+    found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(found, expected, strict=True)):
+        return False
+    if not _close(found[0], expected[0], _rounding(states, weight, expected[0])):
+        return False
+    logits, top_k = expected[0].float(), expected[1].shape[-1]
+    moved = 2 * (found[0].float() - logits).abs().amax(dim=-1)
+    order = functional.pad(logits, (0, 1), value=-math.inf).sort(dim=-1, descending=True).values
+    clear = (order[:, top_k - 1] - order[:, top_k] > moved + 1e-5) & (order[:, 0] - order[:, top_k - 1] < 50)
+    by_number = [(index.sort(dim=-1), weights.float()) for _, weights, index in (found, expected)]
+    numbers = [index.values[clear] for index, _ in by_number]
+    ours, own = (weights.gather(1, index.indices)[clear] for index, weights in by_number)
+    # no weight changes by a larger share than twice what the logits do
+    share = moved[clear, None].expm1() + 4 * torch.finfo(found[1].dtype).eps + 1e-5
+    return float(clear.float().mean()) > 0.25 and torch.equal(*numbers) and _close(ours, own, share * own + 1e-7)
+
+
+def _states(weight: Tensor, seed: int = 0) -> Tensor:
+    """Random inputs of several scales, some of them far from a mean of zero, some with one that outshines the rest."""
+    rng = torch.Generator(weight.device).manual_seed(seed)
+    states = torch.randn(_ROWS, weight.shape[-1], generator=rng, device=weight.device)
+    states[3::4] += 2.0
+    states[2::4, -1] *= 30.0
+    scales = torch.tensor(_SCALES * 2, device=weight.device)
+    return (states * scales[:, None]).to(weight.dtype)
+
+
+def _rounding(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """What sums of products may differ by when they are added in another order, or rounded before they are added."""
+    length = weight.shape[-1]
+    lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in (x, weight))
+    typical = torch.outer(*lengths) / math.sqrt(length)  # of sums of so many terms of random signs
+    precision = torch.finfo(y.dtype).eps
+    return (8 * precision + 2.0**-21 * math.sqrt(length)) * typical + 2 * precision * y.float().abs()
+
+
+def _close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool(((found.float() - expected.float()).abs() <= allowed).all())  # what is not a number is not close
+
+
+def _with_own(module: Any, most_rows: float, form: Form, flat: bool = False) -> Callable[..., Any]:
+    """The form for what it was proved on: plain tensors of the weight's kind and few rows; else the module's own."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+            (x,), weight = args, module.weight
+            alike = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
+            few = 0 < x.numel() <= most_rows * x.shape[-1] and (x.ndim == 2 or not flat)
+            if alike and few and not is_functorch_wrapped_tensor(x):
+                return form(x)
+        return own(*args, **kwargs)
 
     return forward
-
-
-def _agree(module: nn.Module, fused: Callable[[Tensor], Tensor]) -> bool:
-    """Whether both give the same on random states, up to the last rounding."""
-    weight: Any = module.weight
-    rng = torch.Generator(weight.device).manual_seed(0)
-    states = torch.randn(4, *weight.shape, generator=rng, device=weight.device).to(weight.dtype)
-    states[1] *= 100
-    states[2] *= 0.01
-    with torch.inference_mode():
-        expected, found = module(states).float(), fused(states).float()
-    return bool(torch.allclose(expected, found, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6))

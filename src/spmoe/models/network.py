@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmoe.models import attention
 from spmoe.models.anatomy import Anatomy, dissect
-from spmoe.models.fusion import fuse_norms
+from spmoe.models.fusion import fuse
 from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.taps import OnTap, Taps, Watch
 
@@ -103,7 +103,7 @@ class Network:
             return "its state is not keys and values alone"
         tokens = [[i % self.vocab_size for i in range(5)], [5 % self.vocab_size, 6 % self.vocab_size]]
         before, expected = self.model.config._attn_implementation, self._try(tokens)
-        unfuse = fuse_norms(self.model)
+        unfuse = fuse(self.model)
         try:
             from spmoe.models.programs import Programs
 
