@@ -39,7 +39,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def config_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """A tile by shape alone, the same for 1 to 16 rows; those for 16-bit weights are the fastest of a sweep on an H200."""
+    """A tile by shape alone, the same for 1 to 16 rows; those for 16 bits are the fastest of a sweep on an H200."""
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"1 to {MOST_ROWS} rows, not {rows}")
     if dtype.itemsize > 2:  # what tensor cores do to float32 is not float32
