@@ -219,7 +219,7 @@ class CudaTransfer:
         """One submission of parts of these copies; None when it is refused, and they have failed."""
         try:
             end = self.lane.copy(pieces)
-        except SpmoeError as error:
+        except Exception as error:  # whatever it is, somebody may be waiting for these copies
             for ticket in tickets:
                 ticket.fail(_as_transfer_error(ticket.job, error))
             return None
@@ -237,13 +237,21 @@ class CudaTransfer:
                     self._work.wait()
                 if self._closed:
                     return
-                self._advance()
-                oldest = self._flying[0] if self._waiting and self._flying else None
-            if oldest is not None:
-                oldest.synchronize()
+            try:
+                with self._lock:
+                    self._advance()
+                    oldest = self._flying[0] if self._waiting and self._flying else None
+                if oldest is not None:
+                    oldest.synchronize()
+            except Exception as error:  # the device is broken, and somebody may be waiting
+                with self._lock:
+                    self._flying.clear()
+                    while self._waiting:
+                        ticket = self._waiting.popleft()
+                        ticket.fail(_as_transfer_error(ticket.job, error))
 
 
-def _as_transfer_error(job: CopyJob, error: SpmoeError) -> SpmoeError:
+def _as_transfer_error(job: CopyJob, error: Exception) -> SpmoeError:
     if isinstance(error, TransferError):
         return error
     failure = TransferError(f"expert {job.key.expert} of layer {job.key.layer} could not be copied ({error})")

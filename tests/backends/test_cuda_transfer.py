@@ -1,0 +1,1026 @@
+"""Copies on a stream of their own: the right bytes, demands before wishes, and no slot read or written too early.
+
+The device is played by `device_double`: what is submitted happens later, bit by bit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+from device_double import (
+    GARBAGE,
+    LIMIT,
+    Device,
+    HandKeptTransfer,
+    Memory,
+    PlainSlots,
+    WatchedTransfer,
+    own_threads,
+    within,
+)
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from spmoe.backends.cuda_transfer import CudaTicket
+from spmoe.config import EVICTIONS
+from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.eviction import make_eviction
+from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.observe.clock import RealClock
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey, Residency, Wish
+
+urgencies = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "wish"])
+
+
+def job_of(name: str) -> CopyJob:
+    """`B3`: expert 1 into slot 3."""
+    return CopyJob(ExpertKey(0, ord(name[0]) - ord("A")), int(name[1:]))
+
+
+class Stand:
+    """A transfer on a device that stands still unless told to go on."""
+
+    def __init__(self, nbytes: int, chunk: int, window: int) -> None:
+        self.memory = Memory(slots=6, nbytes=nbytes, experts=[8])
+        self.device = Device(self.memory, chunk=chunk, window=window, seed=nbytes)
+        self.transfer = WatchedTransfer(self.device, self.memory, chunk=chunk, window=window)
+
+    def copy(self, *names: str, urgent: bool) -> list[CudaTicket]:
+        tickets: list[CudaTicket] = []
+        for ticket in self.transfer.copy([job_of(name) for name in names], urgent=urgent):
+            assert isinstance(ticket, CudaTicket)
+            tickets.append(ticket)
+        return tickets
+
+    def demand(self, *names: str) -> list[CudaTicket]:
+        return self.copy(*names, urgent=True)
+
+    def wish(self, *names: str) -> list[CudaTicket]:
+        return self.copy(*names, urgent=False)
+
+    def launch(self, *names: str) -> None:
+        """Give compute a kernel that reads these."""
+        self.device.launch([job_of(name) for name in names])
+
+    @property
+    def log(self) -> list[str]:
+        return list(self.device.log)
+
+    def holds(self, *names: str) -> bool:
+        """Whether these, and no others, have arrived, with their labels."""
+        there = {slot: key for key, slot in map(job_of, names)}
+        for slot in range(self.memory.count):
+            right = self.memory.blobs[there[slot]] if slot in there else GARBAGE * self.memory.nbytes
+            if self.memory.content(slot) != right:
+                return False
+        return all(self.memory.labelled(key) == slot for slot, key in there.items())
+
+    def end(self, tickets: Sequence[Ticket]) -> None:
+        """Let the device go on by itself until these copies have ended, well or badly."""
+
+        def wait() -> None:
+            for ticket in tickets:
+                with suppress(TransferError):
+                    ticket.wait()
+
+        with self.device.running():
+            within(wait)
+            self.device.until_idle()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Stand]]:
+    """Make stands; closed, their threads gone and nothing seen amiss, when the test ends."""
+    before = own_threads()
+    made: list[Stand] = []
+
+    def make(nbytes: int = 40, chunk: int = 16, window: int = 2) -> Stand:
+        made.append(Stand(nbytes, chunk, window))
+        return made[-1]
+
+    yield make
+    for stand in made:
+        with stand.device.running():
+            within(stand.transfer.close)
+        assert not stand.device.failures
+    assert own_threads() == before
+
+
+def ended(tickets: Sequence[Ticket]) -> str:
+    """A letter for each: `.` not yet, `+` well, `-` badly."""
+    letters = ""
+    for ticket in tickets:
+        if not ticket.ready():
+            letters += "."
+            continue
+        try:
+            ticket.wait()
+        except TransferError:
+            letters += "-"
+        else:
+            letters += "+"
+    return letters
+
+
+# ---- bytes
+
+
+@urgencies
+@pytest.mark.parametrize(
+    ("nbytes", "chunk"), [(40, 16), (32, 16), (17, 16), (16, 16), (15, 16), (5, 16), (3, 64), (2, 1)]
+)
+def test_blobs_of_any_size_arrive_with_their_labels(
+    make: Callable[..., Stand], nbytes: int, chunk: int, urgent: bool
+) -> None:
+    stand = make(nbytes, chunk)
+    names = ["C4", "A0", "H1", "B5"]
+    tickets = stand.copy(*names, urgent=urgent)
+    stand.end(tickets)
+    assert ended(tickets) == "++++"
+    assert stand.holds(*names)
+    labels = [part for parts in stand.log for part in parts.split() if "@" in part]
+    assert labels == ["C@4", "A@0", "H@1", "B@5"], "one label each, in the order of asking"
+
+
+def test_a_label_goes_with_the_last_part(make: Callable[..., Stand]) -> None:
+    stand = make(window=1)
+    tickets = stand.wish("A0")
+    for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40] A@0"], start=1):
+        stand.device.until_logged(count)
+        assert stand.log[-1] == parts
+        assert stand.memory.labelled(tickets[0].job.key) != 0
+        assert not tickets[0].ready()
+        stand.device.run_copies(1)
+    assert ended(tickets) == "+"
+    assert len(stand.log) == 3
+
+
+def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Callable[..., Stand]) -> None:
+    stand = make(nbytes=5, chunk=16, window=1)
+    wishes = stand.wish("A0", "B1", "C2", "D3", "E4")
+    assert stand.log == ["A[0:5] A@0 B[0:5] B@1 C[0:5] C@2 D[0:1]"]
+    stand.device.run_copies(1)
+    assert ended(wishes) == "+++.."
+    stand.device.until_logged(2)
+    assert stand.log[1] == "D[1:5] D@3 E[0:5] E@4"
+    stand = make(nbytes=5, chunk=40)
+    demands = stand.demand("A0", "B1", "C2")
+    assert stand.log == ["A[0:5] A@0 B[0:5] B@1", "C[0:5] C@2"]
+    stand.device.run_copies(1)
+    assert ended(demands) == "++."
+    stand.device.run_copies(1)
+    assert ended(demands) == "+++"
+    assert stand.holds("A0", "B1", "C2")
+
+
+@pytest.mark.parametrize(("nbytes", "chunk"), [(40, 16), (16, 16), (3, 16), (1000, 1)])
+def test_wishes_up_to_its_depth_fill_the_window_twice(make: Callable[..., Stand], nbytes: int, chunk: int) -> None:
+    """So that the link is busy while the prefetcher looks for the next."""
+    stand = make(nbytes, chunk, 2)
+    assert stand.transfer.depth >= 2
+    assert (stand.transfer.depth - 1) * nbytes >= 2 * 2 * chunk
+    assert stand.transfer.stalled_seconds() == 0.5
+
+
+# ---- demands before wishes
+
+
+def test_a_demand_goes_behind_the_window_and_before_all_other_chunks(make: Callable[..., Stand]) -> None:
+    stand = make(window=2)
+    wishes = stand.wish("A0", "B1")
+    (demand,) = stand.demand("C2")
+    assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40] C@2"]
+    stand.device.run_copies(1)
+    stand.device.until_logged(4)
+    assert stand.log[3:] == ["A[32:40] A@0 B[0:8]"]
+    stand.device.run_copies(2)
+    assert ended([*wishes, demand]) == "..+"
+    stand.device.until_logged(5)
+    assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for wishes; that of a chunk does"
+    stand.end([*wishes, demand])
+    assert stand.log[5:] == ["B[24:40] B@1"]
+    assert stand.holds("A0", "B1", "C2")
+
+
+@pytest.mark.parametrize("call", [CudaTicket.hurry, CudaTicket.order])
+def test_the_rest_of_a_wish_that_is_needed_now_goes_at_once(
+    make: Callable[..., Stand], call: Callable[[CudaTicket], None]
+) -> None:
+    stand = make(window=1)
+    half, untouched, other = stand.wish("A0", "B1", "C2")
+    call(untouched)
+    call(half)
+    assert stand.log == ["A[0:16]", "B[0:40] B@1", "A[16:40] A@0"]
+    call(half)
+    call(untouched)
+    assert len(stand.log) == 3, "once is enough"
+    assert half.ready() == untouched.ready() == (call is CudaTicket.order)
+    stand.end([half, untouched, other])
+    assert stand.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40] C@2"]
+    assert stand.holds("A0", "B1", "C2")
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_window_is_kept_full_and_never_overfull(make: Callable[..., Stand], window: int) -> None:
+    """That it is never overfull is the device's own check, at each submission."""
+    stand = make(nbytes=64, window=window)  # four chunks each
+    wishes = stand.wish("A0", "B1")
+    wishes += stand.wish("C2")
+    for over in range(12):
+        stand.device.until_logged(min(12, over + window))
+        stand.device.run_copies(1)
+    assert ended(wishes) == "+++"
+    assert stand.holds("A0", "B1", "C2")
+    late = stand.wish("D3")  # after a time in which the window ran dry
+    assert stand.log[12:] == ["D[0:16]", "D[16:32]", "D[32:48]"][:window]
+    stand.end(late)
+
+
+# ---- slots that compute reads
+
+
+@urgencies
+def test_a_slot_is_written_after_the_compute_that_reads_it(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make(window=1)
+    stand.demand("A0")
+    stand.device.run_copies()
+    stand.launch("A0")  # will see that the bytes are still A's
+    stand.transfer.fence([0])
+    tickets = stand.copy("B0", urgent=urgent)
+    first = "B[0:40] B@0" if urgent else "B[0:16]"
+    assert stand.log[1:] == ["wait", first]
+    stand.device.run_copies()
+    assert stand.holds("A0")
+    assert not tickets[0].ready()
+    stand.device.run_compute()
+    stand.end(tickets)
+    assert stand.memory.content(0) == stand.memory.blobs[tickets[0].job.key]
+    assert stand.log.count("wait") == 1, "later parts come after the first anyway"
+
+
+@urgencies
+def test_compute_that_is_over_is_not_waited_for(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make()
+    stand.demand("A0")
+    stand.device.run_copies()
+    stand.launch("A0")
+    stand.transfer.fence([0, 1])
+    stand.device.run_compute()
+    stand.launch("A0")
+    tickets = stand.copy("B1", urgent=urgent)
+    stand.device.run_copies(1)
+    stand.device.run_compute()
+    stand.end(tickets)
+    assert "wait" not in stand.log
+    assert stand.holds("A0", "B1")
+
+
+def test_only_slots_that_are_read_are_waited_for_and_once(make: Callable[..., Stand]) -> None:
+    stand = make()
+    stand.transfer.fence([0, 3])
+    tickets = stand.demand("A1", "B0", "C0", "D2")
+    assert stand.log == ["A[0:40] A@1", "wait", "B[0:40] B@0", "C[0:40] C@0", "D[0:40] D@2"]
+    stand.end(tickets)
+
+
+def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[..., Stand]) -> None:
+    stand = make(window=1)
+    stand.demand("B1")
+    stand.device.run_copies()
+    stand.transfer.fence([1])
+    stand.device.run_compute()
+    wishes = stand.wish("A0", "C1")
+    stand.launch("B1")
+    stand.transfer.fence([1])
+    stand.device.run_copies(1)
+    stand.device.until_logged(3)
+    wishes[0].hurry()
+    wishes[1].hurry()
+    assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40] A@0", "wait", "C[0:40] C@1"]
+    stand.device.run_copies()
+    assert stand.holds("A0", "B1")
+    stand.end(wishes)
+
+
+def test_one_slot_of_a_shared_submission_holds_it_back(make: Callable[..., Stand]) -> None:
+    stand = make(nbytes=5, chunk=64)
+    stand.demand("A0", "B1")
+    stand.device.run_copies()
+    stand.launch("A0", "B1")
+    stand.transfer.fence([1])
+    tickets = stand.demand("C2", "D1", "E3")
+    assert stand.log[1:] == ["wait", "C[0:5] C@2 D[0:5] D@1 E[0:5] E@3"]
+    stand.device.run_copies()
+    assert stand.holds("A0", "B1")
+    stand.end(tickets)
+    assert stand.memory.content(1) == stand.memory.blobs[ExpertKey(0, 3)]
+
+
+@urgencies
+def test_a_refused_copy_does_not_make_the_slot_free_to_write(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make(window=1)
+    stand.demand("A0")
+    stand.device.run_copies()
+    stand.launch("A0")
+    stand.transfer.fence([0])
+    stand.device.refusals = 1
+    refused = stand.copy("B0", urgent=urgent)
+    assert ended(refused) == "-"
+    tickets = stand.copy("C0", urgent=urgent)
+    stand.device.run_copies()
+    assert stand.holds("A0")
+    stand.end(tickets)
+    assert stand.memory.content(0) == stand.memory.blobs[ExpertKey(0, 2)]
+
+
+# ---- compute that needs a copy
+
+
+@urgencies
+def test_compute_comes_after_a_copy_it_is_ordered_behind(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make()
+    (ticket,) = stand.copy("A0", urgent=urgent)
+    assert not ticket.ready()
+    ticket.order()
+    assert stand.device.compute_waits == 1
+    assert ticket.ready()
+    within(ticket.wait)  # the host does not wait for bytes
+    stand.launch("A0")
+    stand.device.run_compute()
+    assert not stand.holds("A0")
+    stand.device.finish()
+    assert stand.holds("A0")
+    assert ended([ticket]) == "+"
+
+
+@urgencies
+def test_a_copy_that_has_ended_costs_compute_nothing(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make(nbytes=16)
+    (ticket,) = stand.copy("A0", urgent=urgent)
+    stand.device.run_copies(1)
+    assert ticket.ready()
+    ticket.order()
+    assert stand.device.compute_waits == 0
+    stand.launch("A0")
+    stand.device.run_compute()
+
+
+@urgencies
+def test_a_copy_is_ready_when_its_last_byte_is_there(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make()
+    (ticket,) = stand.copy("A0", urgent=urgent)
+
+    def watch() -> None:
+        while not ticket.ready():
+            stand.device.step_copies()
+
+    within(watch)
+    assert stand.holds("A0")
+
+
+@urgencies
+def test_waiting_for_a_copy_lasts_until_its_end(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make()
+    (ticket,) = stand.copy("A0", urgent=urgent)
+    found: list[bool] = []
+
+    def wait() -> None:
+        ticket.wait()
+        found.append(stand.holds("A0"))
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    if not urgent:
+        stand.device.run_copies(1)
+        stand.device.until_logged(3)
+    stand.device.until_awaited(ticket)
+    stand.device.finish()
+    waiter.join(LIMIT)
+    assert found == [True]
+
+
+# ---- refusals
+
+
+def test_a_refused_demand_fails_those_that_shared_the_submission(make: Callable[..., Stand]) -> None:
+    stand = make(nbytes=4, chunk=32)  # two to a submission
+    stand.device.refusals = 1
+    tickets = stand.demand("A0", "B1", "C2", "D3", "E4")
+    assert ended(tickets) == "--..."
+    for ticket, expert in zip(tickets[:2], (0, 1), strict=True):
+        assert ticket.ready()
+        for call in (ticket.wait, ticket.order):
+            with pytest.raises(TransferError, match=rf"expert {expert} of layer 0 .*out of luck") as caught:
+                call()
+            assert isinstance(caught.value.__cause__, SpmoeError)
+        ticket.hurry()
+    assert stand.device.compute_waits == 0
+    stand.end(tickets)
+    assert ended(tickets) == "--+++"
+    for name in ("C2", "D3", "E4"):
+        assert stand.memory.content(job_of(name).slot) == stand.memory.blobs[job_of(name).key]
+    again = stand.demand("A0", "B1")
+    stand.end(again)
+    assert stand.holds("A0", "B1", "C2", "D3", "E4")
+
+
+def test_a_transfer_error_is_passed_on_as_it_is(make: Callable[..., Stand]) -> None:
+    stand = make()
+    stand.device.refusals, stand.device.refusal = 1, TransferError("the cable is out")
+    (ticket,) = stand.demand("A0")
+    with pytest.raises(TransferError) as caught:
+        ticket.wait()
+    assert caught.value is stand.device.refusal
+
+
+@pytest.mark.parametrize(
+    ("accepted", "outcome"),
+    [
+        (0, "-+++"),  # A[0:16]
+        (1, "-+++"),  # A[16:32]
+        (2, "--++"),  # A[32:40] B[0:8]
+        (3, "+-++"),  # B[8:24]
+        (4, "+-++"),  # B[24:40]
+        (5, "++-+"),  # C[0:16]
+        (9, "+++-"),  # D[24:40]
+    ],
+)
+def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
+    make: Callable[..., Stand], accepted: int, outcome: str
+) -> None:
+    """At whichever part, be it submitted by the caller or, later, by the thread."""
+    stand = make(window=1)
+    if accepted == 0:
+        stand.device.refusals = 1
+    tickets = stand.wish("A0", "B1", "C2", "D3")
+    for count in range(1, accepted + 1):
+        stand.device.until_logged(count)
+        if count == accepted:
+            stand.device.refusals = 1
+        stand.device.run_copies(1)
+    stand.end(tickets)
+    assert ended(tickets) == outcome
+    assert stand.log[accepted].endswith("refused")
+    failed = tickets[outcome.index("-")]
+    name = "ABCD"[outcome.index("-")]
+    assert not any(f"{name}[" in parts for parts in stand.log[accepted + 1 :]), "what has failed is not gone on with"
+    with pytest.raises(TransferError, match="out of luck"):
+        failed.order()
+    assert stand.device.compute_waits == 0
+    for ticket, letter in zip(tickets, outcome, strict=True):
+        key, slot = ticket.job
+        if letter == "+":
+            assert (stand.memory.content(slot), stand.memory.labelled(key)) == (stand.memory.blobs[key], slot)
+    names = ["A0", "B1", "C2", "D3"]
+    stand.end(stand.demand(*(name for name, letter in zip(names, outcome, strict=True) if letter == "-")))
+    assert stand.holds(*names)
+
+
+@pytest.mark.parametrize("call", [CudaTicket.hurry, CudaTicket.order])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_refused_rest_fails_that_wish_alone(
+    make: Callable[..., Stand], call: Callable[[CudaTicket], None], which: int
+) -> None:
+    stand = make(window=1)
+    tickets = stand.wish("A0", "B1", "C2")
+    stand.device.refusals = 1
+    with pytest.raises(TransferError, match="out of luck") if call is CudaTicket.order else nullcontext():
+        call(tickets[which])
+    assert ended(tickets) == "".join("-" if i == which else "." for i in range(3))
+    stand.end(tickets)
+    assert ended(tickets) == "".join("-" if i == which else "+" for i in range(3))
+
+
+@urgencies
+def test_whatever_a_submission_raises_its_copies_fail(make: Callable[..., Stand], urgent: bool) -> None:
+    stand = make()
+    stand.device.refusals, stand.device.refusal = 1, RuntimeError("no event to be had")
+    tickets = stand.copy("A0", "B1", urgent=urgent)
+    assert ended(tickets) == "-."
+    with pytest.raises(TransferError, match=r"expert 0 of layer 0 .*no event") as caught:
+        tickets[0].wait()
+    assert caught.value.__cause__ is stand.device.refusal
+    stand.end(tickets)
+    assert ended(tickets) == "-+"
+
+
+def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) -> None:
+    """Its events raise, in a thread that nobody hears of."""
+    stand = make(window=1)
+    tickets = stand.wish("A0", "B1")
+    stand.device.break_down()
+    for ticket in tickets:
+        with pytest.raises(TransferError, match="illegal memory access"):
+            within(ticket.wait)
+    assert ended(stand.wish("D3")) == "-"
+    stand.device.broken = False
+    stand.device.finish()
+    later = stand.wish("C2")  # the thread lives on
+    stand.end(later)
+    assert ended(later) == "+"
+
+
+# ---- closing
+
+
+def test_closing_fails_what_waits_and_lets_end_what_is_on_the_stream(make: Callable[..., Stand]) -> None:
+    stand = make(window=1)
+    sent, half, waiting = stand.demand("C2") + stand.wish("A0", "B1")
+    closing = threading.Thread(target=stand.transfer.close, daemon=True)
+    closing.start()
+    for ticket in (half, waiting):
+        with pytest.raises(TransferError, match="closed"):
+            within(ticket.wait)  # though no byte has moved
+        with pytest.raises(TransferError, match="closed"):
+            ticket.order()
+        ticket.hurry()
+    assert ended([sent, half, waiting]) == ".--"
+    assert stand.device.drains < 1
+    stand.device.finish()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    assert stand.device.drains == 1
+    assert ended([sent, half, waiting]) == "+--"
+    assert stand.log == ["C[0:40] C@2", "A[0:16]"]
+    assert stand.memory.content(2) == stand.memory.blobs[ExpertKey(0, 2)]
+    assert not own_threads()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_closing_twice_is_closing_once_and_nothing_is_copied_after_it(make: Callable[..., Stand], busy: bool) -> None:
+    stand = make()
+    tickets = stand.wish("A0") if busy else []
+    with stand.device.running():
+        within(stand.transfer.close)
+    within(stand.transfer.close)
+    assert stand.device.drains == 1
+    assert not own_threads()
+    logged = len(stand.log)
+    for urgent in (True, False):
+        with pytest.raises(TransferError, match="closed"):
+            stand.copy("B1", urgent=urgent)
+    stand.transfer.fence([0])
+    assert len(stand.log) == logged
+    assert all(ticket.ready() for ticket in tickets)
+
+
+# ---- the source on top, with compute that comes after the host
+
+
+class Shape(NamedTuple):
+    nbytes: int
+    chunk: int
+    window: int
+
+
+SHAPES = (Shape(6, 4, 1), Shape(7, 2, 1), Shape(8, 8, 2), Shape(5, 8, 1), Shape(4, 64, 2), Shape(9, 2, 2))
+EXPERTS = (6, 4, 5, 6)
+LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
+
+
+class Room:
+    """An `ExpertSource` on a played device. Every wave becomes a kernel that looks at the bytes when it finally runs.
+
+    A kernel reads the slots it was told of; or it finds them by their labels, as the real ones do, and then the host
+    reads the router's choice before each use, which is behind everything that compute was given before.
+    """
+
+    def __init__(
+        self,
+        eviction: str,
+        slots: int,
+        shape: Shape,
+        experts: Sequence[int],
+        *,
+        by_label: bool,
+        seed: int = 0,
+        threaded: bool = False,
+    ) -> None:
+        self.experts = tuple(experts)
+        self.by_label = by_label
+        self.threaded = threaded
+        self.closed = False
+        self.memory = Memory(slots, shape.nbytes, experts)
+        self.device = Device(self.memory, chunk=shape.chunk, window=shape.window, seed=seed)
+        self.device.moves_itself = not threaded
+        kind = WatchedTransfer if threaded else HandKeptTransfer
+        self.transfer = kind(self.device, self.memory, chunk=shape.chunk, window=shape.window)
+        self.slots = PlainSlots(slots)
+        self.counters = Counters()
+        self.source = ExpertSource(
+            self.slots,
+            self.transfer,
+            make_eviction(eviction, experts),
+            shape.nbytes,
+            RealClock(),
+            self.counters,
+            threaded=threaded,
+        )
+        self.device.expected = self._under_way
+        self.waves: Iterator[Wave] | None = None
+        self.asked: set[ExpertKey] = set()
+        self.delivered: set[ExpertKey] = set()
+        self.faults = 0
+
+    def synchronize(self) -> None:
+        """The host reads something that compute has computed."""
+        if self.threaded:
+            self.device.compute_point().synchronize()
+        else:
+            self.device.finish_compute()
+
+    def keep(self) -> None:
+        if isinstance(self.transfer, HandKeptTransfer):
+            self.transfer.keep()
+
+    def begin_step(self) -> None:
+        if self.by_label:
+            self.synchronize()
+        self.source.begin_step()
+
+    def use(self, layer: int, experts: Sequence[int]) -> None:
+        """Begin a use and take its first wave."""
+        assert self.waves is None
+        if self.by_label:
+            self.synchronize()
+        if not self.threaded:
+            self.device.struck.clear()
+        self.asked = {ExpertKey(layer, expert) for expert in experts}
+        self.delivered = set()
+        self.waves = self.source.use(layer, experts)
+        self.next_wave()
+
+    def next_wave(self) -> None:
+        """Give the wave back, once its kernel is submitted, and take the next."""
+        assert self.waves is not None
+        try:
+            wave = next(self.waves, None)
+        except TransferError:
+            assert self.closed or self.device.struck & (self.asked - self.delivered), "raised for no reason"
+            self.waves = None
+            self.faults += 1
+            return
+        if wave is None:
+            assert self.delivered == self.asked
+            self.waves = None
+            return
+        keys = {ExpertKey(wave.layer, expert) for expert in wave.experts}
+        assert keys <= self.asked - self.delivered
+        self.delivered |= keys
+        self.device.launch_wave(wave, by_label=self.by_label)
+
+    def use_all(self, layer: int, experts: Sequence[int]) -> None:
+        self.use(layer, experts)
+        while self.waves is not None:
+            self.next_wave()
+
+    def leave(self, *, raising: bool) -> None:
+        """The consumer stops in the middle; what it has submitted still runs."""
+        waves, self.waves = self.waves, None
+        assert waves is not None
+        if raising:
+            with pytest.raises(RuntimeError, match="the consumer failed"):
+                waves.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
+        else:
+            waves.close()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.closed = True
+        self.source.close()
+
+    def _under_way(self, job: CopyJob) -> bool:
+        entry = self.source.cache.get(job.key)
+        return entry is not None and entry.state is Residency.LOADING and entry.slot == job.slot
+
+    def check(self) -> None:
+        assert not self.device.failures, self.device.failures
+        entries = self.source.cache.entries()
+        assert len({entry.slot for entry in entries}) == len(entries) <= self.slots.count
+
+    def settle(self) -> None:
+        """Let everything end, and see that books and bytes agree."""
+        self.source.end_step()
+        while any(entry.state is Residency.LOADING for entry in self.source.cache.entries()):
+            self.keep()
+            if self.threaded:
+                self.device.until_idle()
+            else:
+                self.device.finish()
+            self.source.pump()
+        for entry in self.source.cache.entries():
+            assert entry.pins == 0
+            assert self.memory.content(entry.slot) == self.memory.blobs[entry.key]
+            assert self.memory.labelled(entry.key) == entry.slot
+        self.check()
+
+    def finish(self) -> None:
+        """Settle, see that no slot is lost, and close."""
+        while self.waves is not None:
+            self.next_wave()
+        self.device.refusals, self.device.fault_rate = 0, 0.0
+        if not self.closed:
+            self.device.finish()
+            self.settle()
+            faults, layer = self.faults, len(self.experts) - 1
+            self.use_all(layer, range(self.experts[layer]))
+            assert self.faults == faults, "everything is well, yet experts cannot be had"
+            self.device.finish()
+            self.settle()
+            assert len(self.source.cache.entries()) == self.slots.count, "a slot was lost"
+        self.close()
+        self.close()
+        assert self.device.drains == self.slots.closings == 1
+        self.device.finish()
+        self.check()
+
+
+def make_room(slots: int = 3) -> Room:
+    return Room("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), by_label=False)
+
+
+def wish(room: Room, *keys: tuple[int, int]) -> None:
+    room.source.wish(Wish(ExpertKey(*key), 0.9, key[0]) for key in keys)
+
+
+def residency(room: Room, *keys: tuple[int, int]) -> list[Residency]:
+    entries = [room.source.cache.get(ExpertKey(*key)) for key in keys]
+    return [entry.state if entry is not None else Residency.ABSENT for entry in entries]
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_an_expert_whose_wish_failed_is_absent_and_can_be_demanded(accepted: int) -> None:
+    room = make_room(slots=2)
+    room.source.begin_step()
+    room.device.refusals = 1 - accepted
+    wish(room, (0, 0))
+    if accepted:
+        assert residency(room, (0, 0)) == [Residency.LOADING]
+        room.device.run_copies(1)
+        room.device.refusals = 1
+        room.keep()
+    room.source.pump()
+    assert residency(room, (0, 0)) == [Residency.ABSENT]
+    assert room.counters.failed_bytes == room.memory.nbytes
+    room.use_all(0, [0, 1])
+    assert room.faults == 0
+    assert (room.counters.demand_loads, room.counters.late) == (2, 0)
+    room.finish()
+
+
+def test_a_demand_that_is_refused_fails_its_use_alone() -> None:
+    room = make_room()
+    room.device.refusals = 1
+    room.use_all(0, [0, 1])
+    assert (room.faults, residency(room, (0, 0))) == (1, [Residency.ABSENT])
+    room.use_all(0, [0, 1])
+    assert room.faults == 1
+    room.finish()
+
+
+def test_a_half_sent_wish_that_is_needed_and_then_refused_fails_its_use_alone() -> None:
+    room = make_room()
+    room.source.begin_step()
+    wish(room, (0, 0), (0, 1))
+    room.device.refusals = 1
+    room.use_all(0, [0])
+    assert (room.faults, residency(room, (0, 0), (0, 1))) == (1, [Residency.ABSENT, Residency.LOADING])
+    room.use_all(0, [1, 0])
+    assert room.faults == 1
+    room.finish()
+
+
+def test_the_host_goes_through_a_pass_before_a_byte_has_moved() -> None:
+    """One slot, many experts: each is in it for a moment, and its kernel finds it there."""
+    room = make_room(slots=1)
+    for layer in (0, 1, 0):
+        room.use_all(layer, range(room.experts[layer]))
+    assert room.memory.content(0) == GARBAGE * room.memory.nbytes
+    assert room.counters.demand_loads == 4 + LAST_LAYER + 4
+    room.device.run_copies()
+    room.finish()
+
+
+# One number is drawn for a whole wish, and one for a set of experts: most of the time goes into drawing. Numbers of
+# layers and experts are taken modulo how many there are.
+SCORES = (0.1, 0.5, 0.9, 1.0)
+SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a wish's deadline, seen from its own layer; None: not to be fetched
+numbers = st.integers(0, 7)
+some_wishes = st.lists(
+    st.integers(0, 2047).map(lambda n: (n // 256, n // 32 % 8, SCORES[n // 8 % 4], SLACKS[n % 8])),
+    min_size=1,
+    max_size=6,
+)
+some_experts = st.integers(1, 255).map(lambda n: [e for e in range(8) if n >> e & 1])
+some_steps = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 10_000])
+
+
+class Programs(RuleBasedStateMachine):
+    """A host that runs ahead, two streams at any speed, a thread that comes late, and refusals; in any order."""
+
+    eviction: str
+    room: Room
+
+    @initialize(
+        slots=st.integers(1, 4),
+        shape=st.sampled_from(SHAPES),
+        experts=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+        by_label=st.booleans(),
+        seed=st.integers(0, 3),
+    )
+    def build(self, slots: int, shape: Shape, experts: list[int], by_label: bool, seed: int) -> None:
+        self.room = Room(self.eviction, slots, shape, [*experts, LAST_LAYER], by_label=by_label, seed=seed)
+
+    def key(self, layer: int, expert: int) -> ExpertKey:
+        layer %= len(self.room.experts)
+        return ExpertKey(layer, expert % self.room.experts[layer])
+
+    @property
+    def using(self) -> bool:
+        return self.room.waves is not None
+
+    @rule(begins=st.booleans())
+    @precondition(lambda self: not self.using)
+    def turn(self, begins: bool) -> None:
+        if begins:
+            self.room.begin_step()
+        else:
+            self.room.source.end_step()
+
+    @rule(wishes=some_wishes)
+    def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
+        for layer, expert, score, slack in wishes:
+            key = self.key(layer, expert)
+            # who looks for an expert by its label must not move it while compute may look
+            deadline = key.layer + (0 if self.room.by_label else slack or 0)
+            self.room.source.wish([Wish(key, score, deadline, fetch=slack is not None)])
+
+    @rule(copies=some_steps, compute=some_steps, compute_first=st.booleans())
+    def pass_time(self, copies: int, compute: int, compute_first: bool) -> None:
+        device = self.room.device
+        turns = [(device.step_copies, copies), (device.step_compute, compute)]
+        for step, count in reversed(turns) if compute_first else turns:
+            for _ in range(count):
+                if not step():
+                    break
+
+    @rule(pump=st.booleans(), keep=st.booleans())
+    def threads_run(self, pump: bool, keep: bool) -> None:
+        if keep:
+            self.room.keep()
+        if pump:
+            self.room.source.pump()
+
+    @rule(layer=numbers, experts=some_experts)
+    @precondition(lambda self: not self.using)
+    def use(self, layer: int, experts: list[int]) -> None:
+        layer %= len(self.room.experts)
+        self.room.use(layer, sorted({self.key(layer, e).expert for e in experts}))
+
+    @rule(waves=st.integers(1, 8))
+    @precondition(lambda self: self.using)
+    def consume(self, waves: int) -> None:
+        for _ in range(waves):
+            if self.using:
+                self.room.next_wave()
+
+    @rule(raising=st.booleans())
+    @precondition(lambda self: self.using)
+    def leave(self, raising: bool) -> None:
+        self.room.leave(raising=raising)
+
+    @rule(refusals=st.sampled_from([0, 0, 1, 1, 2, 3]), budget=st.none() | st.integers(0, 40))
+    def disturb(self, refusals: int, budget: int | None) -> None:
+        self.room.device.refusals = refusals
+        self.room.source.step_budget = budget
+
+    @rule(really=st.integers(0, 15))
+    def close(self, really: int) -> None:
+        if really == 1:
+            self.room.close()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "room"):
+            self.room.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "room") and sys.exc_info()[0] is None:  # else the failure itself is what to see
+            self.room.finish()
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_whatever_compute_was_given_it_finds(eviction: str) -> None:
+    modest = settings(
+        max_examples=200,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    machine = type("Program", (Programs,), {"eviction": eviction})
+    within(lambda: run_state_machine_as_test(machine, settings=modest))
+
+
+# ---- the same with real threads
+
+
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Threads take turns more often than they would."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def run_step(room: Room, rng: random.Random) -> None:
+    """A step of a model whose draft guesses most experts right."""
+    room.begin_step()
+    room.source.step_budget = rng.choice([None, None, 3 * room.memory.nbytes])
+    needed = [rng.sample(range(count), rng.randint(1, count)) for count in room.experts]
+    for layer, experts in enumerate(needed):
+        guesses = [e for e in range(room.experts[layer]) if (e in experts) == (rng.random() < 0.8)]
+        room.source.wish(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
+    for layer, experts in enumerate(needed):
+        if room.faults and room.closed:
+            return
+        room.use(layer, experts)
+        while room.waves is not None:
+            if rng.random() < 0.05:
+                room.leave(raising=False)
+            else:
+                room.next_wave()
+    room.source.end_step()
+
+
+def run_steps(room: Room, seed: int, steps: int) -> None:
+    """Some steps; then everything ends, is looked at, and closed."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        run_step(room, rng)
+    room.device.fault_rate = 0.0
+    room.synchronize()
+    room.settle()
+    room.close()
+    room.device.until_idle()
+
+
+@pytest.mark.usefixtures("_restless")
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("by_label", [False, True], ids=["by slot", "by label"])
+@pytest.mark.parametrize("fault_rate", [0.0, 0.05])
+def test_with_threads_too(eviction: str, by_label: bool, fault_rate: float) -> None:
+    before = own_threads()
+    faults = 0
+    for seed, shape in enumerate(SHAPES):
+        slots = 1 + seed % 4
+        room = Room(eviction, slots, shape, EXPERTS, by_label=by_label, seed=seed, threaded=True)
+        room.device.fault_rate = fault_rate
+        with room.device.running():
+            within(partial(run_steps, room, seed, 20))
+        room.check()
+        faults += room.faults
+        assert own_threads() == before
+    assert (faults > 0) == (fault_rate > 0), "the faults were meant to be met"
+
+
+@pytest.mark.usefixtures("_restless")
+def test_closing_from_another_thread_ends_a_model_in_the_middle() -> None:
+    before = own_threads()
+    for seed in range(8):
+        room = Room("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, by_label=False, seed=seed, threaded=True)
+        warm = threading.Event()
+        worker = threading.Thread(target=run_until_closed, args=(room, seed, warm), daemon=True)
+        with room.device.running():
+            worker.start()
+            assert warm.wait(LIMIT)
+            within(room.close)
+            worker.join(LIMIT)
+            assert not worker.is_alive(), "the model's thread hangs"
+        room.check()
+        assert room.faults == 1
+        assert own_threads() == before
+
+
+def run_until_closed(room: Room, seed: int, warm: threading.Event) -> None:
+    rng = random.Random(seed)
+    while not room.faults:
+        run_step(room, rng)
+        warm.set()
