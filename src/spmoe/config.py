@@ -15,6 +15,7 @@ from spmoe.errors import UsageError
 PREFETCH_POLICIES = ("draft-gate", "on-demand")
 EVICTIONS = ("draft-informed", "lru")
 DEVICES = ("auto", "cpu", "cuda")
+DRAFTS = ("ngram",)  # drafts that are no checkpoint of their own
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -175,6 +176,11 @@ class EngineConfig:
         draft = options.get("draft")
         options["draft"] = None if draft in (None, "none") else str(draft)
         return cls(**options)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The checkpoint to draft with; None where nothing is drafted, or not by another model."""
+        return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
 
     def __post_init__(self) -> None:
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)

@@ -28,7 +28,8 @@ def _engine(
         typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the pair that ships."),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Draft with the same tokenizer: a directory, a hub id or 'none'.")
+        str | None,
+        typer.Option(help="Draft: a directory or hub id with the same tokenizer, 'ngram' (no model) or 'none'."),
     ] = None,
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")

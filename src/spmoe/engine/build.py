@@ -10,7 +10,9 @@ import torch
 
 from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.config import Cutoff, CutoffMode, EngineConfig
+from spmoe.draft.base import Drafter
 from spmoe.draft.model import DraftModel
+from spmoe.draft.ngram import NgramDraft
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
 from spmoe.engine.materials import Materials, gather, load_draft, wide_shape
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
     from spmoe.backends.graphs import Recorder
 
+_NO_STATES = "a draft without a model has no hidden states to predict experts from"
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
 
 
@@ -60,7 +63,7 @@ class Engine:
     memory: MemoryPlan
     checkpoint: Checkpoint
     draft_checkpoint: Checkpoint | None
-    draft: DraftModel | None  # the loop has it while K > 0
+    draft: Drafter | None  # the loop has it while K > 0
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
@@ -119,7 +122,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     """
     device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
-    draft_checkpoint = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
+    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
@@ -142,8 +145,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     eviction = make_eviction(config.eviction, spec.experts)
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     try:
-        k = config.num_speculative_tokens if draft is not None else 0
-        drafter = DraftModel(draft, target.vocab_size, config.prefill_chunk) if draft is not None else None
+        drafter = _make_drafter(config, target, draft)
+        k = config.num_speculative_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
         target.connect(source, room.backend)
@@ -196,10 +199,10 @@ def _load_draft(
 ) -> Network | None:
     """The draft network; none where the target's state could not be rolled back."""
     target = materials.target
-    if checkpoint is None:
-        return None
-    if not target.can_rewind:
+    if config.draft and config.num_speculative_tokens and not target.can_rewind:
         notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
+        return None
+    if checkpoint is None:
         return None
     network = load_draft(materials, checkpoint)
     if not network.can_rewind:
@@ -212,12 +215,21 @@ def _load_draft(
     return network
 
 
+def _make_drafter(config: EngineConfig, target: Target, network: Network | None) -> Drafter | None:
+    if network is not None:
+        return DraftModel(network, target.vocab_size, config.prefill_chunk)
+    if config.draft == "ngram" and config.num_speculative_tokens and target.can_rewind:
+        return NgramDraft(target.vocab_size, target.model.device)
+    return None
+
+
 def _make_policy(engine: Engine) -> PrefetchPolicy:
     """The prefetch policy with its cutoff; on demand where there is nothing to predict from."""
     config, target, drafter = engine.config, engine.target, engine.loop.drafter
-    if config.prefetch == "on-demand" or not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
+    if config.prefetch == "on-demand" or isinstance(drafter, NoDraft):
         return OnDemand()
-    if reason := _no_prediction(target, drafter.network):
+    reason = _no_prediction(target, drafter.network) if isinstance(drafter, DraftModel) else _NO_STATES
+    if reason is not None or not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
         if (notice := f"{reason}; experts are loaded on demand") not in engine.notices:
             engine.notices.append(notice)
         return OnDemand()

@@ -70,9 +70,9 @@ def make_plan(config: EngineConfig) -> Plan:
     path = expert_file_path(checkpoint, dtype)
     text = checkpoint.config.get_text_config(decoder=True)
 
-    draft = Checkpoint.find(config.draft) if config.draft and config.num_speculative_tokens else None
+    draft = Checkpoint.find(config.draft_model) if config.draft_model else None
     draft_model = load_dense_skeleton(draft) if draft is not None else None
-    draft_tokens = config.num_speculative_tokens if draft is not None else 0
+    draft_tokens = config.num_speculative_tokens if config.draft is not None else 0
     networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
     device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
     per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
@@ -108,8 +108,8 @@ def make_plan(config: EngineConfig) -> Plan:
         kv_bytes_per_token=anatomy.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
         expert_file=str(path),
         expert_file_built=path.exists(),
-        draft=config.draft if draft is not None else None,
-        draft_architecture=type(draft_model).__name__ if draft_model is not None else None,
+        draft=config.draft if draft_tokens else None,
+        draft_architecture=_kind(draft_model) if draft_tokens else None,
         draft_bytes=_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0,
         num_speculative_tokens=draft_tokens,
         prefetch=config.prefetch if draft is not None else "on-demand",
@@ -123,6 +123,10 @@ def make_plan(config: EngineConfig) -> Plan:
 def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:
     with building(checkpoint):
         return dissect(model)
+
+
+def _kind(model: nn.Module | None) -> str:
+    return "no model" if model is None else type(model).__name__
 
 
 def _parameters(model: nn.Module) -> int:
