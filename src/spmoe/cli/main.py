@@ -15,6 +15,7 @@ from spmoe import __version__
 from spmoe.cli.bench import bench
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
+from spmoe.cli.families import families
 from spmoe.cli.info import info
 from spmoe.cli.predictability import predictability
 from spmoe.cli.run import run
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability, bench):
+for verb in (demo, run, chat, info, predictability, families, bench):
     app.command()(verb)
 
 

@@ -1,0 +1,272 @@
+"""The proof that a family works: its tiny checkpoint is run by transformers and by the engine, and must say the same.
+
+Every family runs in a process of its own, so that a crash or a hang costs one row of the table.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmoe import types
+from spmoe.config import SamplingParams
+from spmoe.draft.base import Drafter, OnSeen
+from spmoe.engine.llm import LLM
+from spmoe.errors import reason
+from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
+
+PROMPT = [(13 * i + 5) % 89 for i in range(11)]
+COUNT = 16  # tokens generated
+K = 3
+TIMEOUT = 180.0  # seconds for one family
+OK = "ok"
+CHECKS = ("loads", "plain", "speculation", "prediction")
+_SEEDS = range(8)  # tried until a checkpoint says something that is not all the same
+_DISTINCT = 6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one family: `ok`, or why not, for each check."""
+
+    family: str
+    loads: str
+    plain: str = "not reached"
+    speculation: str = "not reached"
+    prediction: str = "not reached"
+
+    @property
+    def holds(self) -> bool:
+        """Whether it loads and is exact, with and without speculation; prediction only makes it faster."""
+        return self.loads == self.plain == self.speculation == OK
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class Replay:
+    """A draft that is right most of the time: what is expected, with an error here and there."""
+
+    def __init__(self, inner: Drafter, expected: Sequence[int], vocabulary: int) -> None:
+        self._inner = inner
+        self._expected = [*PROMPT, *expected]
+        self._vocabulary = vocabulary
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+        self._inner.propose(sequences, k, on_seen)
+        return [types.Draft(self._tokens(len(sequence.tokens), k)) for sequence in sequences]
+
+    def rewind(self, lengths: Mapping[int, int]) -> None:
+        self._inner.rewind(lengths)
+
+    def release(self, sequence_id: int) -> None:
+        self._inner.release(sequence_id)
+
+    def _tokens(self, start: int, k: int) -> list[int]:
+        right = self._expected[start : start + k]
+        return [(token + (start + i) % 5 // 4) % self._vocabulary for i, token in enumerate(right)]
+
+
+def prove(family: str, directory: Path) -> Verdict:
+    """Run every check on one family, in this process."""
+    found = {"family": family, "loads": ""}
+    try:
+        target, draft, expected = _checkpoints(family, directory)
+        _check(found, target, draft, expected)
+    except Exception as error:  # whatever a family's own code raises is a row of the table
+        where = next((check for check in CHECKS if found.get(check, "") != OK), CHECKS[-1])
+        found[where] = f"{type(error).__name__}: {reason(error)}"
+    names = {str(directory / "draft"): "the draft", **{str(directory / f"target-{seed}"): family for seed in _SEEDS}}
+    for path, name in names.items():
+        found = {check: answer.replace(path, name) for check, answer in found.items()}
+    return Verdict(**found)
+
+
+def _checkpoints(family: str, directory: Path) -> tuple[str, str, list[int]]:
+    """A target, a draft that knows nothing of it, and what transformers says the target writes."""
+    for seed in _SEEDS:
+        model = tiny_model(family, seed)
+        target = directory / f"target-{seed}"
+        save(model, target)
+        expected = reference_tokens(target, PROMPT, COUNT)
+        if len(set(expected)) >= _DISTINCT:
+            break
+    draft = directory / "draft"
+    text = model.config.get_text_config(decoder=True)
+    save(tiny_draft(text.hidden_size, text.vocab_size), draft)
+    return str(target), str(draft), expected
+
+
+def _check(found: dict[str, str], target: str, draft: str, expected: list[int]) -> None:
+    options: dict[str, Any] = {
+        "num_speculative_tokens": K,
+        "cutoff": "none",
+        "dtype": "float32",
+        "device": "cpu",
+        "progress": False,
+    }
+    with LLM(target, draft, expert_memory="100%", **options) as llm:
+        engine = llm.engine
+        sizes = [engine.target.top_k, max(engine.target.top_k, engine.slots // 2)]
+        budgets = [size * engine.store.layout.nbytes for size in sizes]
+        found["loads"] = OK
+        found["plain"] = _plain(llm, expected)
+        found["prediction"] = _prediction(llm)
+        found["speculation"] = _speculation(llm, expected)
+    for budget in budgets:
+        with LLM(target, draft, expert_memory=budget, prefill_chunk=4, **options) as llm:
+            if found["speculation"] == OK:
+                found["speculation"] = _speculation(llm, expected)
+            if found["plain"] == OK:
+                found["plain"] = _plain(llm, expected)
+
+
+def _plain(llm: LLM, expected: list[int]) -> str:
+    llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=0)
+    return _same(llm, expected, "")
+
+
+def _speculation(llm: LLM, expected: list[int]) -> str:
+    engine = llm.engine
+    if engine.draft is None:
+        return next(iter(llm.notices), "the engine decodes without speculation")
+    for prefetch in ("draft-gate", "on-demand"):
+        for kind in ("a random draft", "a good draft"):
+            engine.reconfigure(prefetch=prefetch, num_speculative_tokens=K)
+            before = engine.loop.counters.copy()
+            own = engine.loop.drafter
+            if kind == "a good draft":
+                engine.loop.drafter = Replay(own, expected, engine.target.vocab_size)
+            try:
+                answer = _same(llm, expected, f"with {kind}, {prefetch}, {engine.slots} slots: ")
+            finally:
+                engine.loop.drafter = own
+            if answer != OK:
+                return answer
+            counters = engine.loop.counters.minus(before)
+            if kind == "a good draft" and not 0 < counters.accepted < counters.drafted:
+                return f"{counters.accepted} of {counters.drafted} draft tokens were kept, so nothing was proved"
+    return OK
+
+
+def _prediction(llm: LLM) -> str:
+    target = llm.engine.target
+    if lacking := [layer for layer, site in enumerate(target.moe) if site.router is None]:
+        return f"no router was found for {len(lacking)} of {len(target.moe)} MoE layers"
+    if lacking := [layer for layer, site in enumerate(target.moe) if site.norm is None]:
+        return f"no norm was found before the router of {len(lacking)} of {len(target.moe)} MoE layers"
+    residual = torch.randn(len(target.moe), 2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    experts = target.route(range(len(target.moe)), residual).experts  # [layers, rows, top_k]
+    if int(experts.max()) >= max(llm.engine.store.experts):
+        return "the gates name experts that there are not"
+    return OK
+
+
+def _same(llm: LLM, expected: list[int], setting: str) -> str:
+    found = llm.generate(PROMPT, SamplingParams(max_tokens=len(expected), ignore_eos=True))[0].token_ids
+    if found == expected:
+        return OK
+    first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
+    return f"{setting}token {first + 1} of {len(expected)} differs from what transformers writes"
+
+
+# ---- many families, each in a process
+
+
+def prove_all(
+    families: Iterable[str], workers: int = 2, on_done: Callable[[Verdict, float], None] = lambda verdict, seconds: None
+) -> list[Verdict]:
+    """Every family's verdict, in the order asked for."""
+    waiting, running, verdicts = list(families), dict[str, _Job](), dict[str, Verdict]()
+    order = list(waiting)
+    while waiting or running:
+        while waiting and len(running) < workers:
+            family = waiting.pop(0)
+            running[family] = _Job(family)
+        for family, job in list(running.items()):
+            if (verdict := job.verdict()) is not None:
+                verdicts[family] = verdict
+                on_done(verdict, time.monotonic() - job.started)
+                del running[family]
+        time.sleep(0.02)
+    return [verdicts[family] for family in order]
+
+
+class _Job:
+    """One family under way."""
+
+    def __init__(self, family: str) -> None:
+        # forked, it need not import everything once more
+        context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+        self.family = family
+        self.started = time.monotonic()
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(family, sender), daemon=True)
+        self._process.start()
+        sender.close()
+
+    def verdict(self) -> Verdict | None:
+        """What came of it, when something has."""
+        if self._receiver.poll():
+            try:
+                verdict: Verdict = self._receiver.recv()
+            except EOFError:
+                self._process.join()
+                return Verdict(self.family, f"its process ended with exit code {self._process.exitcode}")
+            self._process.join()
+            return verdict
+        if time.monotonic() - self.started > TIMEOUT:
+            self._process.kill()
+            self._process.join()
+            return Verdict(self.family, f"not done after {TIMEOUT:.0f} s")
+        return None
+
+
+def _work(family: str, sender: Any) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["SPMOE_HOME"] = str(Path(directory) / "home")
+        sender.send(prove(family, Path(directory)))
+    sender.close()
+
+
+def markdown(verdicts: Sequence[Verdict], version: str) -> str:
+    """The table as a page."""
+    counts = ", ".join(f"{sum(getattr(v, check) == OK for v in verdicts)} {check}" for check in CHECKS)
+    lines = [
+        "# Families",
+        "",
+        f"Made by `spmoe families --markdown docs/families.md` with transformers {version}. Of {len(verdicts)} MoE",
+        f"families with a causal language model: {counts}.",
+        "",
+        "Each was built as a tiny random checkpoint and really run, in float32 on the CPU:",
+        "",
+        "- **loads**: the engine takes the checkpoint, experts into the expert file;",
+        f"- **plain**: greedy decoding writes the {COUNT} tokens that transformers' own `generate` writes, with the",
+        "  least expert memory there may be, half of it and all;",
+        f"- **speculation**: so it does with {K} draft tokens per step, from a draft that is mostly wrong and one that",
+        "  is mostly right, prefetching by draft-gate and on demand, with the same three memories;",
+        "- **prediction**: every MoE layer's norm and router were found and answer to a draft's hidden states.",
+        "",
+        "[Adding a model](adding-a-model.md) says what to do about a family that fails.",
+        "",
+        f"| family | {' | '.join(CHECKS)} |",
+        f"| --- |{' --- |' * len(CHECKS)}",
+    ]
+    for verdict in verdicts:
+        cells = [OK if getattr(verdict, check) == OK else "no" for check in CHECKS]
+        lines.append(f"| {verdict.family} | {' | '.join(cells)} |")
+    failures = [(v.family, c, getattr(v, c)) for v in verdicts for c in CHECKS if getattr(v, c) != OK]
+    if failures:
+        lines += ["", "Why not:", ""]
+        lines += [f"- {family}, {check}: {why}" for family, check, why in failures]
+    return "\n".join(lines) + "\n"

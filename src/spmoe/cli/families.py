@@ -1,0 +1,68 @@
+"""`spmoe families`: which MoE architectures work with the installed transformers, shown by running each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spmoe.cli.options import Json, stderr
+from spmoe.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmoe.bench.families import Verdict
+
+
+def families(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Model types, such as mixtral; default: all.")
+    ] = None,
+    as_json: Json = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table as Markdown to this file.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Families run at a time.")] = 2,
+) -> None:
+    """Build a tiny random model of every MoE family that transformers knows, and check that it runs exactly.
+
+    Takes a minute or two. Fails only where a family that was asked for by name does.
+    """
+    from spmoe.bench import families as proof
+    from spmoe.models.families import families as known
+    from spmoe.models.families import transformers_version as version
+
+    there = known()
+    if unknown := [name for name in names or () if name not in there]:
+        raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(there)}")
+    chosen, done = list(dict.fromkeys(names or there)), 0
+
+    def tell(verdict: Verdict, seconds: float) -> None:
+        nonlocal done
+        done += 1
+        said = "ok" if verdict.holds else "no"
+        stderr().print(f"[{done}/{len(chosen)}] {verdict.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
+
+    verdicts = proof.prove_all(chosen, workers, tell)
+    if markdown is not None:
+        markdown.write_text(proof.markdown(verdicts, version))
+    if as_json:
+        print(json.dumps({"transformers": version, "families": [verdict.to_dict() for verdict in verdicts]}))
+    else:
+        Console(highlight=False, markup=False, emoji=False).print(_table(verdicts, proof.CHECKS))
+    if names and not all(verdict.holds for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _table(verdicts: list[Verdict], checks: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("family", *checks, "why not"):
+        table.add_column(heading, no_wrap=heading != "why not")
+    for verdict in verdicts:
+        answers = {check: getattr(verdict, check) for check in checks}
+        why = [f"{check}: {answer}" for check, answer in answers.items() if answer != "ok"]
+        table.add_row(verdict.family, *("ok" if a == "ok" else "no" for a in answers.values()), "; ".join(why))
+    counts = [f"{sum(getattr(v, check) == 'ok' for v in verdicts)} of {len(verdicts)}" for check in checks]
+    table.add_row("", *counts, "")
+    return table

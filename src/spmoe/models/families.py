@@ -1,0 +1,252 @@
+"""Families: every MoE architecture that transformers knows, each as a tiny random checkpoint.
+
+The list is read from transformers' registries. A tiny configuration is the family's own default with every size brought
+down by rules that go by the setting's name; of each kind of layer that the default has, one is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from spmoe.errors import UsageError
+from spmoe.models.checkpoint import quiet
+from spmoe.models.experts_port import experts_modules
+
+__all__ = ["families", "reference_tokens", "save", "tiny_config", "tiny_draft", "tiny_model", "transformers_version"]
+
+HIDDEN = 32
+VOCABULARY = 96
+WINDOW = 8  # shorter than what is generated, so that rolling back reaches past it
+_FEWEST_LAYERS = 3
+
+# what a setting of this name becomes, where the default has a number
+_SIZES: dict[str, int] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "max_position_embeddings": 256,
+    "model_max_length": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "num_nextn_predict_layers": 0,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    # indexed attention
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    # linear attention and state spaces
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_dt_rank": 4,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "block_size": 16,
+}
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_INSTEAD_OF_NONE = {
+    **dict.fromkeys(_EXPERTS, 8),
+    **dict.fromkeys(_CHOSEN, 2),
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+}
+
+# only what no rule can guess
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
+    "dots1": {"n_shared_experts": 1},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_offset": 0},
+    "laguna": {"num_attention_heads_per_layer": [4, 4, 4]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 3, "rotary_dim": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    },
+    "zaya": {"router_hidden_size": 16},
+}
+
+
+def families() -> dict[str, Any]:
+    """Causal language models of the installed transformers that have experts behind its seam, by model type."""
+    found: dict[str, Any] = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        module = model_type_to_module_name(model_type)
+        spec = importlib.util.find_spec(f"transformers.models.{module}")
+        if spec is None or spec.origin is None:
+            continue
+        source = Path(spec.origin).parent / f"modeling_{module}.py"
+        if not source.is_file() or "use_experts_implementation" not in source.read_text():
+            continue
+        config_class: Any = CONFIG_MAPPING[model_type]
+        if "text_config" in getattr(config_class, "sub_configs", {}):
+            continue  # its text model is listed under its own type
+        found[model_type] = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return found
+
+
+def tiny_config(model_type: str) -> Any:
+    """The family's default configuration with every size brought down."""
+    config_class: Any = CONFIG_MAPPING[model_type]
+    default = config_class()
+    settings = default.to_dict()
+    changes = _layers(settings)
+    for name, value in settings.items():
+        if name not in changes and (size := _size(name, value)) is not None:
+            changes[name] = size
+    if settings.get("num_key_value_heads") == settings.get("num_attention_heads"):
+        changes["num_key_value_heads"] = changes["num_attention_heads"]  # as latent attention wants it
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return config_class(**{**changes, **tokens, **_OVERRIDES.get(model_type, {}), "dtype": "float32"})
+
+
+def _size(name: str, value: Any) -> int | None:
+    """What a number becomes; None leaves the setting as it is."""
+    if value is None:  # what is off stays off, but no experts would not do
+        return _INSTEAD_OF_NONE.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        return None
+    if name in _EXPERTS:
+        return 8
+    if name in _CHOSEN:
+        return min(2, value)
+    if name.endswith("intermediate_size"):
+        return 24 if "shared" in name or "moe" in name else 40
+    return _SIZES.get(name)
+
+
+def _layers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer of each kind: settings that are lists, one entry per layer, are read together."""
+    count = settings.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return {}
+    lists = {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, (list, tuple)) and len(value) == count and count > 2
+    }
+    if not lists:
+        return {"num_hidden_layers": _FEWEST_LAYERS}
+    kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))
+    while len(kinds) < _FEWEST_LAYERS:
+        kinds.append(kinds[-1])
+    columns = zip(*kinds, strict=True)
+    return {"num_hidden_layers": len(kinds), **{n: list(c) for n, c in zip(lists, columns, strict=True)}}
+
+
+def tiny_model(model_type: str, seed: int = 0) -> Any:
+    """A model of this family with weights that depend on the seed alone, every one of which matters."""
+    try:
+        cls = families()[model_type]
+    except KeyError as error:
+        raise UsageError(f"{model_type} is no MoE family that transformers lets an engine take over") from error
+    model = _random(cls, tiny_config(model_type), seed)
+    if not any(True for _ in experts_modules(model)):
+        raise UsageError(f"the tiny {model_type} has no experts; its default configuration has none")
+    return model
+
+
+def tiny_draft(hidden: int, vocabulary: int, seed: int = 1) -> Any:
+    """A dense model of the same width and vocabulary, which knows nothing of the target."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    return _random(LlamaForCausalLM, config, seed)
+
+
+def _random(cls: Any, config: Any, seed: int) -> Any:
+    """Weights at a scale where tokens, positions and experts all show in the output."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = cls(config).eval()
+        tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in model.state_dict())]
+        for name, tensor in tensors:
+            if not tensor.is_floating_point():
+                continue
+            if tensor.ndim >= 2:
+                tensor.normal_(std=0.3 if "embed" in name else 1.4 / tensor.shape[-1] ** 0.5)
+            else:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+    return model
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write a checkpoint as the hub would have it."""
+    with quiet():
+        model.save_pretrained(directory)
+
+
+def reference_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own greedy search makes of a checkpoint, whatever tokens that are."""
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        ids = torch.tensor([list(prompt)])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
