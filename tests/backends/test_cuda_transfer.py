@@ -190,6 +190,17 @@ def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Cal
     assert stand.holds("A0", "B1", "C2")
 
 
+def test_compute_behind_one_copy_is_behind_all_that_end_with_it(make: Callable[..., Stand]) -> None:
+    stand = make(nbytes=5, chunk=40)
+    first, second, third = stand.demand("A0", "B1", "C2")
+    first.order()
+    assert (first.ready(), second.ready(), third.ready()) == (True, True, False), "the third is another submission"
+    stand.launch("A0")
+    stand.launch("B1")
+    stand.end([first, second, third])
+    stand.device.run_compute()
+
+
 @pytest.mark.parametrize(("nbytes", "chunk"), [(40, 16), (16, 16), (3, 16), (1000, 1)])
 def test_wishes_up_to_its_depth_fill_the_window_twice(make: Callable[..., Stand], nbytes: int, chunk: int) -> None:
     """So that the link is busy while the prefetcher looks for the next."""

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.config import SamplingParams
+from spmoe.errors import SpmoeError
 from spmoe.types import Draft, Sequence, Verdict
 from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.rejection import RejectionVerifier
 
 
 def sequence(tokens: list[int] | None = None) -> Sequence:
@@ -90,3 +92,13 @@ def test_generation_is_that_of_plain_decoding(k: int, quality: float) -> None:
     assert written[:60] == expected
     if quality == 1.0:
         assert steps == -(-58 // (k + 1))  # every step wrote k + 1 tokens
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_logits_that_are_not_numbers_are_refused(row: int) -> None:
+    logits = torch.randn(3, 8)
+    logits[row, 5] = float("nan")
+    with pytest.raises(SpmoeError, match="not a number"):
+        GreedyVerifier().judge(sequence(), Draft([1, 2]), logits)
+    with pytest.raises(SpmoeError, match="not a number"):
+        RejectionVerifier().judge(sequence(), Draft([1, 2], torch.full((2, 8), 0.125)), logits)

@@ -71,6 +71,12 @@ class Addresses(Protocol):
         ...
 
 
+class Submission:
+    """Copies that end together."""
+
+    ordered = False  # compute is behind their end
+
+
 class CudaTicket:
     """One copy."""
 
@@ -81,16 +87,16 @@ class CudaTicket:
         self.error: SpmoeError | None = None
         self.settled = threading.Event()  # it has an end, or an error
         self._transfer = transfer
-        self._ordered = False
+        self._submission = Submission()
 
     def ready(self) -> bool:
-        return self.error is not None or self._ordered or (self.end is not None and self.end.query())
+        return self.error is not None or self._submission.ordered or (self.end is not None and self.end.query())
 
     def wait(self) -> None:
         self.settled.wait()
         if self.error is not None:
             raise self.error
-        if self.end is not None and not self._ordered:
+        if self.end is not None and not self._submission.ordered:
             self.end.synchronize()
 
     def order(self) -> None:
@@ -98,9 +104,9 @@ class CudaTicket:
         self.hurry()
         if self.error is not None:
             raise self.error
-        if self.end is not None and not self.end.query():
+        if self.end is not None and not self._submission.ordered and not self.end.query():
             self._transfer.lane.compute_after(self.end)
-        self._ordered = True
+        self._submission.ordered = True
 
     def hurry(self) -> None:
         self._transfer.send_now(self)
@@ -110,9 +116,10 @@ class CudaTicket:
         self.error = error
         self.settled.set()
 
-    def sent_whole(self, end: Event) -> None:
+    def sent_whole(self, end: Event, submission: Submission) -> None:
         """The last byte is on the stream."""
         self.end = end
+        self._submission = submission
         self.settled.set()
 
 
@@ -223,9 +230,10 @@ class CudaTransfer:
             for ticket in tickets:
                 ticket.fail(_as_transfer_error(ticket.job, error))
             return None
+        submission = Submission()
         for ticket in tickets:
             if ticket.sent == self._addresses.nbytes:
-                ticket.sent_whole(end)
+                ticket.sent_whole(end, submission)
         return end
 
     # ---- the thread

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from spmoe.draft.base import Drafter
-from spmoe.errors import SpmoeError
 from spmoe.experts.source import ExpertSource
 from spmoe.models.kv import KvState
 from spmoe.models.target import Target
@@ -101,19 +100,17 @@ class Loop:
         kv = self._states.get(sequence.id)
         if kv is None:
             kv = self._states[sequence.id] = self.target.new_kv(sequence.capacity)
-        pending = sequence.tokens[kv.length :] + draft
-        # a state that cannot roll back may also not be continued by several tokens at once
-        chunk = self._prefill_chunk if kv.can_rewind else len(pending)
-        keep = len(draft) + 1
+        pending, keep = sequence.tokens[kv.length :] + draft, len(draft) + 1
+        chunk = self._prefill_chunk if self.target.anatomy.resumes else len(pending)
+        if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
+            certain, pending = pending[:-keep], pending[-keep:]
+            for start in range(0, len(certain), chunk):
+                self.target.forward(certain[start : start + chunk], kv, 1)
+            kv.mark()
         parts = [
             self.target.forward(pending[start : start + chunk], kv, keep) for start in range(0, len(pending), chunk)
         ]
-        logits = torch.cat(parts)[-keep:]
-        if bool(logits.isnan().any()):
-            raise SpmoeError(
-                "the target's output is not a number; its weights overflow this dtype: try another --dtype"
-            )
-        return logits
+        return torch.cat(parts)[-keep:]
 
     def _rewind(self, sequence: Sequence, length: int) -> None:
         self._states[sequence.id].rewind(length)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmoe.types import Draft, Sequence, Verdict
-from spmoe.verify.filters import draw, probabilities
+from spmoe.verify.filters import draw, probabilities, require_numbers
 
 
 class RejectionVerifier:
@@ -18,6 +18,7 @@ class RejectionVerifier:
 
     def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         target = probabilities(logits, sequence.sampling)  # [K + 1, vocabulary]
+        require_numbers(target.sum(dim=-1).tolist())
         for position, token in enumerate(draft.tokens):
             if draft.probs is None:
                 raise ValueError("a sampled draft needs the probabilities it was drawn from")
