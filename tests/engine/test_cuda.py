@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import time
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +118,60 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
             failing = False
             assert tokens(llm, prompts=PROMPTS[:1]) == expected()[:1]
         assert failures
+
+
+@pytest.mark.slow
+def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are cancelled, budgets at the minimum, copies that fail; for `SPMOE_SOAK_SECONDS`, else 30 s."""
+    from spmoe.backends.cuda import CudaLane
+
+    sound, rng, fault_rate = CudaLane.copy, random.Random(1), 0.0
+
+    def copy(self: Any, pieces: Any) -> Any:
+        if rng.random() < fault_rate:
+            raise TransferError("injected: the link had a bad moment")
+        return sound(self, pieces)
+
+    monkeypatch.setattr(CudaLane, "copy", copy)
+    until = time.monotonic() + float(os.environ.get("SPMOE_SOAK_SECONDS", "30"))
+    settled: list[tuple[int, int]] = []  # device bytes and locked host bytes after each engine
+    requests = 0
+    while time.monotonic() < until:
+        options = {
+            "expert_memory": rng.choice(["2%", "2%", "10%", "50%"]),
+            "prefetch": rng.choice(["draft-gate", "on-demand"]),
+            "num_speculative_tokens": rng.choice([0, 1, 4]),
+            "cutoff": rng.choice(["auto", "none"]),
+        }
+        with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]
+            ends = min(until, time.monotonic() + 20)
+            while time.monotonic() < ends:
+                requests += 1
+                number = rng.randrange(len(PROMPTS))
+                fault_rate = rng.choice([0.0, 0.0, 0.002])
+                generation = llm.stream(PROMPTS[number], GREEDY)
+                try:
+                    for _ in generation:
+                        if rng.random() < 0.02:
+                            generation.stop()
+                except SpmoeError as error:
+                    if "bad moment" not in str(error):
+                        raise
+                found = generation.token_ids
+                assert found == expected()[number][: len(found)], f"{options}, request {requests}"
+        del llm, generation
+        gc.collect()
+        torch.cuda.empty_cache()
+        settled.append((torch.cuda.memory_allocated(), _locked_bytes()))
+    assert requests
+    for kind in zip(*settled[1:], strict=True):
+        assert max(kind) <= 1.1 * min(kind) + 2**20, "something is left behind by each engine"
+
+
+def _locked_bytes() -> int:
+    """Host memory of this process that is locked or pinned."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmLck", "VmPin"))
 
 
 def test_engines_that_come_and_go_leave_no_memory_behind() -> None:
