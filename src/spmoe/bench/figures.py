@@ -95,6 +95,10 @@ def machine_record(bench: Bench) -> dict[str, Any]:
         "link_bytes_per_second": ceilings.link,
         "link_source": ceilings.link_source,
         "memory_bytes_per_second": ceilings.memory,
+        "active_bytes": facts.active_bytes,  # weights that one row of the target reads; a token takes at least as long
+        "active_read_seconds": facts.active_bytes / ceilings.memory,
+        "draft_bytes": facts.draft_bytes,
+        "draft_read_seconds": facts.draft_bytes / ceilings.memory,
         "model": "the pair that ships" if ships else model,
         "draft": None if ships else draft,
         **{name: job.engine[name] for name in names},

@@ -23,6 +23,7 @@ import torch
 from spmoe.backends.devices import forget_freed
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, measure_ceilings
 from spmoe.config import SamplingParams, Size
+from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
@@ -83,6 +84,13 @@ class Facts:
     top_k: int
     memory: MemoryPlan
     ceilings: Ceilings
+    dense_bytes: int  # of the target's weights that every row reads
+    draft_bytes: int
+
+    @property
+    def active_bytes(self) -> int:
+        """Weights of the target that one row reads."""
+        return self.dense_bytes + len(self.store.experts) * self.top_k * self.store.layout.nbytes
 
 
 class Bench:
@@ -172,7 +180,8 @@ class Bench:
             self._tell("measuring the link and the memory")
             ceilings = measure_ceilings(engine)
             self.facts = Facts(
-                engine.device, engine.dtype, engine.store, engine.target.top_k, engine.memory, ceilings
+                engine.device, engine.dtype, engine.store, engine.target.top_k, engine.memory, ceilings,
+                engine.target.resident_bytes, engine.draft.network.resident_bytes if isinstance(engine.draft, DraftModel) else 0,
             )  # fmt: skip
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:

@@ -260,6 +260,9 @@ def _print(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         for k, row in sorted(steps.items())
     ]
     console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
+    target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))
+    read = f"reading weights once: {target:.3g} ms those of one row, {draft:.3g} ms the draft's"
+    console.print(read, style="dim", soft_wrap=True)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
