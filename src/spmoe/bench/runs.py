@@ -179,9 +179,10 @@ class Bench:
         if self.facts is None:
             self._tell("measuring the link and the memory")
             ceilings = measure_ceilings(engine)
+            draft = engine.draft.network.resident_bytes if isinstance(engine.draft, DraftModel) else 0
             self.facts = Facts(
                 engine.device, engine.dtype, engine.store, engine.target.top_k, engine.memory, ceilings,
-                engine.target.resident_bytes, engine.draft.network.resident_bytes if isinstance(engine.draft, DraftModel) else 0,
+                engine.target.resident_bytes, draft,
             )  # fmt: skip
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
