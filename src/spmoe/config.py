@@ -147,6 +147,7 @@ class EngineConfig:
     num_speculative_tokens: int = 4
     prefetch: str = "draft-gate"
     cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
+    fitted: bool = True  # use the maps fitted for the pair, where there are such
     eviction: str = "draft-informed"
     expert_memory: Size = Size(share=0.25)
     dtype: str = "auto"

@@ -1,7 +1,8 @@
 """How well a draft's hidden states predict a target's routing, measured through the offloading engine itself.
 
 Windows of text run through both models, one at a time. At every MoE layer the target's own routing is compared with
-what its gate says about the draft's residual stream at the same relative depth, and about its own one layer earlier.
+what its gate says about the draft's residual stream at the same relative depth (through the maps fitted for the pair,
+where there are such), and about its own one layer earlier.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def measure_predictability(
     drafter = engine.loop.drafter
     if not isinstance(drafter, DraftModel):
         raise UsageError("predictability needs a draft model; give one with --draft")
-    pieces = _windows(engine, text, window, windows)
+    pieces = read_windows(engine, text, window, windows)
     sums = _Sums(engine, drafter.network, span)
     for done, tokens in enumerate(pieces):
         on_progress(done, len(pieces))
@@ -79,7 +80,8 @@ def measure_predictability(
     return sums.result()
 
 
-def _windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:
+def read_windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:
+    """Evenly spread windows of a text's tokens."""
     if engine.tokenizer is None:
         raise UsageError(f"{engine.config.model} ships no tokenizer, so a text cannot be read")
     ids: list[int] = engine.tokenizer(text, verbose=False)["input_ids"]  # longer than any context is fine here
@@ -99,8 +101,7 @@ class _Sums:
         self._target = engine.target
         self._draft = draft
         self._span = span
-        at = layers_by_draft_depth(self._target.layer_depths, self._target.depth_count, draft.depth_count)
-        self._draft_depth = {layer: depth for depth, layers in enumerate(at) for layer in layers}
+        self._draft_depth = draft_depths(engine, draft)
         count, experts = len(self._target.moe), max(engine.store.experts)
         self._figures = [LayerFigures() for _ in range(count)]
         self._loads = torch.zeros(count, experts)
@@ -109,9 +110,9 @@ class _Sums:
 
     def add(self, tokens: list[int]) -> None:
         """Run one window through both models and compare."""
-        draft_taps, draft_logits = _run(self._draft, tokens)
+        draft_taps, draft_logits = run_window(self._draft, tokens)
         self._engine.source.begin_step()
-        target_taps, target_logits = _run(self._target, tokens)
+        target_taps, target_logits = run_window(self._target, tokens)
         draft_logits = pad(draft_logits, (0, target_logits.shape[-1] - draft_logits.shape[-1]), value=float("-inf"))
         self._agreement += float((draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean())
         p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
@@ -143,26 +144,34 @@ class _Sums:
         own = target_taps[site.depth]
         guess = draft_taps[self._draft_depth[layer]]
         real = self._target.rank(layer, own)  # [rows, experts], most likely first
-        used = _chosen(real, k)  # [rows, experts] bool
+        used = chosen_of(real, k)  # [rows, experts] bool
         self._loads[layer] += used.sum(0)
         figures.previous_token += float((used[1:] & used[:-1]).sum()) / (k * max(1, len(used) - 1))
         if layer:
             before = self._target.rank(layer, target_taps[self._target.moe[layer - 1].depth])
-            figures.next_gate_recall += _recall(used, _chosen(before, k))
-        if self._draft.hidden_size != self._target.hidden_size:
+            figures.next_gate_recall += recall_of(used, chosen_of(before, k))
+        if self._engine.fitted is not None:
+            guess = self._engine.fitted([layer], guess[None])[0]
+        elif self._draft.hidden_size != self._target.hidden_size:
             return  # nothing of the draft's fits the gate; the figures stay at zero
         predicted = self._target.rank(layer, guess)
-        said = _chosen(predicted, k)
+        said = chosen_of(predicted, k)
         figures.cosine += float(cosine_similarity(guess.float(), own.float(), dim=-1).mean())
         figures.top1 += float((predicted[:, 0] == real[:, 0]).float().mean())
-        figures.recall += _recall(used, said)
-        figures.recall_plus_one += _recall(used, _chosen(predicted, min(k + 1, predicted.shape[-1])))
+        figures.recall += recall_of(used, said)
+        figures.recall_plus_one += recall_of(used, chosen_of(predicted, min(k + 1, predicted.shape[-1])))
         together, expected = _union(used, self._span), _union(said, self._span)
-        figures.union_recall += _recall(together, expected)
-        figures.union_precision += _recall(expected, together)
+        figures.union_recall += recall_of(together, expected)
+        figures.union_precision += recall_of(expected, together)
 
 
-def _run(network: Network, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
+def draft_depths(engine: Engine, draft: Network) -> list[int]:
+    """For each MoE layer, the draft's decoder layer that predicts it."""
+    at = layers_by_draft_depth(engine.target.layer_depths, engine.target.depth_count, draft.depth_count)
+    return [depth for depth, layers in enumerate(at) for _ in layers]
+
+
+def run_window(network: Network, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
     """Every layer's residual stream after attention, and the logits of every position."""
     taps: list[Tensor] = [torch.empty(0)] * network.depth_count
 
@@ -173,7 +182,7 @@ def _run(network: Network, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
     return taps, logits
 
 
-def _chosen(ranking: Tensor, k: int) -> Tensor:
+def chosen_of(ranking: Tensor, k: int) -> Tensor:
     """Which experts are among the first k."""  # [rows, experts] -> [rows, experts] bool
     return torch.zeros_like(ranking, dtype=torch.bool).scatter_(1, ranking[:, :k], True)
 
@@ -184,5 +193,6 @@ def _union(chosen: Tensor, span: int) -> Tensor:
     return chosen[:rows].reshape(-1, min(span, len(chosen)), chosen.shape[-1]).any(1)
 
 
-def _recall(wanted: Tensor, given: Tensor) -> float:
+def recall_of(wanted: Tensor, given: Tensor) -> float:
+    """The share of what is wanted that is given."""
     return float((wanted & given).sum()) / max(1, int(wanted.sum()))

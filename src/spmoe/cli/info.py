@@ -74,6 +74,8 @@ def _table(plan: Plan) -> Table:
     table.add_row("", "")
     table.add_row("draft tokens", str(plan.num_speculative_tokens))
     table.add_row("prefetch", plan.prefetch)
+    if plan.predictor is not None:
+        table.add_row("predictor", f"fitted maps in {plan.predictor}")
     if plan.emulated_link_gbps is not None:
         table.add_row("link", f"emulated link, {plan.emulated_link_gbps:g} GB/s")
     if plan.profile is not None:

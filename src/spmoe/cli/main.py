@@ -16,6 +16,7 @@ from spmoe.cli.bench import bench
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
 from spmoe.cli.families import families
+from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
 from spmoe.cli.predictability import predictability
 from spmoe.cli.run import run
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability, families, bench):
+for verb in (demo, run, chat, info, predictability, fit_predictor, families, bench):
     app.command()(verb)
 
 

@@ -38,6 +38,9 @@ def _engine(
     cutoff: Annotated[
         str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
     ] = "auto",
+    fitted: Annotated[
+        bool, typer.Option("--fitted/--no-fitted", help="Predict through maps that `spmoe fit-predictor` fitted.")
+    ] = True,
     eviction: Annotated[str, typer.Option(help="What leaves full slots: draft-informed or lru.")] = "draft-informed",
     expert_memory: Annotated[
         str, typer.Option(help="Memory for experts: a size (6GiB) or a share of all experts (25%).")

@@ -19,13 +19,14 @@ from spmoe.engine.materials import Materials, gather, load_draft, wide_shape
 from spmoe.engine.memory import MemoryPlan, divide_memory, slot_count
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
 from spmoe.engine.room import Room, make_room
-from spmoe.errors import UsageError
+from spmoe.errors import CheckpointError, UsageError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.network import Network
+from spmoe.models.predictors import read_predictor
 from spmoe.models.target import Target
 from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 from spmoe.observe.clock import Clock, RealClock
@@ -34,6 +35,7 @@ from spmoe.observe.timeline import Timeline
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, last_pass_pays
 from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.fitted import Fitted
 from spmoe.predict.on_demand import OnDemand
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class Engine:
     checkpoint: Checkpoint
     draft_checkpoint: Checkpoint | None
     draft: Drafter | None  # the loop has it while K > 0
+    fitted: Fitted | None = None  # maps from the draft's states to the target's
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
@@ -134,7 +137,9 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     limit = min(config.max_model_len or target.max_positions, target.max_positions)
     if config.max_model_len is not None and config.max_model_len > limit:
         notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
-    budget = divide_memory(config, device, [n for n in (target, draft) if n is not None], spec, target.top_k)
+    fitted = _find_fitted(config, draft_checkpoint, target, draft, checkpoint, notices)
+    networks = [n for n in (target, draft) if n is not None]
+    budget = divide_memory(config, device, networks, spec, target.top_k, fitted.nbytes if fitted is not None else 0)
     if budget.limit is not None:
         limit_memory(device, budget.limit)
     room = make_room(config, materials, budget.slots, store)
@@ -157,7 +162,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
-            budget, checkpoint, draft_checkpoint, drafter, notices=notices,
+            budget, checkpoint, draft_checkpoint, drafter, fitted, notices=notices,
         )  # fmt: skip
         loop.policy = _make_policy(engine)
     except BaseException:
@@ -215,6 +220,24 @@ def _load_draft(
     return network
 
 
+def _find_fitted(
+    config: EngineConfig,
+    draft_checkpoint: Checkpoint | None,
+    target: Target,
+    draft: Network | None,
+    checkpoint: Checkpoint,
+    notices: list[str],
+) -> Fitted | None:
+    """The maps fitted for this pair, if they are wanted and there."""
+    if not config.fitted or config.shape is not None or draft is None or draft_checkpoint is None:
+        return None
+    try:
+        return read_predictor(checkpoint, draft_checkpoint, target, draft)
+    except CheckpointError as error:
+        notices.append(str(error))
+        return None
+
+
 def _make_drafter(config: EngineConfig, target: Target, network: Network | None) -> Drafter | None:
     if network is not None:
         return DraftModel(network, target.vocab_size, config.prefill_chunk)
@@ -228,7 +251,7 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
     config, target, drafter = engine.config, engine.target, engine.loop.drafter
     if config.prefetch == "on-demand" or isinstance(drafter, NoDraft):
         return OnDemand()
-    reason = _no_prediction(target, drafter.network) if isinstance(drafter, DraftModel) else _NO_STATES
+    reason = _no_prediction(target, drafter.network, engine.fitted) if isinstance(drafter, DraftModel) else _NO_STATES
     if reason is not None or not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
         if (notice := f"{reason}; experts are loaded on demand") not in engine.notices:
             engine.notices.append(notice)
@@ -247,7 +270,7 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
     # more than the slots can hold at once would push itself out again within the step
     engine.source.step_budget = engine.slots * engine.store.layout.nbytes
     last_pass = engine.profile is not None and last_pass_pays(engine.profile, inputs)
-    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass)
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted)
 
 
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
@@ -259,12 +282,15 @@ def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs)
     return min(cutoff.layers, inputs.layers) if cutoff.mode is CutoffMode.FIXED else inputs.layers
 
 
-def _no_prediction(target: Target, draft: Network) -> str | None:
+def _no_prediction(target: Target, draft: Network, fitted: Fitted | None) -> str | None:
     """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
     if not target.gates_found:
         return "the target's gates cannot be called alone"
     if not draft.has_taps:
         return "the draft's hidden states cannot be tapped"
-    if draft.hidden_size != target.hidden_size:
-        return f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate"
+    if draft.hidden_size != target.hidden_size and fitted is None:
+        return (
+            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate "
+            "unless `spmoe fit-predictor` fits maps between them"
+        )
     return None

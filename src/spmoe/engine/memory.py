@@ -37,10 +37,16 @@ class MemoryPlan:
 
 
 def divide_memory(
-    config: EngineConfig, device: torch.device, networks: Sequence[Network], spec: StoreSpec, top_k: int
+    config: EngineConfig,
+    device: torch.device,
+    networks: Sequence[Network],
+    spec: StoreSpec,
+    top_k: int,
+    maps: int = 0,
 ) -> MemoryPlan:
     """Divide a device's memory among weights, attention states, workspace and, with the rest, slots."""
-    weights = sum(network.resident_bytes for network in networks)
+    # maps: bytes of a fitted predictor
+    weights = sum(network.resident_bytes for network in networks) + maps
     per_token = sum(network.anatomy.kv_bytes_per_token for network in networks)
     return plan_memory(config, device, spec, top_k, weights, per_token, min(n.max_positions for n in networks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
+from spmoe.models.predictors import predictor_path
 from spmoe.predict.cutoff import Profile
 
 
@@ -46,7 +48,8 @@ class Plan:
     expert_file_built: bool
     draft: str | None
     draft_architecture: str | None
-    draft_bytes: int
+    draft_bytes: int  # with the maps fitted for it
+    predictor: str | None  # the file of those maps
     num_speculative_tokens: int
     prefetch: str
     emulated_link_gbps: float | None
@@ -76,10 +79,13 @@ def make_plan(config: EngineConfig) -> Plan:
     networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
     device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
     per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
-    memory = plan_memory(config, device, spec, top_k, weights, per_token, text.max_position_embeddings)
+    predictor = _predictor(config, checkpoint, draft)
+    maps = len(anatomy.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
+    memory = plan_memory(config, device, spec, top_k, weights + maps, per_token, text.max_position_embeddings)
     slots = memory.slots
     profile, layers = None, None
-    if draft is not None and config.prefetch == "draft-gate":
+    fits = draft is not None and (predictor is not None or _width(draft) == text.hidden_size)
+    if draft is not None and fits and config.prefetch == "draft-gate":
         inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
@@ -110,9 +116,10 @@ def make_plan(config: EngineConfig) -> Plan:
         expert_file_built=path.exists(),
         draft=config.draft if draft_tokens else None,
         draft_architecture=_kind(draft_model) if draft_tokens else None,
-        draft_bytes=_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0,
+        draft_bytes=_parameters(draft_model) * dtype.itemsize + maps if draft_model is not None else 0,
+        predictor=str(predictor) if predictor else None,
         num_speculative_tokens=draft_tokens,
-        prefetch=config.prefetch if draft is not None else "on-demand",
+        prefetch=config.prefetch if fits else "on-demand",
         emulated_link_gbps=config.link_gbps,
         profile=profile,
         cutoff=str(config.cutoff),
@@ -123,6 +130,17 @@ def make_plan(config: EngineConfig) -> Plan:
 def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:
     with building(checkpoint):
         return dissect(model)
+
+
+def _predictor(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:
+    if draft is None or not config.fitted or config.shape is not None:
+        return None
+    path = predictor_path(checkpoint, draft)
+    return path if path.exists() else None
+
+
+def _width(checkpoint: Checkpoint | None) -> int:
+    return 0 if checkpoint is None else checkpoint.config.get_text_config(decoder=True).hidden_size
 
 
 def _kind(model: nn.Module | None) -> str:

@@ -1,17 +1,20 @@
 """Speculative expert prefetching: the draft's hidden states through the target's own gates.
 
 The draft's residual stream after attention, normalised by the *target's* pre-FFN norm, goes to the target's gate of the
-layer at the same relative depth. The experts that gate picks are wished for, scored by the weight it gives them. For
-layers beyond the cutoff nothing is fetched, but what is predicted there is worth keeping if it is resident.
+layer at the same relative depth, through a map fitted for that layer where there is one. The experts that gate picks
+are wished for, scored by the weight it gives them. For layers beyond the cutoff nothing is fetched, but what is
+predicted there is worth keeping if it is resident.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates
+from spmoe.predict.fitted import Fitted
 from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
 
 
@@ -20,10 +23,13 @@ class DraftGate:
 
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
 
-    def __init__(self, gates: Gates, draft_depth: int, cutoff: int, last_pass: bool = False) -> None:
+    def __init__(
+        self, gates: Gates, draft_depth: int, cutoff: int, last_pass: bool = False, fitted: Fitted | None = None
+    ) -> None:
         self.last_pass = last_pass
         self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
+        self._fitted = fitted
         self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
 
     def ask(self, depths: range, residual: Tensor) -> Routing | None:
@@ -31,7 +37,9 @@ class DraftGate:
         if not layers:
             return None
         rows = [row for row, depth in enumerate(depths) for _ in self._layers_at[depth]]
-        return self._gates.route(layers, residual if rows == list(range(len(depths))) else residual[rows])
+        if rows != list(range(len(depths))):
+            residual = torch.stack([residual[row] for row in rows])
+        return self._gates.route(layers, residual if self._fitted is None else self._fitted(layers, residual))
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]

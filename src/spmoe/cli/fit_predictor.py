@@ -1,0 +1,69 @@
+"""`spmoe fit-predictor`: maps from a draft's hidden states to the target's, for drafts of another width or meaning."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spmoe.cli.options import Json, load, read_text_file, takes_shared_options
+
+if TYPE_CHECKING:
+    from spmoe.bench.fit_predictor import Fit
+
+
+@takes_shared_options
+def fit_predictor(
+    engine: dict[str, Any],
+    text: Annotated[Path, typer.Option(help="Text to fit on, of the kind that the model is to write.")],
+    windows: Annotated[int, typer.Option(min=2, help="Windows of text to run; every fifth is held out.")] = 64,
+    window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
+    as_json: Json = False,
+) -> None:
+    """Fit the maps through which a draft's hidden states go to the target's gates, and keep them for this pair.
+
+    From then on every verb uses them, unless told --no-fitted. Runs through the offloading engine.
+    """
+    from spmoe.bench.fit_predictor import fit_predictor as fit
+    from spmoe.models.predictors import write_predictor
+    from spmoe.observe.progress import progress_bar
+
+    words = read_text_file(text)
+    with (
+        load({**engine, "prefetch": "on-demand", "fitted": False}, progress=not as_json) as llm,
+        progress_bar("Fitting", not as_json and sys.stderr.isatty()) as report,
+    ):
+        result = fit(llm.engine, words, window, windows, report)
+        draft = llm.engine.draft_checkpoint
+        assert draft is not None  # else there was nothing to fit
+        facts = {"model": llm.engine.config.model, "draft": draft.name, "text": str(text), **result.to_dict()}
+        path = write_predictor(llm.engine.checkpoint, draft, result.maps, facts)
+    if as_json:
+        print(json.dumps({"file": str(path), **result.to_dict()}))
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(_table(result))
+    console.print(f"fitted on {result.tokens} tokens; kept in {path}", soft_wrap=True)
+
+
+def _table(fit: Fit) -> Table:
+    title = f"recall of the experts used, on {fit.held_out} tokens held out; %"
+    table = Table("layer", "before", "after", "ridge", title=title, title_justify="left", box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    before = [layer.before for layer in fit.layers if layer.before is not None]
+    for number, layer in enumerate(fit.layers):
+        ridge = "unchanged" if layer.ridge is None else f"{layer.ridge:g}"
+        table.add_row(str(number), _percent(layer.before), _percent(layer.after), ridge)
+    after = sum(layer.after for layer in fit.layers) / len(fit.layers)
+    table.add_row("mean", _percent(sum(before) / len(before) if before else None), _percent(after), "")
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

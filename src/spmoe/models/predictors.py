@@ -1,0 +1,69 @@
+"""Predictors on disk: the maps fitted for a pair, under a name that only this pair has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from spmoe.config import home
+from spmoe.errors import CheckpointError, UsageError, reason
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.network import Network
+from spmoe.models.target import Target
+from spmoe.predict.fitted import Fitted
+
+FORMAT = "spmoe-predictor-1"
+
+
+def predictor_path(target: Checkpoint, draft: Checkpoint) -> Path:
+    """Where a pair's fitted maps are kept."""
+    text = json.dumps([target.fingerprint, draft.fingerprint])
+    return home() / "predictors" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.safetensors"
+
+
+def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts: dict[str, Any]) -> Path:
+    """Keep the maps fitted for a pair; `facts` go with them, for people to read."""
+    path = predictor_path(target, draft)
+    meta = {"format": FORMAT, "target": target.fingerprint, "draft": draft.fingerprint, "facts": json.dumps(facts)}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    tensors = {"weights": fitted.weights.cpu().contiguous(), "biases": fitted.biases.cpu().contiguous()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, meta)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot write {path} ({reason(error)}); point SPMOE_HOME at a writable directory") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read_predictor(target: Checkpoint, draft: Checkpoint, model: Target, network: Network) -> Fitted | None:
+    """The maps fitted for a pair; None where there are none, an error where there is something else in their place."""
+    path = predictor_path(target, draft)
+    if not path.exists():
+        return None
+    wanted = [len(model.moe), network.hidden_size, model.hidden_size]
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            for name, value in (("format", FORMAT), ("target", target.fingerprint), ("draft", draft.fingerprint)):
+                if meta.get(name) != value:
+                    raise ValueError(f"it is for another {name}")
+            weights, biases = file.get_tensor("weights"), file.get_tensor("biases")
+        if [*weights.shape] != wanted or [*biases.shape] != [wanted[0], 1, wanted[2]]:
+            raise ValueError(f"its maps are {[*weights.shape]} instead of {wanted}")
+        if not (bool(weights.isfinite().all()) and bool(biases.isfinite().all())):
+            raise ValueError("its maps are not finite")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the fitted predictor {path} is not used ({reason(error)}); delete it, or fit it again with `spmoe "
+            "fit-predictor`"
+        ) from error
+    return Fitted(weights, biases).to(model.model.device, model.model.dtype)

@@ -1,0 +1,195 @@
+"""Maps fitted for a pair: drafts that are the target's own dense part, turned and made wider or narrower."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from checkpoints import HIDDEN, TOP_K, Pair, byte_tokenizer, greedy, qwen3, qwen3_moe, reference, save, seeded, upcycle
+from spmoe import LLM, SamplingParams
+from spmoe.bench.fit_predictor import Fit, fit_predictor
+from spmoe.bench.predictability import measure_predictability
+from spmoe.errors import PromptError, UsageError
+from spmoe.models.predictors import predictor_path, write_predictor
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.on_demand import OnDemand
+
+TEXT = Path(__file__).read_text()
+OTHER_TEXT = Path(__file__).with_name("test_figures.py").read_text()
+WIDTHS = {"narrower": (24, HIDDEN), "as wide": (HIDDEN, HIDDEN), "wider": (48, HIDDEN)}  # of draft and target
+CHANCE = TOP_K / 8
+
+
+def turned(model: Any, hidden: int) -> Any:
+    """A model of another width that does the same: its residual stream is the other's, times a matrix.
+
+    Norms' weights move into what follows them, after which a rotation goes through a norm unchanged.
+    """
+    small = model.state_dict()
+    width = small["model.norm.weight"].shape[0]
+    basis = torch.linalg.qr(torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(width))).Q[:width]
+    found = seeded(qwen3, 0, hidden_size=hidden)
+    into = (width / hidden) ** 0.5  # a norm divides by the mean over more entries
+    weights = {}
+    for name, weight in small.items():
+        layer = name.rpartition("self_attn")[0] or name.rpartition("mlp")[0]
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weights[name] = into * (weight * small[f"{layer}input_layernorm.weight"]) @ basis
+        elif name.endswith(("gate_proj.weight", "up_proj.weight")):
+            weights[name] = into * (weight * small[f"{layer}post_attention_layernorm.weight"]) @ basis
+        elif name == "lm_head.weight":
+            weights[name] = into * (weight * small["model.norm.weight"]) @ basis
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = basis.T @ weight
+        elif name == "model.embed_tokens.weight":
+            weights[name] = weight @ basis
+        elif name.endswith(("layernorm.weight", "model.norm.weight")):
+            weights[name] = torch.ones(hidden)
+        else:
+            weights[name] = weight
+    found.load_state_dict(weights)
+    return found
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and a draft of another width or turned; all of the target's states are to be had from the draft's."""
+    narrow, wide = sorted(WIDTHS[request.param])
+    base = seeded(qwen3, 3, hidden_size=narrow)
+    draft, born_of = (turned(base, wide), base) if request.param != "narrower" else (base, turned(base, wide))
+    target = seeded(qwen3_moe, 4)
+    upcycle(target, born_of, noise=0.05)
+    root, tokenizer = tmp_path_factory.mktemp("pair"), byte_tokenizer()
+    saved = save(draft, root / "draft", tokenizer)
+    return Pair(save(target, root / "target", tokenizer), saved, saved)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
+
+
+def build(pair: Pair, **options: Any) -> LLM:
+    return LLM(
+        str(pair.target), str(pair.good), progress=False, expert_memory="50%", num_speculative_tokens=3, **options
+    )
+
+
+def fit(pair: Pair, keep: bool = True) -> Fit:
+    with build(pair, prefetch="on-demand", fitted=False) as llm:
+        reports: list[tuple[int, int]] = []
+        found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
+        assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "a bar that only grows, to its end"
+        if keep:
+            assert llm.engine.draft_checkpoint is not None
+            write_predictor(llm.engine.checkpoint, llm.engine.draft_checkpoint, found.maps, found.to_dict())
+    return found
+
+
+def recall(pair: Pair, **options: Any) -> float:
+    with build(pair, prefetch="on-demand", **options) as llm:
+        return measure_predictability(llm.engine, OTHER_TEXT, 96, 6).mean().recall
+
+
+def test_the_construction_is_sound(pair: Pair) -> None:
+    """A turned model says what the other says."""
+    base = seeded(qwen3, 3, hidden_size=24)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(base(tokens).logits, turned(base, 40)(tokens).logits, atol=2e-3, rtol=1e-3)
+
+
+def test_the_map_is_recovered_and_used_for_text_it_was_not_fitted_on(pair: Pair) -> None:
+    before = recall(pair)
+    found = fit(pair)
+    same = reference(pair.good).config.hidden_size == HIDDEN
+    assert all(layer.after > 0.8 for layer in found.layers)
+    assert all((layer.before is not None) == same for layer in found.layers)
+    assert before < CHANCE + 0.2
+    assert recall(pair) > 0.8
+    assert recall(pair, fitted=False) == pytest.approx(before)
+    assert found.tokens == 4 * found.held_out
+
+
+def test_states_that_mean_the_same_already_are_left_as_good_as_they_were(qwen_pair: Pair) -> None:
+    found = fit(qwen_pair, keep=False)
+    for layer in found.layers:
+        assert layer.before is not None
+        assert layer.after >= layer.before > CHANCE
+
+
+def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> None:
+    expected = greedy(reference(pair.target), [84, 104], 14)
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    same = reference(pair.good).config.hidden_size == HIDDEN
+    with build(pair) as llm:
+        assert llm.generate([84, 104], params)[0].token_ids == expected
+        assert isinstance(llm.engine.loop.policy, DraftGate if same else OnDemand)
+        assert same or "`spmoe fit-predictor`" in llm.notices[0]
+    fit(pair)
+    for cutoff in ("none", "1", "auto"):
+        with build(pair, cutoff=cutoff) as llm:
+            assert llm.generate([84, 104], params)[0].token_ids == expected
+            assert llm.notices == []
+            assert isinstance(llm.engine.loop.policy, DraftGate)
+            counters = llm.engine.loop.counters
+            assert counters.wishes > 0
+            fitted = llm.engine.fitted
+            assert fitted is not None
+            plain = llm.engine.target.resident_bytes + llm.engine.loop.drafter.network.resident_bytes  # type: ignore[attr-defined]
+            assert llm.engine.memory.resident == plain + fitted.nbytes
+    with build(pair, fitted=False) as llm:
+        assert llm.engine.fitted is None
+
+
+@pytest.mark.parametrize("damage", ["other pair", "truncated", "not finite", "shape"])
+def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> None:
+    found = fit(pair)
+    with build(pair, prefetch="on-demand") as llm:
+        checkpoint, draft = llm.engine.checkpoint, llm.engine.draft_checkpoint
+        assert draft is not None
+    path = predictor_path(checkpoint, draft)
+    if damage == "other pair":
+        shutil.move(write_predictor(draft, checkpoint, found.maps, {}), path)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "not finite":
+        found.maps.biases[0, 0, 0] = float("nan")
+        write_predictor(checkpoint, draft, found.maps, {})
+    else:
+        found.maps.weights = found.maps.weights[:, :-1]
+        write_predictor(checkpoint, draft, found.maps, {})
+    with build(pair) as llm:
+        assert llm.engine.fitted is None
+        assert "is not used" in llm.notices[0]
+        assert str(path) in llm.notices[0]
+
+
+def test_the_file_says_what_it_is(pair: Pair) -> None:
+    fit(pair)
+    with build(pair) as llm:
+        assert llm.engine.draft_checkpoint is not None
+        path = predictor_path(llm.engine.checkpoint, llm.engine.draft_checkpoint)
+    assert path.parent.name == "predictors"
+    assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
+    with safe_open(path, framework="pt") as file:
+        assert {"format", "target", "draft", "facts"} <= file.metadata().keys()
+
+
+@pytest.mark.parametrize("text", [TEXT[:120], TEXT[:200]])
+def test_too_short_a_text_is_refused(pair: Pair, text: str) -> None:
+    with (
+        build(pair, prefetch="on-demand") as llm,
+        pytest.raises(PromptError, match=r"too little text .* give a longer --text"),
+    ):
+        fit_predictor(llm.engine, text, 96, 20)
+
+
+def test_without_a_draft_model_there_is_nothing_to_fit(pair: Pair) -> None:
+    with LLM(str(pair.target), "ngram", progress=False) as llm, pytest.raises(UsageError, match="--draft"):
+        fit_predictor(llm.engine, TEXT)
