@@ -227,9 +227,21 @@ def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff:
         assert llm.engine.loop.counters.wishes > 0
 
 
+def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
+    """With drafts that are kept in part, the state is put back and the kept tokens are read again."""
+    for chunk in (3, 512):
+        with build(
+            recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=chunk
+        ) as llm:
+            assert_exact(llm, expected(recurrent_target))
+            assert llm.engine.loop.counters.drafted > 0
+            assert llm.notices == []
+
+
 def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
-    recurrent_target: Path, qwen_pair: Pair, expected: Any
+    recurrent_target: Path, qwen_pair: Pair, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("spmoe.models.anatomy._resumes", lambda model: False)
     with build(
         recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=3
     ) as llm:

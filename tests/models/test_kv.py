@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import Pair
+from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.load import load_dense
@@ -130,10 +131,38 @@ def test_nothing_is_allocated_as_it_fills(network: Network) -> None:
     assert kv.bytes_per_token == network.depth_count * 2 * heads * size * 4
 
 
-# ---- states that cannot be rolled back
+# ---- states that are not of positions alone
 
 
-def test_a_recurrent_state_refuses_to_be_rolled_back(recurrent_target: Path) -> None:
+def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path) -> None:
+    network = network_of(recurrent_target)
+    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
+    run(network, kv, PROMPT)
+    kv.mark()
+    run(network, kv, WRONG)
+    kv.rewind(len(PROMPT) + 1)
+    assert kv.length == len(PROMPT), "the mark, before what was asked for"
+    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT, RIGHT))
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        kv.rewind(len(PROMPT) + 1)  # a mark serves once
+
+
+def test_a_model_that_ignores_its_state_is_found_out(recurrent_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several tokens at once give is compared with what they give one by one."""
+    model = load_dense(Checkpoint.find(str(recurrent_target)), torch.float32)
+    assert dissect(model).resumes
+    sound = model.forward
+
+    def forward(input_ids: torch.Tensor, past_key_values: Any, **options: Any) -> Any:
+        if input_ids.shape[1] > 1 and past_key_values.get_seq_length() > 0:
+            past_key_values = KvState(model.config, CAPACITY).cache
+        return sound(input_ids=input_ids, past_key_values=past_key_values, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert not dissect(model).resumes
+
+
+def test_a_recurrent_state_without_a_mark_refuses_to_be_rolled_back(recurrent_target: Path) -> None:
     config: Any = Checkpoint.find(str(recurrent_target)).config
     assert not can_rewind(config)
     kv = KvState(config, CAPACITY)

@@ -204,7 +204,7 @@ def _load_draft(
 ) -> Network | None:
     """The draft network; none where the target's state could not be rolled back."""
     target = materials.target
-    if config.draft and config.num_speculative_tokens and not target.can_rewind:
+    if config.draft and config.num_speculative_tokens and not target.anatomy.resumes:
         notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
         return None
     if checkpoint is None:
@@ -241,7 +241,7 @@ def _find_fitted(
 def _make_drafter(config: EngineConfig, target: Target, network: Network | None) -> Drafter | None:
     if network is not None:
         return DraftModel(network, target.vocab_size, config.prefill_chunk)
-    if config.draft == "ngram" and config.num_speculative_tokens and target.can_rewind:
+    if config.draft == "ngram" and config.num_speculative_tokens and target.anatomy.resumes:
         return NgramDraft(target.vocab_size, target.model.device)
     return None
 

@@ -60,6 +60,7 @@ class Anatomy:
     norms: tuple[nn.Module | None, ...]  # the pre-FFN norm of each decoder layer; its input is the tap
     moe: tuple[MoeSite, ...]  # in the order a forward reaches them
     kv_bytes_per_token: int
+    resumes: bool  # whether its state can be continued by several tokens at once, and put back
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,35 @@ def dissect(model: Any) -> Anatomy:
     norms = tuple(_ffn_norm(calls, f"{layers_path}.{depth}") for depth in range(depth_count))
     paths = dict(experts_modules(model))
     moe = tuple(_moe_site(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
-    return Anatomy(depth_count, norms, moe, kv.bytes_per_token)
+    return Anatomy(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
+
+
+def _resumes(model: Any) -> bool:
+    """Try on a few tokens whether a state of its own kind takes several at once, and goes back to a mark."""
+    if model.device.type == "meta":
+        return True  # nothing can be tried there; it is only looked at
+    count = model.get_input_embeddings().num_embeddings
+    start, wrong, right = ([i % count for i in ids] for ids in (range(7, 12), range(21, 24), range(40, 43)))
+
+    def run(tokens: list[int], kv: KvState) -> Tensor:
+        with torch.inference_mode():
+            ids = torch.tensor([tokens], device=model.device)
+            output = model(input_ids=ids, past_key_values=kv.cache, use_cache=True).logits[0]
+        kv.length += len(tokens)
+        return output.float()  # type: ignore[no-any-return]
+
+    whole, kv = (KvState(model.config, len(start) + len(right)) for _ in range(2))
+    expected = run(start + right, whole)[-len(right) :]
+    run(start, kv)
+    kv.mark()
+    run(wrong, kv)
+    kv.rewind(len(start))
+    kv.mark()
+    at_once = run(right, kv)
+    kv.rewind(len(start))
+    one_by_one = torch.cat([run([token], kv) for token in right])
+    most = torch.finfo(model.dtype).eps ** 0.5 * expected.norm()  # rounding, but nothing that was left out
+    return all(bool((found - expected).norm() < most) for found in (at_once, one_by_one))
 
 
 @contextmanager

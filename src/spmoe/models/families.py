@@ -223,7 +223,8 @@ def _random(cls: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = cls(config).eval()
-        tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in model.state_dict())]
+        biases = ((n, b) for n, b in model.named_buffers() if "bias" in n)  # of routers; other buffers are computed
+        tensors = [*model.named_parameters(), *biases]
         for name, tensor in tensors:
             if not tensor.is_floating_point():
                 continue

@@ -1,10 +1,16 @@
-"""KV caches that roll back: forgetting the last tokens is setting a number."""
+"""KV caches that roll back: forgetting the last tokens is setting a number.
+
+Where a layer keeps anything else (recurrent, convolutional, indexed, compressed), that is copied at a mark, and rolling
+back is going back to the mark.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -71,18 +77,32 @@ class KvState:
         self.length = 0
         self.programs: dict[Any, Any] = {}  # forwards recorded over this state's memory
         self.can_rewind = can_rewind(config)
+        self._mark: _Mark | None = None
+        self.cache: Any = _new_cache(config)
+        layers = [RollbackLayer(capacity) if type(x) in _POSITIONS_ONLY else x for x in self.cache.layers]
         if self.can_rewind:
-            count = len(DynamicCache(config=config).layers)
-            self.cache = Cache(layers=[RollbackLayer(capacity) for _ in range(count)])
+            self.cache = Cache(layers=layers)
         else:
-            self.cache = DynamicCache(config=config)
+            self.cache.layers = layers
+
+    def mark(self) -> None:
+        """Remember the state as it is, so that `rewind` can come back to it."""
+        self._mark = None if self.can_rewind else _Mark(self.cache, self.length)
 
     def rewind(self, length: int) -> None:
-        """Forget every token from position `length` on; a longer length than is held changes nothing."""
+        """Forget every token from position `length` on; a longer length than is held changes nothing.
+
+        A state that is not of positions alone goes back to its mark, which may be before `length`: `self.length` says
+        from where on tokens are to be read again.
+        """
         if length >= self.length:
             return
         if not self.can_rewind:
-            raise ValueError("this model's state cannot be rolled back")
+            if self._mark is None or self._mark.length > length:
+                raise ValueError("this model's state cannot be rolled back that far")
+            self._mark.restore(self.cache)
+            self.length, self._mark = self._mark.length, None
+            return
         self.length = length
         for layer in self.cache.layers:
             layer.length = length
@@ -104,7 +124,50 @@ def _key_values(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
+class _Mark:
+    """A cache as it was: lengths of what is kept by position, and copies of everything else."""
+
+    def __init__(self, cache: Any, length: int) -> None:
+        self.length = length
+        self._own = {name: _copy(value) for name, value in vars(cache).items() if name != "layers"}
+        self._layers = [
+            {"length": layer.length} if isinstance(layer, RollbackLayer) else _copy(vars(layer))
+            for layer in cache.layers
+        ]
+
+    def restore(self, cache: Any) -> None:
+        vars(cache).update(self._own)
+        del cache.layers[len(self._layers) :]  # some caches add layers as they are reached
+        for layer, held in zip(cache.layers, self._layers, strict=True):
+            vars(layer).update(held)
+
+
+def _copy(value: Any) -> Any:
+    """Tensors may be written in place and containers changed; all else is replaced."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+_POSITIONS_ONLY = (DynamicLayer, DynamicSlidingWindowLayer)  # and no subclass of theirs
+
+
+def _new_cache(config: Any) -> Any:
+    """The cache that the model would make for itself: the family's own, where its modeling file defines one."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None:
+        for found in vars(sys.modules[model_class.__module__]).values():
+            own = isinstance(found, type) and issubclass(found, DynamicCache)
+            if own and found.__module__ == model_class.__module__:
+                return found()
+    return DynamicCache(config=config)
+
+
 def can_rewind(config: Any) -> bool:
     """Whether every layer's state is keys and values only, so that forgetting tokens is forgetting positions."""
-    layers = DynamicCache(config=config).layers
-    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    layers = _new_cache(config).layers
+    return bool(layers) and all(type(layer) in _POSITIONS_ONLY for layer in layers)
