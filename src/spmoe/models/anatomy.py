@@ -34,10 +34,19 @@ class RouterCall:
         """Chosen experts, their weights, and every expert's logit."""
         # hidden: [rows, hidden] -> [rows, top_k], [rows, top_k], [rows, experts]
         given = hidden if self.flat else hidden[None]
-        logits, weights, experts = (
-            t.reshape(hidden.shape[0], -1) for t in self.router(given, *self.args, **self.kwargs)
-        )
+        answer = self.router(given, *self.args, **self.kwargs)[:3]  # some add what only their own block wants
+        logits, weights, experts = (t.reshape(hidden.shape[0], -1) for t in answer)
         return experts, weights, logits
+
+    def works_alone(self, given: Tensor, top_k: int) -> bool:
+        """Whether it answers for another number of rows than it was seen with."""
+        rows = given.reshape(-1, given.shape[-1])[:1].expand(PROBE_TOKENS + 1, -1)
+        try:
+            with torch.inference_mode():
+                experts, weights, _ = self(rows)
+        except Exception:  # arguments that belong to the rows it was seen with
+            return False
+        return experts.shape == weights.shape == (PROBE_TOKENS + 1, top_k)
 
 
 @dataclass(frozen=True)
@@ -112,14 +121,17 @@ def _resumes(model: Any) -> bool:
 
     whole, kv = (KvState(model.config, len(start) + len(right)) for _ in range(2))
     expected = run(start + right, whole)[-len(right) :]
-    run(start, kv)
-    kv.mark()
-    run(wrong, kv)
-    kv.rewind(len(start))
-    kv.mark()
-    at_once = run(right, kv)
-    kv.rewind(len(start))
-    one_by_one = torch.cat([run([token], kv) for token in right])
+    try:
+        run(start, kv)
+        kv.mark()
+        run(wrong, kv)
+        kv.rewind(len(start))
+        kv.mark()
+        at_once = run(right, kv)
+        kv.rewind(len(start))
+        one_by_one = torch.cat([run([token], kv) for token in right])
+    except Exception:  # whatever a model's own code makes of it
+        return False
     most = torch.finfo(model.dtype).eps ** 0.5 * expected.norm()  # rounding, but nothing that was left out
     return all(bool((found - expected).norm() < most) for found in (at_once, one_by_one))
 
@@ -165,12 +177,30 @@ def _moe_site(calls: list[_Call], index: int, layers_path: str) -> MoeSite:
         "router": None,
     }
     router = next(
-        (c for c in reversed(calls[:index]) if len(c.outputs) == 3 and any(_same(t, chosen) for t in c.outputs)), None
+        (c for c in reversed(calls[:index]) if len(c.outputs) >= 3 and any(_same(t, chosen) for t in c.outputs)), None
     )
     if router is not None and router.given is not None and router.args and router.given is router.args[0]:
-        site["router"] = RouterCall(router.module, router.args[1:], router.kwargs, flat=router.given.ndim == 2)
-        site["norm"] = _producer(calls[:index], router.given)
+        call = RouterCall(router.module, router.args[1:], router.kwargs, flat=router.given.ndim == 2)
+        site["router"] = call if call.works_alone(router.given, site["top_k"]) else None
+        site["norm"] = _before_router(calls[:index], router.given)
     return MoeSite(**site)
+
+
+def _before_router(calls: list[_Call], given: Tensor) -> nn.Module | None:
+    """What makes a router's input of the residual stream: a norm, simple or gated, or nothing at all."""
+    makers = [c for c in calls if any(_same_storage(t, given) for t in c.outputs)]
+    if not makers:
+        return nn.Identity()
+    return _producer(makers, given) or next((c.module for c in makers if _holds_norm(c, calls)), None)
+
+
+def _holds_norm(call: _Call, calls: list[_Call]) -> bool:
+    """A module that normalises its one input, and goes on from there."""
+    tensors = [a for a in (*call.args, *call.kwargs.values(), call.output) if isinstance(a, Tensor)]
+    if len(call.args) != 1 or len(tensors) != 2 or tensors[0].shape != tensors[1].shape:
+        return False
+    inner = [c for c in calls if c.path.startswith(f"{call.path}.") and c.given is call.given]
+    return any(_is_norm(c) for c in inner)
 
 
 def _ffn_norm(calls: list[_Call], layer_path: str) -> nn.Module | None:

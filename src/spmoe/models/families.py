@@ -95,6 +95,8 @@ _INSTEAD_OF_NONE = {
     "head_dim": 8,
 }
 
+_WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": WINDOW}
+
 # only what no rule can guess
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
@@ -107,9 +109,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_offset": 0},
-    "laguna": {"num_attention_heads_per_layer": [4, 4, 4]},
+    "laguna": {"num_attention_heads_per_layer": [4, 4, 4], **_WINDOWED},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 3, "rotary_dim": 8},
+    "mellum": _WINDOWED,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+        "rotary_dim": 8,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -118,7 +126,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "hc_lowrank": 8,
     },
-    "zaya": {"router_hidden_size": 16},
+    "zaya": {
+        "router_hidden_size": 16,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": WINDOW,
+    },
 }
 
 

@@ -1,0 +1,189 @@
+"""Families: what the proof says of a dozen, and that it can say no."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spmoe.backends import cpu
+from spmoe.bench import families as proof
+from spmoe.bench.families import OK, Verdict, markdown, prove, prove_all
+from spmoe.engine import materials
+from spmoe.errors import UsageError
+from spmoe.models import anatomy, kv
+from spmoe.models.experts_port import experts_modules
+from spmoe.models.families import HIDDEN, families, tiny_config, tiny_model
+
+CHOSEN = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "nemotron_h",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_next",
+)
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_a_family_is_exact_and_predictable(family: str, tmp_path: Path) -> None:
+    assert prove(family, tmp_path) == Verdict(family, OK, OK, OK, OK)
+
+
+# ---- the list and the tiny configurations
+
+
+def test_the_list_is_that_of_transformers() -> None:
+    found = families()
+    assert set(CHOSEN) | {"mixtral", "qwen3_moe"} <= found.keys()
+    assert not {"llama", "mistral", "qwen3", "gpt2"} & found.keys(), "dense models have no experts"
+    with pytest.raises(UsageError, match="llama is no MoE family"):
+        tiny_model("llama")
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_a_tiny_model_is_tiny_and_has_every_kind_of_layer(family: str) -> None:
+    config, whole = tiny_config(family), type(tiny_config(family))()
+    assert config.hidden_size == HIDDEN
+    assert config.num_hidden_layers <= 5
+    kinds = {kind for name in ("layer_types", "mlp_layer_types") for kind in getattr(whole, name, None) or ()}
+    assert kinds == {kind for name in ("layer_types", "mlp_layer_types") for kind in getattr(config, name, None) or ()}
+    model = tiny_model(family)
+    assert sum(p.numel() for p in model.parameters()) < 2e5
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), tiny_model(family).parameters(), strict=True))
+    assert any(True for _ in experts_modules(model))
+
+
+# ---- the proof fails where something is wrong
+
+
+def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], None]) -> None:
+    """Change the target as the engine loads it, and not as transformers does."""
+    sound = materials.load_without_experts
+
+    def load(*args: Any) -> Any:
+        model = sound(*args)
+        for module in model.modules():
+            spoil(module)
+        return model
+
+    monkeypatch.setattr(materials, "load_without_experts", load)
+
+
+def drop_the_routers_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(module: nn.Module) -> None:
+        for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
+            if name == "e_score_correction_bias":
+                tensor.zero_()
+
+    _spoil_model(monkeypatch, spoil)
+
+
+def normalise_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(module: Any) -> None:
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = not module.norm_topk_prob
+
+    _spoil_model(monkeypatch, spoil)
+
+
+def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = cpu.run_expert
+
+    def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        gate, up = tensors["gate_up_proj"].chunk(2)
+        return sound(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
+
+    monkeypatch.setattr(cpu, "run_expert", run_expert)
+
+
+def drop_the_experts_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = cpu.run_expert
+
+    def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        kept = {name: torch.zeros_like(t) if name.endswith("bias") else t for name, t in tensors.items()}
+        return sound(experts, kept, x)
+
+    monkeypatch.setattr(cpu, "run_expert", run_expert)
+
+
+@pytest.mark.parametrize(
+    ("family", "sabotage"),
+    [
+        ("deepseek_v3", drop_the_routers_bias),
+        ("qwen3_moe", normalise_otherwise),
+        ("qwen2_moe", swap_gate_and_up),
+        ("gpt_oss", drop_the_experts_bias),
+    ],
+)
+def test_a_wrong_router_or_expert_is_found_out(
+    family: str, sabotage: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    verdict = prove(family, tmp_path)
+    assert verdict.loads == OK
+    assert "differs from what transformers writes" in verdict.plain
+    assert "differs from what transformers writes" in verdict.speculation
+    assert not verdict.holds
+
+
+def test_a_rollback_to_a_state_that_went_on_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: when the model is loaded, and by the proof if that had passed."""
+    monkeypatch.setattr(kv, "_copy", lambda value: value)
+    (tmp_path / "one").mkdir()
+    verdict = prove("qwen3_next", tmp_path / "one")
+    assert verdict.plain == OK
+    assert "qwen3_next keeps a state that cannot be rolled back" in verdict.speculation
+    monkeypatch.setattr(anatomy, "_resumes", lambda model: True)
+    assert "differs from what transformers writes" in prove("qwen3_next", tmp_path).speculation
+
+
+def test_gates_that_name_other_experts_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anatomy, "_before_router", lambda calls, given: nn.LayerNorm(HIDDEN, elementwise_affine=False))
+    monkeypatch.setattr(proof, "_speculation", lambda llm, expected: OK)
+    assert prove("olmoe", tmp_path).prediction != OK
+
+
+# ---- many at once
+
+
+def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(family: str, directory: Path) -> Verdict:
+        if family == "crashes":
+            os._exit(7)
+        if family == "hangs":
+            time.sleep(60)
+        return Verdict(family, OK, OK, OK, OK)
+
+    monkeypatch.setattr(proof, "prove", act)
+    monkeypatch.setattr(proof, "TIMEOUT", 1.0)
+    seen: list[str] = []
+    verdicts = prove_all(
+        ["fine", "crashes", "hangs", "fine too"], 2, lambda verdict, seconds: seen.append(verdict.family)
+    )
+    assert [v.family for v in verdicts] == ["fine", "crashes", "hangs", "fine too"]
+    assert sorted(seen) == sorted(v.family for v in verdicts)
+    assert [v.holds for v in verdicts] == [True, False, False, True]
+    assert verdicts[1].loads == "its process ended with exit code 7"
+    assert verdicts[2].loads == "not done after 1 s"
+
+
+def test_the_page_says_what_made_it_and_why_not() -> None:
+    page = markdown([Verdict("good", OK, OK, OK, OK), Verdict("bad", OK, OK, "it did not", OK)], "5.99")
+    assert "transformers 5.99" in page
+    assert "2 loads, 2 plain, 1 speculation, 2 prediction" in page
+    assert "| bad | ok | ok | no | ok |" in page
+    assert "- bad, speculation: it did not" in page
