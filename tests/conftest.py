@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -38,6 +38,44 @@ def _no_progress_bars() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+@pytest.fixture
+def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter, where it runs the kernels, mended.
+
+    As it comes it multiplies the bits of bfloat16 as integers, cuts them off where hardware rounds, and its loop bounds
+    break with numpy 2.4.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, cast = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl
+
+    def wide(handle: Any) -> Any:
+        bits = handle.dtype.scalar == tl.bfloat16
+        return (handle.data.astype(np.uint32) << 16).view(np.float32) if bits else handle.data
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        product = np.matmul(wide(a), wide(b), dtype=np.float64) + d.data
+        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
+
+    def rounded(self: Any, given: Any, to: Any) -> Any:
+        if (given.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, given, to)
+        bits = torch.tensor(given.data).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(bits, to.scalar)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounded)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from spmoe.backends.kernels import dense  # noqa: E402
 from spmoe.backends.kernels.dense import Answer, Tile, rms_norm, route, skinny_linear  # noqa: E402
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
 
 BOUND = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # as a share of the largest true value
@@ -47,34 +47,6 @@ def _nothing_starts_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(math.nan if tensor.is_floating_point() else -(1 << 40))
 
     monkeypatch.setattr(Tensor, "new_empty", unset)
-
-
-@pytest.fixture(autouse=True)
-def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as integers, and cuts them off where hardware rounds."""
-    if not INTERPRETED:
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def wide(handle: Any) -> Any:
-        bits = handle.dtype.scalar == tl.bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32) if bits else handle.data
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        product = np.matmul(wide(a), wide(b), dtype=np.float64) + d.data
-        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
-
-    def rounded(self: Any, given: Any, to: Any) -> Any:
-        if (given.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, given, to)
-        bits = torch.tensor(given.data).bfloat16().view(torch.uint16).numpy()
-        return interpreter.TensorHandle(bits, to.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounded)
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:

@@ -7,9 +7,7 @@ import os
 import random
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from spmoe.backends.kernels import attention, experts  # noqa: E402
 from spmoe.backends.kernels.experts import Geometry, Scratch, Tile, Tiles, add_up, run_wave  # noqa: E402
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
 
 # largest error against float64 on the same inputs, as a share of the largest true value
@@ -58,31 +56,6 @@ def _nothing_starts_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", lambda *size, **options: unset(empty(*size, **options)))
     monkeypatch.setattr(Tensor, "new_empty", lambda *size, **options: unset(new_empty(*size, **options)))
-
-
-@pytest.fixture(autouse=True)
-def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as integers, and its loop bounds break with numpy 2.4."""
-    if not INTERPRETED:
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def wide(handle: Any) -> Any:
-        bits = handle.dtype.scalar == tl.bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32) if bits else handle.data
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        return interpreter.TensorHandle(np.matmul(wide(a), wide(b), dtype=np.float32) + d.data, d.dtype.scalar)
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:

@@ -60,7 +60,7 @@ class Network:
     def give_back(self, kv: KvState) -> None:
         """A sequence is over; its state, and what was recorded over it, may serve another."""
         if self._programs is not None:
-            kv.rewind(0)
+            kv.advance(-kv.length)  # every layer, also one that an error left ahead of the others
             self._spare.append(kv)
 
     def forward(

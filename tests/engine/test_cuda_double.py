@@ -1,0 +1,232 @@
+"""The CUDA engine without a device: its kernels' plain twins, its streams a double that does everything at once.
+
+What a recorded forward replays here is the forward itself, with the host's work in between, so that everything but the
+hardware is real: programs, chains of draft tokens, waves, the device's length, slots, copies in chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import Pair, greedy, memory_for, reference
+
+pytest.importorskip("triton", reason="no triton")
+
+from spmoe import LLM, SamplingParams
+from spmoe.backends.cuda import CudaAddresses, CudaBackend
+from spmoe.backends.cuda_driver import Piece
+from spmoe.backends.cuda_memory import DeviceSlots, HostStore
+from spmoe.backends.cuda_transfer import CudaTransfer
+from spmoe.backends.graphs import Phase, Recording
+from spmoe.backends.kernels import attention, experts, inputs
+from spmoe.engine import build
+from spmoe.engine.room import Room
+from spmoe.errors import TransferError
+
+PROMPT = list(b"def f(x):")
+COUNT = 14
+GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+
+
+class Passed:
+    """An event of a device that is always done."""
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class ImmediateLane:
+    """Copies that are over when they are submitted; `refuse` may raise instead."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def copy(self, pieces: Sequence[Piece]) -> Passed:
+        self._refuse()
+        for to, source, nbytes in pieces:
+            ctypes.memmove(to, source, nbytes)
+        return Passed()
+
+    def wait_for(self, event: object) -> None:
+        pass
+
+    def compute_point(self) -> Passed:
+        return Passed()
+
+    def compute_after(self, event: object) -> None:
+        pass
+
+    def stalled_seconds(self) -> float:
+        return 0.0
+
+    def drain(self) -> None:
+        pass
+
+
+class Rerunner:
+    """Records a forward by remembering it, and replays it by running it again."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.EAGER
+        self.recorded = 0
+        self.replayed = 0
+        self._replaying = False
+
+    def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+        self.phase = Phase.REHEARSAL
+        forward()
+        self.phase = Phase.RECORDING
+        result = forward().clone()
+        self.phase = Phase.EAGER
+        self.recorded += 1
+        recording = Recording()
+
+        def replay() -> None:
+            self.replayed += 1
+            self.phase, self._replaying = Phase.RECORDING, True
+            try:
+                result.copy_(forward())
+            finally:
+                self.phase, self._replaying = Phase.EAGER, False
+
+        recording.pieces.append(replay)
+        return recording, result
+
+    def split(self, between: Callable[[], None]) -> None:
+        if self._replaying:
+            between()
+
+    def split_around(self, work: Callable[[], None], between: Callable[[Callable[[], None]], None]) -> None:
+        if self._replaying:
+            between(work)
+
+    def new_event(self) -> Passed:
+        return Passed()
+
+
+class Double:
+    """What a double of the device has seen."""
+
+    def __init__(self) -> None:
+        self.recorder = Rerunner()
+        self.failing = False
+
+    def refuse(self) -> None:
+        if self.failing:
+            raise TransferError("injected: the link had a bad moment")
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
+    """Engines are built on the double."""
+    it = Double()
+    for name in ("empty", "zeros", "arange"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *args, make=make, pin_memory=False, **options: make(*args, **options)
+        )  # there is no device that could lock pages
+
+    for user, kernels, names in (
+        ("backends.cuda", experts, ("run_wave", "add_up")),
+        ("backends.cuda", inputs, ("take_mask",)),
+        ("models.programs", inputs, ("stage", "stage_chained", "go_on")),
+        ("backends.kernels.attention", attention, ("append", "decode_attention")),
+    ):
+        for name in names:
+            monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
+
+    def make_room(config: Any, materials: Any, count: int, store: Any = None) -> Room:
+        slots = DeviceSlots(count, materials.spec, torch.device("cpu"))
+        store = HostStore(materials.spec, driver=None, pinned=False)  # type: ignore[arg-type]
+        with materials.experts() as fill:
+            store.fill(fill, lambda done, total: None)
+        backend = CudaBackend(slots, it.recorder)  # type: ignore[arg-type]
+        backend.synchronize = lambda: None  # type: ignore[method-assign]
+        transfer = CudaTransfer(ImmediateLane(it.refuse), CudaAddresses(store, slots), chunk=1000)
+        recorder: Any = None if config.enforce_eager else it.recorder
+        return Room(slots, transfer, backend, recorder, backend, store)
+
+    monkeypatch.setattr(build, "make_room", make_room)
+    monkeypatch.setattr("spmoe.models.network.fuse", lambda model: lambda: None)  # proved elsewhere, and slow here
+    return it
+
+
+def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
+    with LLM(str(target), str(draft) if draft else None, dtype="float32", progress=False, **options) as llm:
+        assert not llm.notices
+        first, second = (llm.generate(PROMPT, GREEDY)[0].token_ids for _ in range(2))
+        assert first == second, "with everything recorded and slots full"
+        return first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 3},
+        {"num_speculative_tokens": 3, "expert_memory": memory_for(2), "cutoff": "none"},
+        {"num_speculative_tokens": 2, "prefetch": "on-demand"},
+        {"num_speculative_tokens": 3, "expert_memory": "100%"},
+        {"num_speculative_tokens": 3, "enforce_eager": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["good", "random"])
+def test_tokens_are_those_of_transformers(double: Double, pair: Pair, kind: str, options: dict[str, Any]) -> None:
+    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    assert generate(pair.target, getattr(pair, kind), **options) == expected
+    assert (double.recorder.replayed > 0) != options.get("enforce_eager", False)
+
+
+def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
+    assert generate(pair.target, None) == greedy(reference(pair.target), PROMPT, COUNT)
+    assert double.recorder.replayed >= 2 * (COUNT - 1)
+
+
+def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:
+    expected = greedy(reference(windowed_pair.target), PROMPT, COUNT)
+    assert generate(windowed_pair.target, windowed_pair.good, num_speculative_tokens=3) == expected
+
+
+def test_two_generations_in_turns_have_states_of_their_own(double: Double, mixtral_pair: Pair) -> None:
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False) as llm:
+        prompts = [PROMPT, list(b"import os\n")]
+        streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+        running = [iter(stream) for stream in streams]
+        while running:
+            for stream in list(running):
+                if next(stream, None) is None:
+                    running.remove(stream)
+        model = reference(mixtral_pair.target)
+        assert [s.token_ids for s in streams] == [greedy(model, prompt, COUNT) for prompt in prompts]
+
+
+def test_a_failing_copy_is_told_and_forgotten(double: Double, mixtral_pair: Pair) -> None:
+    options = {"expert_memory": memory_for(3), "num_speculative_tokens": 3, "progress": False}
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:
+        expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+        double.failing = True
+        with pytest.raises(TransferError, match="bad moment"):
+            llm.generate(PROMPT, GREEDY)
+        double.failing = False
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+def test_sampling_is_repeatable_and_on_the_host(double: Double, mixtral_pair: Pair) -> None:
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=1.0, seed=5)
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False) as llm:
+        recorded = [llm.generate(PROMPT, params)[0].token_ids for _ in range(2)]
+    assert recorded[0] == recorded[1]
