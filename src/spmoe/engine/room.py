@@ -36,6 +36,7 @@ class Room:
     cuda: CudaBackend | None = None
     store: HostStore | None = None
     notices: list[str] = field(default_factory=list)
+    switch_seconds: float | None = None  # the interpreter's, before this room changed it
 
     def give_up_store(self) -> HostStore | None:
         """The host store, if there is one; from now on it is the caller's to close, after this room."""
@@ -46,6 +47,8 @@ class Room:
         """Let go of what the source does not own."""
         if self.store is not None:
             self.store.close()
+        if self.switch_seconds is not None:
+            sys.setswitchinterval(self.switch_seconds)
 
 
 def make_room(config: EngineConfig, materials: Materials, count: int, store: HostStore | None = None) -> Room:
@@ -91,5 +94,7 @@ def _cuda_room(config: EngineConfig, materials: Materials, count: int, store: Ho
     except BaseException:
         store.close()
         raise
-    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-    return Room(slots, transfer, backend, None if config.enforce_eager else recorder, backend, store, notices)
+    room = Room(slots, transfer, backend, None if config.enforce_eager else recorder, backend, store, notices)
+    room.switch_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(min(room.switch_seconds, _SWITCH_SECONDS))
+    return room
