@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+from transformers.models.olmoe import modeling_olmoe
 
+from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as proof
 from spmoe.bench.families import OK, Verdict, markdown, prove, prove_all
@@ -19,7 +23,7 @@ from spmoe.engine import materials
 from spmoe.errors import UsageError
 from spmoe.models import anatomy, kv
 from spmoe.models.experts_port import experts_modules
-from spmoe.models.families import HIDDEN, families, tiny_config, tiny_model
+from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
 
 CHOSEN = (
     "deepseek_v2",
@@ -41,6 +45,36 @@ CHOSEN = (
 @pytest.mark.parametrize("family", CHOSEN)
 def test_a_family_is_exact_and_predictable(family: str, tmp_path: Path) -> None:
     assert prove(family, tmp_path) == Verdict(family, OK, OK, OK, OK)
+
+
+def test_layers_may_have_experts_of_other_sizes_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family is like that; a model built with another configuration for its second layer is."""
+    sound, made = modeling_olmoe.OlmoeSparseMoeBlock.__init__, []
+
+    def make(self: Any, config: Any) -> None:
+        made.append(self)
+        own = deepcopy(config)
+        if len(made) % 3 == 2:
+            own.intermediate_size, own.num_local_experts, own.num_experts = 56, 5, 5
+        sound(self, own)
+        self.experts.config = config
+
+    monkeypatch.setattr(modeling_olmoe.OlmoeSparseMoeBlock, "__init__", make)
+    shapes = [tuple(experts.gate_up_proj.shape) for _, experts in experts_modules(tiny_model("olmoe"))]
+    assert shapes == [(8, 80, HIDDEN), (5, 112, HIDDEN), (8, 80, HIDDEN)]
+    assert prove("olmoe", tmp_path) == Verdict("olmoe", OK, OK, OK, OK)
+
+
+def test_the_text_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
+    text = tiny_config("qwen3_5_moe_text")
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+    config = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config={**eyes, "num_position_embeddings": 16})
+    torch.manual_seed(0)
+    Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path)
+    expected = reference_tokens(tmp_path, proof.PROMPT, 6)
+    with LLM(str(tmp_path), expert_memory="50%", dtype="float32", progress=False) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        assert llm.generate(proof.PROMPT, params)[0].token_ids == expected
 
 
 # ---- the list and the tiny configurations

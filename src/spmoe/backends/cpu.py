@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,16 +31,31 @@ class CpuBackend:
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
     ) -> Tensor:
         rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
-        parts = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
+        shares = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
         for wave in waves:
             for expert, tensors in zip(wave.experts, wave.weights, strict=True):
                 choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product care
-                out = run_expert(experts, tensors, hidden[rows]) * weights[rows, choice, None]
-                parts[rank[rows, choice], rows] = out.to(parts.dtype)
+                out = run_expert(experts, parts(experts, tensors), hidden[rows]) * weights[rows, choice, None]
+                shares[rank[rows, choice], rows] = out.to(shares.dtype)
         total = torch.zeros_like(hidden)
-        for part in parts:
-            total += part
+        for share in shares:
+            total += share
         return total
+
+
+WHOLE = "whole"  # the one field of a blob in a model whose layers have experts of several sizes
+
+
+def parts(experts: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """An expert's own tensors, where its blob is laid out for experts of any layer."""
+    if WHOLE not in tensors:
+        return tensors
+    whole, found, start = tensors[WHOLE].view(-1), {}, 0
+    for name, (_, *shape) in experts.spmoe_shapes.items():
+        end = start + math.prod(shape)
+        found[name] = whole[start:end].view(shape)
+        start = end
+    return found
 
 
 def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:

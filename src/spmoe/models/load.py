@@ -8,6 +8,7 @@ tensors, joined, on their way into its blob.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from transformers import __version__ as transformers_version
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from spmoe.backends.cpu import WHOLE, parts
 from spmoe.config import home
 from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
@@ -34,12 +36,13 @@ OnProgress = Callable[[int, int], None]
 
 def load_dense(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """A whole model, as drafts are: everything resident."""
-    return _load(checkpoint, _causal_class(checkpoint), dtype)
+    return _load(checkpoint, *_causal_class(checkpoint), dtype)
 
 
 def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """A model whose experts' weights were left out and whose experts go through (silent) ports."""
-    model = _load(checkpoint, _without_experts(_causal_class(checkpoint)), dtype)
+    cls, config = _causal_class(checkpoint)
+    model = _load(checkpoint, _without_experts(cls), config, dtype)
     _require_experts(checkpoint, model)
     take_over(model)
     return model
@@ -47,14 +50,16 @@ def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 def load_dense_skeleton(checkpoint: Checkpoint) -> Any:
     """A whole model without any weights, on the meta device."""
+    cls, config = _causal_class(checkpoint)
     with torch.device("meta"), building(checkpoint):
-        return _causal_class(checkpoint)(checkpoint.config)
+        return cls(config)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
     """A target without any weights, on the meta device: enough to look at."""
+    cls, config = _causal_class(checkpoint)
     with torch.device("meta"), building(checkpoint):
-        model = _without_experts(_causal_class(checkpoint))(checkpoint.config)
+        model = _without_experts(cls)(config)
     _require_experts(checkpoint, model)
     take_over(model)
     return model.eval()
@@ -64,10 +69,13 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
     """What the expert file of this checkpoint holds. `paths` are the model's experts modules, in layer order."""
     shapes = [model.get_submodule(path).spmoe_shapes for path in paths]
     blobs = [{name: tuple(shape[1:]) for name, shape in one.items()} for one in shapes]
-    if any(blob != blobs[0] for blob in blobs):
-        raise CheckpointError(f"{checkpoint.name} has experts of several sizes, which spmoe cannot hold yet")
     counts = tuple(next(iter(one.values()))[0] for one in shapes)
-    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blobs[0], dtype), counts)
+    blob = blobs[0]
+    if any(other != blob for other in blobs):  # every blob has room for the largest; a layer finds its own in it
+        most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
+        width = max(shape[-1] for other in blobs for shape in other.values())
+        blob = {WHOLE: (-(-most // width), width)}
+    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts)
 
 
 def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
@@ -78,9 +86,13 @@ def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
     return home() / "experts" / f"{plain}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
 
 
-def _causal_class(checkpoint: Checkpoint) -> Any:
+def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """The model class and its configuration: of a checkpoint that also sees, or hears, the text model's."""
+    config = checkpoint.config
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text = config.get_text_config(decoder=True)
+        return cls, text if type(text) is cls.config_class else config
     except KeyError as error:
         raise CheckpointError(
             f"{checkpoint.name} ({checkpoint.config.model_type}) is not a causal language model that transformers "
@@ -113,11 +125,11 @@ def _without_experts(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
 
 
-def _load(checkpoint: Checkpoint, cls: Any, dtype: torch.dtype) -> Any:
+def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     with building(checkpoint):
         model, info = cls.from_pretrained(
             checkpoint.directory,
-            config=checkpoint.config,
+            config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -191,7 +203,7 @@ class ExpertReader:
 
     def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
         """Write this expert's tensors into the views of a blob."""
-        for name, view in views.items():
+        for name, view in parts(self._model.get_submodule(self._paths[key.layer]), views).items():
             target = f"{self._paths[key.layer]}.{name}"
             tensor = self._read(target, key.expert)
             if tensor.shape != view.shape:
