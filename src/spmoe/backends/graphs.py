@@ -6,7 +6,8 @@ their workspaces, and once to be recorded. What is computed in either counts for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import TypeVar
 
@@ -23,16 +24,47 @@ class Phase(Enum):
     RECORDING = "noted down"
 
 
+class Stopwatch:
+    """How long replays take on the device; off unless asked for."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Time what is submitted inside."""
+        if not self.running:
+            yield
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._spans.append((start, end))
+
+    def take(self) -> float:
+        """Seconds so far, which are then forgotten; waits for the last."""
+        seconds = 0.0
+        for start, end in self._spans:
+            end.synchronize()
+            seconds += start.elapsed_time(end) / 1000
+        self._spans.clear()
+        return seconds
+
+
 class Recording:
     """A recorded forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: Stopwatch | None = None) -> None:
         self.pieces: list[Callable[[], None]] = []
+        self._stopwatch = stopwatch or Stopwatch()
 
     def replay(self) -> None:
         """Submit graph after graph, with the host's own work in between."""
-        for piece in self.pieces:
-            piece()
+        with self._stopwatch.around():
+            for piece in self.pieces:
+                piece()
 
 
 class Recorder:
@@ -40,6 +72,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.phase = Phase.EAGER
+        self.stopwatch = Stopwatch()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -50,7 +83,7 @@ class Recorder:
     def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
         """Rehearse and record; the result's tensors are those that every replay fills anew."""
         outer = torch.cuda.current_stream(self._stream.device)
-        self._recording = Recording()
+        self._recording = Recording(self.stopwatch)
         self._stream.wait_stream(outer)
         try:
             with torch.cuda.stream(self._stream):

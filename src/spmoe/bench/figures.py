@@ -28,6 +28,7 @@ class ResidentStep:
 
     seconds: float
     source: str  # "measured", "given" or "estimated"
+    host_seconds: float | None = None  # of them in which the device ran no recorded forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def resident_steps(runs: Sequence[Run], resident: Sequence[Run], given: Mapping[
         if k in given:
             found[k] = ResidentStep(given[k], "given")
         elif measured.steps:
-            found[k] = ResidentStep(measured.seconds / measured.steps, "measured")
+            found[k] = ResidentStep(measured.seconds / measured.steps, "measured", _host_seconds(resident, k))
         else:
             groups = by_setting(run for run in runs if run.setting.draft_tokens == k)
             found[k] = ResidentStep(min(_compute_seconds(Totals(group)) for group in groups.values()), "estimated")
@@ -174,6 +175,7 @@ def figures(runs: Sequence[Run], resident: ResidentStep, link: float) -> dict[st
         "verify_seconds_per_step": c.verify_seconds / steps,
         "all_resident_step_seconds": resident.seconds,
         "resident_source": resident.source,
+        "host_seconds_per_layer": None if resident.host_seconds is None else resident.host_seconds / last.layers,
         "ideal_step_seconds": ideal,
         "pipeline_efficiency": ideal / step if step else None,
         "ledger": all_of.ledger,
@@ -211,6 +213,15 @@ def sameness(runs: Sequence[Run], reference: Sequence[Run], same_k: Sequence[Run
         "first_divergence_same_k": min((one.position for one in parted_at_k), default=None),
         "differs": str(parted[0]) if parted else None,
     }
+
+
+def _host_seconds(resident: Sequence[Run], k: int) -> float | None:
+    """Seconds of an all-resident step outside of recorded forwards; None where none were recorded."""
+    runs = [run for run in resident if run.setting.draft_tokens == k and run.device_seconds is not None]
+    totals = Totals(runs)
+    if not totals.steps:
+        return None
+    return (totals.seconds - sum(run.device_seconds or 0.0 for run in runs)) / totals.steps
 
 
 def _compute_seconds(totals: Totals) -> float:

@@ -59,6 +59,7 @@ class Run:
     prompt: int
     repeat: int
     completion: Completion
+    device_seconds: float | None = None  # that recorded forwards took on the device, where every expert is in a slot
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,21 @@ class Bench:
             first = turn % len(settings)
             for setting in settings[first:] + settings[:first]:
                 self._tell(f"{what} {len(runs) + 1} of {total}: {setting}; prompt {prompt + 1}, repeat {repeat + 1}")
+                timed = runs is self.resident and llm.engine.room.recorder is not None
+                device_seconds = self._start_timing(llm) if timed else None
                 completion = self._generate(llm, setting, job.prompts[prompt], job.output_len)
-                runs.append(Run(setting, prompt, repeat, completion))
+                runs.append(Run(setting, prompt, repeat, completion, device_seconds() if device_seconds else None))
+
+    def _start_timing(self, llm: LLM) -> Callable[[], float]:
+        """Time recorded forwards on the device until what is returned is called, which gives the seconds."""
+        stopwatch = llm.engine.room.recorder.stopwatch  # type: ignore[union-attr]
+        stopwatch.running = True
+
+        def stop() -> float:
+            stopwatch.running = False
+            return stopwatch.take()
+
+        return stop
 
     def _warm_up(self, llm: LLM, setting: Setting) -> None:
         """Fill slots and let the cutoff learn; where forwards are recorded, see to it that all have been.

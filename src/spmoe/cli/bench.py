@@ -256,13 +256,18 @@ def _print(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     console.print(_LEGEND, style="dim", soft_wrap=True)
     steps = {row["num_speculative_tokens"]: row for row in rows}
     told = [
-        f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']})"
+        f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']}{_host(row)})"
         for k, row in sorted(steps.items())
     ]
     console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
     target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))
     read = f"reading weights once: {target:.3g} ms those of one row, {draft:.3g} ms the draft's"
     console.print(read, style="dim", soft_wrap=True)
+
+
+def _host(row: dict[str, Any]) -> str:
+    seconds = row["host_seconds_per_layer"]
+    return "" if seconds is None else f", of it {1e6 * seconds:.3g} us per layer outside of recorded forwards"
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
