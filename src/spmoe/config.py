@@ -15,7 +15,7 @@ from spmoe.errors import UsageError
 PREFETCH_POLICIES = ("draft-gate", "on-demand")
 EVICTIONS = ("draft-informed", "lru")
 DEVICES = ("auto", "cpu", "cuda")
-DRAFTS = ("ngram",)  # drafts that are no checkpoint of their own
+DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -179,6 +179,12 @@ class EngineConfig:
         return cls(**options)
 
     @property
+    def own_draft(self) -> str | None:
+        """`int8` or `int4`, where the target drafts for itself with experts quantized so."""
+        kind, _, name = (self.draft or "").partition("self:")
+        return name if name and not kind and self.num_speculative_tokens else None
+
+    @property
     def draft_model(self) -> str | None:
         """The checkpoint to draft with; None where nothing is drafted, or not by another model."""
         return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
@@ -188,6 +194,8 @@ class EngineConfig:
         _choose("eviction", self.eviction, EVICTIONS)
         _choose("dtype", self.dtype, DTYPES)
         _choose("device", self.device, DEVICES)
+        own = self.draft is not None and (self.draft == "self" or self.draft.startswith("self:"))
+        _require(not own or self.draft in DRAFTS, f"draft must be self:int8 or self:int4, not {self.draft!r}")
         _whole(num_speculative_tokens=self.num_speculative_tokens, prefill_chunk=self.prefill_chunk)
         _whole(max_model_len=2 if self.max_model_len is None else self.max_model_len)
         _number(link_gbps=1 if self.link_gbps is None else self.link_gbps)

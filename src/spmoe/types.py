@@ -69,7 +69,7 @@ class Seen:
     stage: Stage
     depths: range
     depth_count: int
-    residual: Tensor  # [depths, rows, hidden], the residual stream after attention
+    residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty where routing says it all
     routing: Routing | None = None
 
 

@@ -196,9 +196,9 @@ def test_no_tokenizer_is_needed_and_tokens_stay_in_the_vocabulary(pair: Pair, tm
         assert all(0 <= token < VOCABULARY for token in tokens)
 
 
-def test_a_state_that_cannot_roll_back_decodes_plainly(recurrent_target: Path) -> None:
-    with build(recurrent_target, expert_memory="50%") as llm:
-        (notice,) = llm.notices
-        assert "without speculation" in notice
-        llm.generate(REPEATING, SamplingParams(max_tokens=3, ignore_eos=True))
-        assert llm.engine.loop.counters.drafted == 0
+def test_a_target_with_a_state_of_another_kind(recurrent_target: Path) -> None:
+    model = reference(recurrent_target)
+    with build(recurrent_target, expert_memory="50%", prefill_chunk=3) as llm:
+        found = llm.generate(REPEATING * 3, SamplingParams(max_tokens=COUNT, ignore_eos=True))[0]
+        assert found.token_ids == greedy(model, REPEATING * 3, COUNT)
+        assert found.stats.counters.drafted > 0

@@ -56,7 +56,7 @@ def text_of(tokens: list[int]) -> str:
 
 def no_state_is_left(llm: LLM) -> bool:
     """Neither target nor draft remembers a sequence."""
-    return llm.engine.loop._states == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
+    return llm.engine.loop.states == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
 
 
 def own_threads() -> set[threading.Thread]:
@@ -274,7 +274,7 @@ def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
 def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     next(iter(stream))
-    assert len(llm.engine.loop._states) == 1
+    assert len(llm.engine.loop.states) == 1
     del stream
     gc.collect()
     assert no_state_is_left(llm)

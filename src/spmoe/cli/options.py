@@ -29,7 +29,7 @@ def _engine(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Draft: a directory or hub id with the same tokenizer, 'ngram' (no model) or 'none'."),
+        typer.Option(help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4' or 'none'."),
     ] = None,
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class DraftModel:
         self.network = network
         self._vocab_size = vocab_size  # the target's
         self._prefill_chunk = prefill_chunk
-        self._states: dict[int, KvState] = {}
+        self._states: MutableMapping[int, KvState] = {}
 
     def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
         return [self._propose(sequence, k, on_seen) for sequence in sequences]

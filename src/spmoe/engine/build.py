@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmoe.backends.devices import choose_device, limit_memory
-from spmoe.config import Cutoff, CutoffMode, EngineConfig
+from spmoe.config import Cutoff, CutoffMode, EngineConfig, format_bytes
 from spmoe.draft.base import Drafter
 from spmoe.draft.model import DraftModel
 from spmoe.draft.ngram import NgramDraft
 from spmoe.draft.none import NoDraft
+from spmoe.draft.self_quantized import SelfDraft, SelfNetwork
 from spmoe.engine.loop import Loop
-from spmoe.engine.materials import Materials, gather, load_draft, wide_shape
+from spmoe.engine.materials import Materials, gather, load_draft, load_self, wide_shape
 from spmoe.engine.memory import MemoryPlan, divide_memory, slot_count
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
 from spmoe.engine.room import Room, make_room
@@ -25,6 +26,7 @@ from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.kv import KvState
 from spmoe.models.network import Network
 from spmoe.models.predictors import read_predictor
 from spmoe.models.target import Target
@@ -150,7 +152,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     eviction = make_eviction(config.eviction, spec.experts)
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     try:
-        drafter = _make_drafter(config, target, draft)
+        states: dict[int, KvState] = {}
+        drafter = _make_drafter(config, target, draft, states)
         k = config.num_speculative_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
@@ -159,7 +162,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
             source.load_all(spec.experts)
             room.backend.synchronize()
             room.cuda.all_resident = True
-        loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk)
+        loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
             budget, checkpoint, draft_checkpoint, drafter, fitted, notices=notices,
@@ -184,11 +187,13 @@ def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) ->
     return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
 
 
-def profile_settings(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint, inputs: CutoffInputs) -> Any:
+def profile_settings(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, inputs: CutoffInputs
+) -> Any:
     """Everything a profile depends on besides the machine."""
     return {
         "target": checkpoint.fingerprint,
-        "draft": draft.fingerprint,
+        "draft": config.draft if draft is None else draft.fingerprint,
         "dtype": config.dtype,
         "link_gbps": config.link_gbps,
         "device": config.device,
@@ -207,6 +212,11 @@ def _load_draft(
     if config.draft and config.num_speculative_tokens and not target.anatomy.resumes:
         notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
         return None
+    if config.own_draft is not None:
+        own = load_self(config, materials, config.own_draft)
+        size = format_bytes(own.resident_bytes)
+        notices.append(f"the draft is the target itself with {config.own_draft} experts, which occupy {size}")
+        return own
     if checkpoint is None:
         return None
     network = load_draft(materials, checkpoint)
@@ -238,7 +248,11 @@ def _find_fitted(
         return None
 
 
-def _make_drafter(config: EngineConfig, target: Target, network: Network | None) -> Drafter | None:
+def _make_drafter(
+    config: EngineConfig, target: Target, network: Network | None, states: dict[int, KvState]
+) -> Drafter | None:
+    if isinstance(network, SelfNetwork):
+        return SelfDraft(network, config.prefill_chunk, states)
     if network is not None:
         return DraftModel(network, target.vocab_size, config.prefill_chunk)
     if config.draft == "ngram" and config.num_speculative_tokens and target.anatomy.resumes:
@@ -252,7 +266,7 @@ def _make_policy(engine: Engine) -> PrefetchPolicy:
     if config.prefetch == "on-demand" or isinstance(drafter, NoDraft):
         return OnDemand()
     reason = _no_prediction(target, drafter.network, engine.fitted) if isinstance(drafter, DraftModel) else _NO_STATES
-    if reason is not None or not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
+    if reason is not None or not isinstance(drafter, DraftModel):
         if (notice := f"{reason}; experts are loaded on demand") not in engine.notices:
             engine.notices.append(notice)
         return OnDemand()
@@ -284,6 +298,8 @@ def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs)
 
 def _no_prediction(target: Target, draft: Network, fitted: Fitted | None) -> str | None:
     """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
+    if isinstance(draft, SelfNetwork):
+        return None  # its own routers answer
     if not target.gates_found:
         return "the target's gates cannot be called alone"
     if not draft.has_taps:

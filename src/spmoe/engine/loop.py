@@ -42,6 +42,7 @@ class Loop:
         clock: Clock,
         draft_tokens: int,
         prefill_chunk: int,
+        states: dict[int, KvState] | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -51,7 +52,7 @@ class Loop:
         self.counters: Counters = source.counters
         self._clock = clock
         self._prefill_chunk = prefill_chunk
-        self._states: dict[int, KvState] = {}
+        self.states = states if states is not None else {}  # the target's, by sequence; a draft may share them
 
     def step(self, sequence: Sequence, room: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; the new tokens, of which there are at most `room`."""
@@ -81,7 +82,7 @@ class Loop:
     def release(self, sequence: Sequence) -> None:
         """The request is over, however it ended."""
         self.source.end_step()
-        if (kv := self._states.pop(sequence.id, None)) is not None:
+        if (kv := self.states.pop(sequence.id, None)) is not None:
             self.target.give_back(kv)
         self.drafter.release(sequence.id)
 
@@ -93,13 +94,13 @@ class Loop:
 
     def _draft_length(self, sequence: Sequence, room: int) -> int:
         """K, less at the end of a request; none before the prompt has been read."""
-        return min(self.draft_tokens, room - 1) if sequence.id in self._states else 0
+        return min(self.draft_tokens, room - 1) if sequence.id in self.states else 0
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
         """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""
-        kv = self._states.get(sequence.id)
+        kv = self.states.get(sequence.id)
         if kv is None:
-            kv = self._states[sequence.id] = self.target.new_kv(sequence.capacity)
+            kv = self.states[sequence.id] = self.target.new_kv(sequence.capacity)
         pending, keep = sequence.tokens[kv.length :] + draft, len(draft) + 1
         chunk = self._prefill_chunk if self.target.anatomy.resumes else len(pending)
         if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
@@ -113,5 +114,5 @@ class Loop:
         return torch.cat(parts)[-keep:]
 
     def _rewind(self, sequence: Sequence, length: int) -> None:
-        self._states[sequence.id].rewind(length)
+        self.states[sequence.id].rewind(length)
         self.drafter.rewind({sequence.id: length})

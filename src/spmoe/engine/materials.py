@@ -5,7 +5,7 @@ They come from checkpoints as they are or, for benchmarks, widened to the sizes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmoe.backends.quantize import QuantizedExperts, Scheme
 from spmoe.config import EngineConfig
+from spmoe.draft.self_quantized import SelfNetwork
 from spmoe.errors import UsageError
-from spmoe.experts.store import FillBlob, StoreSpec
+from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
+from spmoe.models.anatomy import MoeSite
 from spmoe.models.checkpoint import Checkpoint, building
-from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
+from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
+from spmoe.observe.progress import progress_bar
 from spmoe.types import ExpertKey
 
 
@@ -79,6 +83,26 @@ def load_draft(materials: Materials, checkpoint: Checkpoint) -> Network:
         if shape is not None:
             model = widen_draft(model, shape, materials.dtype, materials.device)
         return Network(model.to(materials.device))
+
+
+def quantized_experts(spec: StoreSpec, moe: Sequence[MoeSite], name: str) -> QuantizedExperts:
+    """What a target's quantized experts will be; nothing is read."""
+    transposed: Any = moe[0].experts.is_transposed
+    return QuantizedExperts(spec, Scheme.named(name), transposed)
+
+
+def load_self(config: EngineConfig, materials: Materials, name: str) -> SelfNetwork:
+    """The target's own modules with quantized experts, which are kept on disk beside the expert file."""
+    experts = quantized_experts(materials.spec, materials.target.moe, name)
+    plain = expert_file_path(materials.checkpoint, materials.dtype)
+    path = plain.with_name(f"{plain.stem}-{'' if config.shape is None else f'{config.shape}-'}{name}{plain.suffix}")
+    with materials.experts() as read, progress_bar("Quantizing experts", config.progress) as report:
+        file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
+    try:
+        experts.load(file, materials.device)
+    finally:
+        file.close()
+    return SelfNetwork(materials.target, experts)
 
 
 def wide_shape(config: EngineConfig) -> WideShape | None:

@@ -11,6 +11,7 @@ from torch import nn
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, EngineConfig
 from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.materials import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.anatomy import Anatomy, dissect
@@ -80,12 +81,13 @@ def make_plan(config: EngineConfig) -> Plan:
     device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
     per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
     predictor = _predictor(config, checkpoint, draft)
+    own = quantized_experts(spec, anatomy.moe, config.own_draft).nbytes if config.own_draft else 0
     maps = len(anatomy.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
-    memory = plan_memory(config, device, spec, top_k, weights + maps, per_token, text.max_position_embeddings)
+    memory = plan_memory(config, device, spec, top_k, weights + maps + own, per_token, text.max_position_embeddings)
     slots = memory.slots
     profile, layers = None, None
-    fits = draft is not None and (predictor is not None or _width(draft) == text.hidden_size)
-    if draft is not None and fits and config.prefetch == "draft-gate":
+    fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
+    if fits and config.prefetch == "draft-gate":
         inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
@@ -115,8 +117,8 @@ def make_plan(config: EngineConfig) -> Plan:
         expert_file=str(path),
         expert_file_built=path.exists(),
         draft=config.draft if draft_tokens else None,
-        draft_architecture=_kind(draft_model) if draft_tokens else None,
-        draft_bytes=_parameters(draft_model) * dtype.itemsize + maps if draft_model is not None else 0,
+        draft_architecture=_kind(draft_model, config) if draft_tokens else None,
+        draft_bytes=(_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0) + maps + own,
         predictor=str(predictor) if predictor else None,
         num_speculative_tokens=draft_tokens,
         prefetch=config.prefetch if fits else "on-demand",
@@ -143,7 +145,9 @@ def _width(checkpoint: Checkpoint | None) -> int:
     return 0 if checkpoint is None else checkpoint.config.get_text_config(decoder=True).hidden_size
 
 
-def _kind(model: nn.Module | None) -> str:
+def _kind(model: nn.Module | None, config: EngineConfig) -> str:
+    if config.own_draft is not None:
+        return f"the target with {config.own_draft} experts"
     return "no model" if model is None else type(model).__name__
 
 

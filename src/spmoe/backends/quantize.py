@@ -1,0 +1,143 @@
+"""Experts as small integers, group by group, and all of them resident. For drafting, where an error only costs speed.
+
+A weight matrix is cut along its input dimension into groups, each of which is spread evenly over all the levels there
+are. The file that keeps them is an expert file like any other, with codes and scales for tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from spmoe.backends.cpu import CpuBackend
+from spmoe.experts.source import Wave
+from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
+from spmoe.types import ExpertKey
+
+_ROUNDING = 2.0**-8  # twice what becoming a bfloat16 changes at most
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How weights become codes, and codes weights."""
+
+    bits: int  # 8 or 4
+    group: int = 32  # weights that share a scale
+
+    @classmethod
+    def named(cls, name: str) -> Scheme:
+        """The one of `int8` or `int4`."""
+        return cls(int(name.removeprefix("int")))
+
+    @property
+    def largest(self) -> int:
+        """The largest code; the smallest is zero."""
+        return (1 << self.bits) - 1
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of a matrix, two of four bits to a byte, and each group's step and lowest value."""
+        # weight: [out, in] -> [out, groups * group * bits / 8] uint8, [out, groups, 2] bfloat16
+        out, width = weight.shape
+        groups = pad(weight.float(), (0, -width % self.group)).view(out, -1, self.group)
+        low = groups.amin(dim=-1)
+        low = (low - low.abs() * _ROUNDING).bfloat16().float()  # rounded outwards, so that nothing is cut off
+        step = ((groups.amax(dim=-1) - low) / self.largest * (1 + _ROUNDING)).bfloat16().float()
+        codes = ((groups - low[..., None]) / step.clamp_min(1e-38)[..., None]).round().clamp_(0, self.largest)
+        codes = codes.to(torch.uint8).view(out, -1)
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4 if self.bits == 4 else codes
+        return codes, torch.stack((step, low), dim=-1).bfloat16()
+
+    def dequantize(self, codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The matrix that codes and scales stand for."""  # -> [out, width]
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1)
+        step, low = scales.to(dtype)[..., None].unbind(dim=-2)  # [out, groups, 1]
+        levels = codes.view(len(codes), -1, self.group).to(dtype)
+        return torch.addcmul(low, levels, step).view(len(codes), -1)[:, :width]
+
+
+class QuantizedExperts:
+    """Every expert of a target, quantized and resident."""
+
+    def __init__(self, spec: StoreSpec, scheme: Scheme, transposed: bool) -> None:
+        # transposed: whether the target keeps matrices as [in, out]
+        self._scheme = scheme
+        self._transposed = transposed
+        self._plain = spec.layout
+        self._dtype: torch.dtype = getattr(torch, spec.layout.dtype)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for field in spec.layout.fields:
+            if len(field.shape) == 2:
+                out, width = reversed(field.shape) if transposed else field.shape
+                groups = -(-width // scheme.group)
+                shapes[f"{field.name}.codes"] = (out, groups * scheme.group * scheme.bits // 8)
+                shapes[f"{field.name}.scales"] = (out, groups * 2 * torch.bfloat16.itemsize)
+            else:
+                shapes[field.name] = (field.nbytes,)
+        fingerprint = f"{spec.fingerprint}-int{scheme.bits}-{scheme.group}"
+        self.spec = StoreSpec(fingerprint, BlobLayout.of(shapes, torch.uint8), spec.experts)
+        self._experts: list[list[Mapping[str, Tensor]]] = []  # by layer and number
+
+    @property
+    def nbytes(self) -> int:
+        """What they occupy."""
+        return self.spec.nbytes
+
+    def filler(self, read: FillBlob) -> FillBlob:
+        """A function that writes one expert's codes, given one that reads its weights."""
+        blob = torch.zeros(self._plain.nbytes, dtype=torch.uint8)
+        weights = self._plain.views(blob)
+
+        def fill(key: ExpertKey, views: dict[str, Tensor]) -> None:
+            read(key, weights)
+            for name, weight in weights.items():
+                if weight.ndim == 2:
+                    codes, scales = self._scheme.quantize(weight.T if self._transposed else weight)
+                    views[f"{name}.codes"].copy_(codes)
+                    views[f"{name}.scales"].copy_(scales.view(torch.uint8).view(len(scales), -1))
+                else:
+                    views[name].copy_(weight.contiguous().view(torch.uint8).view(-1))
+
+        return fill
+
+    def load(self, file: ExpertFile, device: torch.device) -> None:
+        """Read all of them."""
+        size = self.spec.layout.nbytes
+        blobs = torch.empty(self.spec.count, size, dtype=torch.uint8)
+        for place, key in enumerate(self.spec.keys()):
+            view = memoryview(blobs[place].numpy())  # type: ignore[arg-type]
+            done = 0
+            while done < size:
+                if (count := os.preadv(file.fd, [view[done:]], file.offset(key) + done)) == 0:
+                    raise OSError(f"{file.path} ends early")
+                done += count
+            file.check(key, view)
+        parts = iter(blobs.to(device))
+        self._experts = [[self.spec.layout.views(next(parts)) for _ in range(n)] for n in self.spec.experts]
+
+    def tensors(self, layer: int, expert: int) -> Mapping[str, Tensor]:
+        """One expert's weights, as close as codes come to them."""
+        found, tensors = self._experts[layer][expert], {}
+        for field in self._plain.fields:
+            if len(field.shape) == 2:
+                width = field.shape[0] if self._transposed else field.shape[1]
+                scales = found[f"{field.name}.scales"].view(torch.bfloat16).unflatten(1, (-1, 2))
+                matrix = self._scheme.dequantize(found[f"{field.name}.codes"], scales, width, self._dtype)
+                tensors[field.name] = matrix.T if self._transposed else matrix
+            else:
+                tensors[field.name] = found[field.name].view(self._dtype).view(field.shape)
+        return tensors
+
+    def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of each row's experts."""
+        # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
+        return CpuBackend().run_experts(experts, hidden, index, weights, self._waves(layer, index))
+
+    def _waves(self, layer: int, index: Tensor) -> Iterator[Wave]:
+        for expert in torch.unique(index).tolist():  # one at a time, so that weights of one exist at a time
+            yield Wave(layer, (expert,), (), (self.tensors(layer, expert),))

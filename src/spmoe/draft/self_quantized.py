@@ -1,0 +1,122 @@
+"""The target as its own draft: the same modules with quantized experts, over the target's own attention state.
+
+What it adds to the state while it drafts is forgotten before the target verifies, so there is no second KV cache. And
+its routers choose experts by themselves, which is the prediction: no gate is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spmoe import types
+from spmoe.backends.quantize import QuantizedExperts
+from spmoe.draft.base import OnSeen
+from spmoe.draft.model import DraftModel
+from spmoe.models.experts_port import attach
+from spmoe.models.kv import KvState
+from spmoe.models.network import Network
+from spmoe.models.taps import OnTap, Watch
+from spmoe.models.target import Target
+
+if TYPE_CHECKING:
+    from spmoe.backends.graphs import Recorder
+
+
+class SelfNetwork(Network):
+    """A target's modules, which see quantized experts while a forward of this network runs."""
+
+    def __init__(self, target: Target, experts: QuantizedExperts) -> None:
+        super().__init__(target.model)
+        self.anatomy = replace(self.anatomy, kv_bytes_per_token=0)  # there is but the target's own state
+        self._experts = experts
+        self._sites = [(site.experts, _Port(self, layer)) for layer, site in enumerate(self.anatomy.moe)]
+        self._watch: Watch | None = None
+        self._routed: list[tuple[Tensor, Tensor]] = []  # by MoE layer, since the last slab
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the quantized experts; all else is the target's."""
+        return self._experts.nbytes
+
+    def forward(
+        self, tokens: list[int], kv: KvState, keep: int, on_tap: OnTap | None = None, watch: Watch | None = None
+    ) -> Tensor:
+        """As any network's; a watch is told what the routers chose, and sees no states."""
+        with self._quantized(watch):
+            return super().forward(tokens, kv, keep, on_tap)
+
+    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
+        """Never: the modules, and what is recorded of them, are the target's."""
+        return "they share the target's modules"
+
+    def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """One layer's experts, after telling of the choice."""
+        if self._watch is not None:
+            self._routed.append((index, weights))
+            slab = -(-len(self._sites) // self._watch.slabs)
+            if len(self._routed) == slab or layer == len(self._sites) - 1:
+                self._tell(self._watch, layer)
+        return self._experts.run(layer, experts, hidden, index, weights)
+
+    def _tell(self, watch: Watch, layer: int) -> None:
+        sites, count = self.anatomy.moe, len(self._routed)
+        depths = range(sites[layer + 1 - count].depth, sites[layer].depth + 1)
+        scores = torch.stack([weights for _, weights in self._routed]).float()
+        scores = scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+        routing = types.Routing(torch.stack([index for index, _ in self._routed]), scores)
+        self._routed.clear()
+        watch.tell(depths, scores.new_empty(0), routing)
+
+    @contextmanager
+    def _quantized(self, watch: Watch | None) -> Iterator[None]:
+        before: list[Any] = [experts.spmoe_port for experts, _ in self._sites]
+        self._watch = watch
+        self._routed.clear()
+        for experts, port in self._sites:
+            attach(experts, port)
+        try:
+            yield
+        finally:
+            self._watch = None
+            for (experts, _), other in zip(self._sites, before, strict=True):
+                attach(experts, other)
+
+
+class _Port:
+    def __init__(self, network: SelfNetwork, layer: int) -> None:
+        self._network = network
+        self._layer = layer
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return self._network.run(self._layer, experts, hidden, index, weights)
+
+
+class SelfDraft(DraftModel):
+    """Drafts with a target's quantized self, where the target is in the sequence."""
+
+    def __init__(self, network: SelfNetwork, prefill_chunk: int, states: MutableMapping[int, KvState]) -> None:
+        super().__init__(network, network.vocab_size, prefill_chunk)
+        self._states = states  # the target's, which the loop makes, rolls back and releases
+
+    def rewind(self, lengths: Mapping[int, int]) -> None:
+        pass
+
+    def release(self, sequence_id: int) -> None:
+        pass
+
+    def _propose(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> types.Draft:
+        if k == 0:
+            return types.Draft([])
+        kv = self._states[sequence.id]
+        length = kv.length
+        kv.mark()
+        try:
+            return super()._propose(sequence, k, on_seen)
+        finally:
+            kv.rewind(length)  # the target writes the same positions again

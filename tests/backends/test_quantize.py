@@ -1,0 +1,189 @@
+"""Quantized experts: errors that are bounded, codes that survive the disk, and the arithmetic over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from spmoe.backends.quantize import QuantizedExperts, Scheme
+from spmoe.errors import StoreError
+from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.types import ExpertKey
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, EXPERTS = 40, 24, 3
+SCHEMES = [Scheme(8), Scheme(4), Scheme(4, group=64)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+MATRICES = {
+    "normal": normal(9, 96),
+    "not a whole number of groups": normal(5, 33, seed=1),
+    "narrow": normal(4, 1, seed=2),
+    "one outlier": normal(3, 64, seed=3).index_fill(1, torch.tensor([7]), 100.0),
+    "all positive": normal(3, 64, seed=4).abs() + 5,
+    "all negative": -normal(3, 64, seed=5).abs() - 5,
+    "constant": torch.full((2, 64), -0.3),
+    "zero": torch.zeros(2, 64),
+    "tiny": 1e-20 * normal(2, 64, seed=6),
+    "large": 1e20 * normal(2, 64, seed=7),
+}
+
+
+def within_half_a_step(scheme: Scheme, weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    """No weight is further from what its code stands for than half a step of its group."""
+    found = scheme.dequantize(codes, scales, weight.shape[1], torch.float32)
+    steps = scales[..., 0].float().repeat_interleave(scheme.group, dim=1)[:, : weight.shape[1]]
+    rounding = 4 * torch.finfo(torch.float32).eps * weight.abs().max()
+    return bool(((found - weight).abs() <= steps / 2 + rounding).all())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("name", MATRICES)
+def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, name: str) -> None:
+    weight = MATRICES[name]
+    codes, scales = scheme.quantize(weight)
+    groups = -(-weight.shape[1] // scheme.group)
+    assert (codes.dtype, codes.shape) == (torch.uint8, (len(weight), groups * scheme.group * scheme.bits // 8))
+    assert (scales.dtype, scales.shape) == (torch.bfloat16, (len(weight), groups, 2))
+    assert within_half_a_step(scheme, weight, codes, scales)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("name", ["normal", "not a whole number of groups", "one outlier", "all positive"])
+def test_steps_are_no_coarser_than_the_spread_of_a_group_asks_for(scheme: Scheme, name: str) -> None:
+    weight = MATRICES[name]
+    _, scales = scheme.quantize(weight)
+    for row, parts in zip(weight, scales[..., 0].float(), strict=True):
+        for group, step in zip(row.split(scheme.group), parts, strict=True):
+            padded = torch.cat([group, torch.zeros(-len(group) % scheme.group)])
+            spread = float(padded.max() - padded.min()) + 2**-7 * float(padded.abs().max())
+            assert float(step) <= 1.02 * spread / (2**scheme.bits - 1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_wrong_scale_does_not_pass(scheme: Scheme, part: int) -> None:
+    """The bound above is tight enough to notice scales that are off by little, or belong to the next group."""
+    weight = MATRICES["normal"] * (1 + torch.arange(96) // 32)
+    codes, scales = scheme.quantize(weight)
+    for change in (1.1, 0.9):
+        wrong = scales.clone()
+        wrong[..., part] *= change
+        assert not within_half_a_step(scheme, weight, codes, wrong)
+    assert not within_half_a_step(scheme, weight, codes, scales.roll(1, dims=1))
+    assert not within_half_a_step(scheme, weight, codes, scales.flip(-1))
+    assert not within_half_a_step(scheme, weight, codes.roll(1, dims=1), scales)
+
+
+def test_two_codes_of_four_bits_share_a_byte_in_order() -> None:
+    weight = torch.arange(16.0).repeat(2)[None]  # one group that uses every code
+    codes, scales = Scheme(4).quantize(weight)
+    assert codes[0, 0] & 15 < codes[0, 0] >> 4 < codes[0, 1] & 15
+    found = Scheme(4).dequantize(codes, scales, 32, torch.float32)
+    assert torch.equal(found.round(), weight)
+
+
+def test_eight_bits_are_sixteen_times_as_fine_as_four() -> None:
+    weight = MATRICES["normal"]
+    errors = [float((s.dequantize(*s.quantize(weight), 96, torch.float32) - weight).norm()) for s in SCHEMES[:2]]
+    assert 12 < errors[1] / errors[0] < 20
+
+
+# ---- all of a target's
+
+
+class Gated(SimpleNamespace):
+    """What an experts module says about itself."""
+
+    has_gate = True
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+def weights_of(key: ExpertKey, transposed: bool, bias: bool) -> dict[str, Tensor]:
+    seed = 10 * key.layer + key.expert
+    found = {"gate_up_proj": normal(2 * INNER, HIDDEN, seed=seed), "down_proj": normal(HIDDEN, INNER, seed=seed + 100)}
+    if transposed:
+        found = {name: weight.T.contiguous() for name, weight in found.items()}
+    if bias:
+        found["gate_up_proj_bias"] = normal(2 * INNER, seed=seed + 200)
+        found["down_proj_bias"] = normal(HIDDEN, seed=seed + 300)
+    return found
+
+
+def make(tmp_path: Path, bits: int, transposed: bool, bias: bool) -> tuple[QuantizedExperts, ExpertFile]:
+    shapes = {name: tuple(t.shape) for name, t in weights_of(ExpertKey(0, 0), transposed, bias).items()}
+    spec = StoreSpec("fingerprint", BlobLayout.of(shapes, torch.float32), (EXPERTS, EXPERTS))
+    experts = QuantizedExperts(spec, Scheme(bits), transposed)
+
+    def read(key: ExpertKey, views: dict[str, Tensor]) -> None:
+        for name, tensor in weights_of(key, transposed, bias).items():
+            views[name].copy_(tensor)
+
+    return experts, ensure_expert_file(tmp_path / "experts.safetensors", experts.spec, experts.filler(read))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_come_back_from_disk_and_add_up(tmp_path: Path, bits: int, transposed: bool, bias: bool) -> None:
+    experts, file = make(tmp_path, bits, transposed, bias)
+    experts.load(file, CPU)
+    file.close()
+    assert experts.nbytes == experts.spec.count * experts.spec.layout.nbytes
+    module: Any = Gated(is_transposed=transposed, has_bias=bias)
+    hidden = normal(5, HIDDEN, seed=77)
+    index = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
+    weights = normal(5, 2, seed=78).softmax(-1)
+    for layer in range(2):
+        plain = [weights_of(ExpertKey(layer, e), transposed, bias) for e in range(EXPERTS)]
+        coarse = [dict(experts.tensors(layer, e)) for e in range(EXPERTS)]
+        for ours, theirs in zip(coarse, plain, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert ours[name].shape == tensor.shape
+                if tensor.ndim == 1:
+                    assert torch.equal(ours[name], tensor)
+                else:
+                    assert float((ours[name] - tensor).norm() / tensor.norm()) < (0.01 if bits == 8 else 0.12)
+        expected = torch.zeros(5, HIDDEN)
+        for row in range(5):
+            for choice in range(2):
+                mine = {n: t.T if transposed and t.ndim == 2 else t for n, t in coarse[index[row, choice]].items()}
+                inner = module._apply_gate(linear(hidden[row], mine["gate_up_proj"], mine.get("gate_up_proj_bias")))
+                expected[row] += weights[row, choice] * linear(inner, mine["down_proj"], mine.get("down_proj_bias"))
+        torch.testing.assert_close(experts.run(layer, module, hidden, index, weights), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_a_damaged_code_is_noticed(tmp_path: Path) -> None:
+    experts, file = make(tmp_path, 4, transposed=False, bias=False)
+    place = file.offset(ExpertKey(1, 1)) + 5
+    file.close()
+    with file.path.open("r+b") as damaged:
+        damaged.seek(place)
+        byte = damaged.read(1)
+        damaged.seek(place)
+        damaged.write(bytes([byte[0] ^ 1]))
+    opened = ExpertFile.open(file.path)
+    with pytest.raises(StoreError, match=r"expert 1 of layer 1 .* checksum"):
+        experts.load(opened, CPU)
+    opened.close()
+
+
+def test_schemes_have_files_of_their_own(tmp_path: Path) -> None:
+    spec = StoreSpec("f", BlobLayout.of({"down_proj": (8, 64)}, torch.float32), (2,))
+    made = [QuantizedExperts(spec, scheme, transposed=False).spec for scheme in (Scheme(8), Scheme(4), Scheme(4, 64))]
+    assert len({(one.fingerprint, one.layout) for one in made}) == 3
+    assert spec.fingerprint not in {one.fingerprint for one in made}
