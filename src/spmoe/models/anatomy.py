@@ -6,7 +6,7 @@ indices the experts receive, the norm is the module whose output is what the rou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,14 @@ class RouterCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     flat: bool  # whether hidden states come as [rows, hidden] rather than [batch, rows, hidden]
+    order: tuple[int, int, int] = (0, 1, 2)  # places of logits, weights and experts in what it returns
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Chosen experts, their weights, and every expert's logit."""
         # hidden: [rows, hidden] -> [rows, top_k], [rows, top_k], [rows, experts]
         given = hidden if self.flat else hidden[None]
-        answer = self.router(given, *self.args, **self.kwargs)[:3]  # some add what only their own block wants
-        logits, weights, experts = (t.reshape(hidden.shape[0], -1) for t in answer)
+        answer = self.router(given, *self.args, **self.kwargs)
+        logits, weights, experts = (answer[place].reshape(hidden.shape[0], -1) for place in self.order)
         return experts, weights, logits
 
     def works_alone(self, given: Tensor, top_k: int) -> bool:
@@ -180,10 +181,20 @@ def _moe_site(calls: list[_Call], index: int, layers_path: str) -> MoeSite:
         (c for c in reversed(calls[:index]) if len(c.outputs) >= 3 and any(_same(t, chosen) for t in c.outputs)), None
     )
     if router is not None and router.given is not None and router.args and router.given is router.args[0]:
-        call = RouterCall(router.module, router.args[1:], router.kwargs, flat=router.given.ndim == 2)
+        flat, order = router.given.ndim == 2, _places(router.output, chosen)
+        call = RouterCall(router.module, router.args[1:], router.kwargs, flat, order)
         site["router"] = call if call.works_alone(router.given, site["top_k"]) else None
         site["norm"] = _before_router(calls[:index], router.given)
     return MoeSite(**site)
+
+
+def _places(output: Sequence[Any], chosen: Tensor) -> tuple[int, int, int]:
+    """Where a router returns logits, weights and experts: the experts are known, and weights come one for each."""
+    experts = next(i for i, t in enumerate(output) if isinstance(t, Tensor) and _same(t, chosen))
+    floats = [i for i, t in enumerate(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    weights = [i for i in floats if output[i].numel() == chosen.numel()]
+    weight = weights[0] if len(weights) == 1 else 1
+    return next((i for i in floats if i != weight), weight), weight, experts
 
 
 def _before_router(calls: list[_Call], given: Tensor) -> nn.Module | None:

@@ -33,7 +33,7 @@ class StackedGates:
         calls = [site.router for site in sites if site.router is not None]
         if len(norms) < len(sites) or len(calls) < len(sites) or len(sites) < 2:
             return None
-        if any(call.args or call.kwargs or not call.flat for call in calls):
+        if any(call.args or call.kwargs or not call.flat or call.order != (0, 1, 2) for call in calls):
             return None
         weight = next(norms[0].parameters(), None)
         if weight is None or weight.is_meta:
