@@ -16,6 +16,7 @@ from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import predictor_path
 from spmoe.predict.cutoff import Profile
@@ -76,6 +77,8 @@ def make_plan(config: EngineConfig) -> Plan:
 
     draft = Checkpoint.find(config.draft_model) if config.draft_model else None
     draft_model = load_dense_skeleton(draft) if draft is not None else None
+    if draft_model is not None and any(True for _ in experts_modules(draft_model)):
+        take_over(draft_model)  # experts cannot run without weights
     draft_tokens = config.num_speculative_tokens if config.draft is not None else 0
     networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
     device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)

@@ -1,0 +1,96 @@
+"""A draft may be a Mixture-of-Experts model itself, held in memory whole; the same rules of vocabulary hold for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import (
+    VOCABULARY,
+    Pair,
+    byte_tokenizer,
+    greedy,
+    mixtral,
+    qwen3_moe,
+    reference,
+    save,
+    seeded,
+    submodules_with,
+)
+from spmoe import LLM, SamplingParams
+from spmoe.config import EngineConfig
+from spmoe.draft.model import DraftModel
+from spmoe.engine.plan import make_plan
+from spmoe.errors import UsageError
+from spmoe.predict.draft_gate import DraftGate
+
+COUNT = 14
+PROMPT = [(29 * i + 7) % 251 for i in range(11)]
+GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair) -> Path:
+    """The Mixtral target with every weight of its experts a little off."""
+    model = reference(mixtral_pair.target)
+    rng = torch.Generator().manual_seed(4)
+    for module in submodules_with(model, "gate_up_proj"):
+        for weight in (module.gate_up_proj, module.down_proj):
+            weight.data += 0.03 * weight.std() * torch.randn(weight.shape, generator=rng)
+    return save(model, tmp_path_factory.mktemp("near") / "draft", byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE of another depth, with a dense layer, that knows nothing of the target."""
+    model = seeded(qwen3_moe, 9, num_hidden_layers=4, mlp_only_layers=[0])
+    return save(model, tmp_path_factory.mktemp("far") / "draft", byte_tokenizer())
+
+
+def build(target: Path, draft: Path, **options: Any) -> LLM:
+    return LLM(str(target), str(draft), progress=False, num_speculative_tokens=4, **options)
+
+
+@pytest.mark.parametrize("prefetch", ["draft-gate", "on-demand"])
+@pytest.mark.parametrize("draft", ["near", "far"])
+def test_the_output_is_the_targets(
+    request: pytest.FixtureRequest, mixtral_pair: Pair, draft: str, prefetch: str
+) -> None:
+    directory: Path = request.getfixturevalue(draft)
+    with build(mixtral_pair.target, directory, prefetch=prefetch, cutoff="none", expert_memory="50%") as llm:
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.notices == []
+        counters = llm.engine.loop.counters
+        assert counters.drafted > 0
+        if draft == "near":
+            assert counters.accepted / counters.drafted > 0.5
+        assert isinstance(llm.engine.loop.policy, DraftGate) == (counters.wishes > 0) == (prefetch == "draft-gate")
+
+
+def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near: Path) -> None:
+    with build(mixtral_pair.target, near) as llm:
+        drafter = llm.engine.loop.drafter
+        assert isinstance(drafter, DraftModel)
+        whole = sum(p.nbytes for p in reference(near).parameters())
+        assert drafter.network.resident_bytes == whole
+        logits = drafter.network.forward(PROMPT, drafter.network.new_kv(20), keep=len(PROMPT))
+        with torch.no_grad():
+            torch.testing.assert_close(logits, reference(near)(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=1e-4)
+    plan = make_plan(EngineConfig.make(model=str(mixtral_pair.target), draft=str(near)))
+    assert plan.draft_architecture == "MixtralForCausalLM"
+    assert plan.draft_bytes == whole
+
+
+def test_a_padded_vocabulary_is_accepted(mixtral_pair: Pair, tmp_path: Path) -> None:
+    draft = save(seeded(mixtral, 3, vocab_size=VOCABULARY + 31), tmp_path / "draft", byte_tokenizer())
+    with build(mixtral_pair.target, draft) as llm:
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+
+
+def test_another_tokenizer_is_refused_with_the_first_entry_that_differs(mixtral_pair: Pair, tmp_path: Path) -> None:
+    draft = save(seeded(mixtral, 3), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
+    with pytest.raises(UsageError, match="token 100 is"):
+        build(mixtral_pair.target, draft)
