@@ -17,7 +17,7 @@ from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.graphs import Phase, Recorder
 from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_mask
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.source import ExpertSource, Opened
 from spmoe.types import ExpertKey
 
 _RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
@@ -211,15 +211,25 @@ class CudaPort:
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
             known = recorder.new_event()
-            recorder.split_around(run_next_wave, lambda submit: self._run_waves(submit, chosen, known))
+            recorder.split_around(run_next_wave, lambda submit: self._run_ahead(submit, chosen, known))
         return add_up(scratch, torch.empty_like(hidden))
 
-    def _run_waves(self, run: Callable[[], None], index: Tensor, known: torch.cuda.Event | None = None) -> None:
-        """Read the router's choice and run the experts as they come."""
-        if known is not None:
-            known.record()
+    def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any) -> None:
+        """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
+        known.record()
+        opened = self._source.open(self._layer)
+        try:
+            if opened.entries:
+                self._backend.post(opened.experts)
+                run()
             known.synchronize()
+            self._run_waves(run, chosen, opened)
+        finally:
+            self._source.shut(opened)
+
+    def _run_waves(self, run: Callable[[], None], index: Tensor, opened: Opened | None = None) -> None:
+        """Read the router's choice and run the experts as they come."""
         needed = sorted({expert for row in index.tolist() for expert in row})
-        for wave in self._source.use(self._layer, needed):
+        for wave in self._source.use(self._layer, needed, opened):
             self._backend.post(wave.experts)
             run()

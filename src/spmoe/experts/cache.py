@@ -6,6 +6,7 @@ is never given to another key.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class ExpertCache:
         self.peak = 0
         self._eviction = eviction
         self._entries: dict[ExpertKey, Entry] = {}
+        self._by_layer: defaultdict[int, dict[ExpertKey, Entry]] = defaultdict(dict)
         self._held: set[ExpertKey] = set()  # pinned or LOADING: not to be evicted
         self._free = list(range(slot_count - 1, -1, -1))
 
@@ -55,6 +57,10 @@ class ExpertCache:
     def entries(self) -> list[Entry]:
         """Everything that has a slot."""
         return list(self._entries.values())
+
+    def ready_of(self, layer: int) -> list[Entry]:
+        """A layer's experts that are READY."""
+        return [entry for entry in self._by_layer[layer].values() if entry.state is Residency.READY]
 
     def reserve(self, key: ExpertKey, *, prefetched: bool) -> Reservation | None:
         """Take a slot for an ABSENT key, which is LOADING from then on; None when no slot may be taken.
@@ -107,7 +113,7 @@ class ExpertCache:
 
     def _place(self, key: ExpertKey, prefetched: bool, evicted: Entry | None) -> Reservation:
         entry = Entry(key, self._free.pop(), prefetched)
-        self._entries[key] = entry
+        self._entries[key] = self._by_layer[key.layer][key] = entry
         self._held.add(key)
         self._eviction.inserted(key)
         self.peak = max(self.peak, len(self._entries))
@@ -115,6 +121,7 @@ class ExpertCache:
 
     def _remove(self, key: ExpertKey) -> Entry:
         entry = self._entries.pop(key)
+        del self._by_layer[key.layer][key]
         self._held.discard(key)
         entry.state = Residency.ABSENT
         self._eviction.removed(key)

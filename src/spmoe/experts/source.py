@@ -33,6 +33,19 @@ class Wave:
     weights: tuple[Mapping[str, Tensor], ...]
 
 
+@dataclass(slots=True)
+class Opened:
+    """Experts of a layer that are READY, pinned for compute that starts before it is known which of them it needs."""
+
+    layer: int
+    entries: list[Entry]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(entry.key.expert for entry in self.entries)
+
+
 class ExpertSource:
     """Experts on demand and ahead of demand, in a fixed number of slots.
 
@@ -98,8 +111,28 @@ class ExpertSource:
         if pending:
             self._poke()
 
-    def use(self, layer: int, experts: Sequence[int]) -> Iterator[Wave]:
-        """Yield all these experts, wave by wave: those READY first, the others as they arrive."""
+    def open(self, layer: int) -> Opened:
+        """Pin what a layer has READY. Compute may be given it at once; `use` or `shut` lets go of it."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the engine was closed")
+            self._reap()
+            opened = Opened(layer, self.cache.ready_of(layer))
+            for entry in opened.entries:
+                self.cache.pin(entry)
+            return opened
+
+    def shut(self, opened: Opened) -> None:
+        """Let go of what was opened. Idempotent."""
+        with self._lock:
+            while opened.entries:
+                self.cache.unpin(opened.entries.pop())
+
+    def use(self, layer: int, experts: Sequence[int], opened: Opened | None = None) -> Iterator[Wave]:
+        """Yield all these experts, wave by wave: those READY first, the others as they arrive.
+
+        Those of `opened`, which compute has been given already, are booked like the others and not yielded.
+        """
         held: list[Entry] = []
         absent: list[ExpertKey] = []
         try:
@@ -110,6 +143,12 @@ class ExpertSource:
                 self._eviction.reached(layer)
                 ready, waiting, absent = self._claim([ExpertKey(layer, e) for e in dict.fromkeys(experts)])
                 held += ready + waiting
+                if opened is not None:
+                    given = set(opened.entries)
+                    under_way = [entry for entry in ready if entry in given]
+                    ready = [entry for entry in ready if entry not in given]
+                    self._release(under_way, held)
+                    self.shut(opened)
                 self._unplaced += len(absent)
                 self._demand(absent, waiting, held)
             if ready:
@@ -124,6 +163,8 @@ class ExpertSource:
             self._release(list(held), held)
             with self._lock:
                 self._unplaced -= len(absent)
+            if opened is not None:
+                self.shut(opened)
 
     def load_all(self, experts: Sequence[int]) -> None:
         """Fill the slots with every expert, where there are slots for all; counts as nobody's demand."""

@@ -1,0 +1,119 @@
+"""Experts that compute is given before it is known which of them it needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmoe.errors import TransferError
+from spmoe.experts.eviction import make_eviction
+from spmoe.experts.link import VirtualTransfer
+from spmoe.experts.source import ExpertSource
+from spmoe.observe.clock import VirtualClock
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey
+
+
+class NoWeights:
+    """Slots that hold nothing."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def weights(self, slot: int) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class NotedFences(VirtualTransfer):
+    """Remembers which slots compute was said to read."""
+
+    fenced: list[int]
+
+    def fence(self, slots: object) -> None:
+        self.fenced = [*getattr(self, "fenced", []), *slots]  # type: ignore[misc]
+
+
+def room(slots: int) -> tuple[ExpertSource, NotedFences]:
+    clock = VirtualClock()
+    transfer = NotedFences(clock, 1, 1.0)
+    eviction = make_eviction("draft-informed", (4, 4))
+    source = ExpertSource(NoWeights(slots), transfer, eviction, 1, clock, Counters(), threaded=False)  # type: ignore[arg-type]
+    return source, transfer
+
+
+def fill(source: ExpertSource, layer: int, *experts: int) -> None:
+    for _ in source.use(layer, experts):
+        pass
+
+
+def test_what_was_opened_is_booked_and_not_yielded_again() -> None:
+    source, transfer = room(4)
+    fill(source, 0, 0, 1, 2)
+    before = source.counters.copy()
+    opened = source.open(0)
+    assert sorted(opened.experts) == [0, 1, 2]
+    transfer.fenced = []
+    waves = [wave.experts for wave in source.use(0, [1, 2, 3], opened)]
+    assert waves == [(3,)], "compute has 1 and 2, and 3 was missing"
+    spent = source.counters.minus(before)
+    assert (spent.hits, spent.demand_loads) == (2, 1)
+    slots = {source.cache.get(ExpertKey(0, e)): e for e in (1, 2)}
+    assert {entry.slot for entry in slots if entry is not None} <= set(transfer.fenced)
+    assert all(entry.pins == 0 for entry in source.cache.entries())
+
+
+def test_what_is_open_stays_until_it_is_used_or_shut() -> None:
+    source, _ = room(2)
+    fill(source, 0, 0, 1)
+    opened = source.open(0)
+    assert source.cache.reserve(ExpertKey(1, 0), prefetched=False) is None
+    source.shut(opened)
+    source.shut(opened)
+    assert source.cache.reserve(ExpertKey(1, 0), prefetched=False) is not None
+
+
+def test_what_is_open_but_not_needed_makes_room() -> None:
+    source, _ = room(2)
+    fill(source, 0, 0, 1)
+    opened = source.open(0)
+    waves = [expert for wave in source.use(0, [2, 3], opened) for expert in wave.experts]
+    assert waves == [2, 3], "both slots held experts that nobody needs"
+    assert not opened.entries
+
+
+def test_what_is_under_way_makes_room_behind_its_fence() -> None:
+    source, transfer = room(2)
+    fill(source, 0, 0, 1)
+    opened = source.open(0)
+    transfer.fenced = []
+    waves = [expert for wave in source.use(0, [0, 1, 2], opened) for expert in wave.experts]
+    assert waves == [2]
+    assert sorted(set(transfer.fenced)) == [0, 1]
+
+
+def test_a_use_that_is_abandoned_lets_go() -> None:
+    source, _ = room(3)
+    fill(source, 0, 0, 1)
+    opened = source.open(0)
+    uses = source.use(0, [0, 2], opened)
+    next(uses)
+    uses.close()
+    assert all(entry.pins == 0 for entry in source.cache.entries())
+
+
+def test_experts_that_arrive_after_the_opening_come_as_a_wave() -> None:
+    source, _ = room(4)
+    fill(source, 0, 0)
+    opened = source.open(0)
+    fill(source, 0, 1)
+    assert [wave.experts for wave in source.use(0, [0, 1], opened)] == [(1,)]
+
+
+def test_a_closed_source_opens_nothing() -> None:
+    source, _ = room(2)
+    fill(source, 0, 0)
+    source.close()
+    with pytest.raises(TransferError):
+        source.open(0)
