@@ -108,16 +108,18 @@ class QuantizedExperts:
     def load(self, file: ExpertFile, device: torch.device) -> None:
         """Read all of them."""
         size = self.spec.layout.nbytes
-        blobs = torch.empty(self.spec.count, size, dtype=torch.uint8)
+        blobs = torch.empty(self.spec.count, size, dtype=torch.uint8, device=device)
+        blob = torch.empty(size, dtype=torch.uint8)  # one at a time through the host's memory
+        view = memoryview(blob.numpy())  # type: ignore[arg-type]
         for place, key in enumerate(self.spec.keys()):
-            view = memoryview(blobs[place].numpy())  # type: ignore[arg-type]
             done = 0
             while done < size:
                 if (count := os.preadv(file.fd, [view[done:]], file.offset(key) + done)) == 0:
                     raise OSError(f"{file.path} ends early")
                 done += count
             file.check(key, view)
-        parts = iter(blobs.to(device))
+            blobs[place].copy_(blob)
+        parts = iter(blobs)
         self._experts = [[self.spec.layout.views(next(parts)) for _ in range(n)] for n in self.spec.experts]
 
     def tensors(self, layer: int, expert: int) -> Mapping[str, Tensor]:

@@ -1,0 +1,65 @@
+"""Drafts that are no checkpoint of their own, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Invoke
+
+PROMPT = ("--prompt", "abcabcabcabc", "--max-tokens", 12, "--ignore-eos", "--dtype", "float32", "--json")
+DRAFTS = {"ngram": "no model", "self:int8": "the target with int8 experts", "self:int4": "the target with int4 experts"}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_run_writes_what_plain_decoding_writes(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+    plain = json.loads(invoke("run", checkpoints / "target", *PROMPT).succeeded().out)
+    found = invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).succeeded()
+    assert json.loads(found.out)["token_ids"] == plain["token_ids"]
+    assert json.loads(found.out)["stats"]["prefetch"] == ("on-demand" if draft == "ngram" else "draft-gate")
+    (note,) = found.err.splitlines()
+    assert note.startswith("note: ")
+    assert ("on demand" in note) if draft == "ngram" else (draft[5:] in note)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_info_names_it(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+    plan = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "--json").succeeded().out)
+    assert (plan["draft"], plan["draft_architecture"]) == (draft, DRAFTS[draft])
+    assert plan["num_speculative_tokens"] == 4
+    assert (plan["draft_bytes"] > 0) == (draft != "ngram")
+    assert plan["prefetch"] == ("on-demand" if draft == "ngram" else "draft-gate")
+    shown = invoke("info", checkpoints / "target", "--draft", draft).succeeded().out
+    assert f"draft {draft} ({DRAFTS[draft]})" in " ".join(shown.split())
+    none = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "-k", 0, "--json").succeeded().out)
+    assert (none["draft"], none["draft_bytes"]) == (None, 0)
+
+
+def test_bench_takes_them(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabcabcabc\n")
+    for draft in DRAFTS:
+        file = tmp_path / "out.jsonl"
+        options = ("--output-len", 8, "--repeat", 1, "--warmup", 0, "--max-prompts", 1, "--expert-memory", "50%")
+        target = (checkpoints / "target", "--draft", draft, "--device", "cpu", "--json", file, "--prompts", prompts)
+        invoke("bench", *target, *options).succeeded()
+        assert draft in file.read_text()
+
+
+def test_what_is_compared_is_the_quantized_self(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    measure = ("predictability", checkpoints / "target", "--text", text, "--windows", 2, "--window", 48, "--json")
+    found = json.loads(invoke(*measure, "--draft", "self:int8").succeeded().out)
+    assert found["greedy_agreement"] > 0.9
+    assert found["mean"]["recall"] > 0.95
+    invoke(*measure, "--draft", "ngram").refused(2, "draft model", "--draft")
+
+
+@pytest.mark.parametrize("draft", ["self", "self:int5", "self:int8 "])
+def test_others_are_refused(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+    invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).refused(2, "self:int8 or self:int4")
