@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as proof
 from spmoe.bench.families import OK, Verdict, markdown, prove, prove_all
+from spmoe.cli.main import main
 from spmoe.engine import materials
 from spmoe.errors import UsageError
 from spmoe.models import anatomy, kv
@@ -213,6 +215,34 @@ def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -
     assert [v.holds for v in verdicts] == [True, False, False, True]
     assert verdicts[1].loads == "its process ended with exit code 7"
     assert verdicts[2].loads == "not done after 1 s"
+
+
+@pytest.mark.parametrize(("names", "code"), [([], 0), (["olmoe"], 0), (["olmoe", "mixtral"], 1)])
+def test_the_command_fails_only_where_a_family_asked_for_by_name_does(
+    names: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def act(family: str, directory: Path) -> Verdict:
+        return Verdict(family, OK, OK, "it did not" if family == "mixtral" else OK, OK)
+
+    monkeypatch.setattr(proof, "prove", act)
+    page = tmp_path / "page.md"
+    monkeypatch.setattr("sys.argv", ["spmoe", "families", *names, "--json", "--markdown", str(page)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["family"] for row in answer["families"]] == (names or list(families()))
+    assert page.read_text().startswith("# Families")
+
+
+def test_the_command_refuses_what_is_no_family(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["spmoe", "families", "llama"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "has no MoE family llama" in capsys.readouterr().err
 
 
 def test_the_page_says_what_made_it_and_why_not() -> None:

@@ -50,19 +50,26 @@ def families(
     if as_json:
         print(json.dumps({"transformers": version, "families": [verdict.to_dict() for verdict in verdicts]}))
     else:
-        Console(highlight=False, markup=False, emoji=False).print(_table(verdicts, proof.CHECKS))
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(_table(verdicts, proof.CHECKS))
+        for line in _reasons(verdicts, proof.CHECKS):
+            console.print(line, soft_wrap=True)
     if names and not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)
 
 
 def _table(verdicts: list[Verdict], checks: tuple[str, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in ("family", *checks, "why not"):
-        table.add_column(heading, no_wrap=heading != "why not")
+    for heading in ("family", *checks):
+        table.add_column(heading, no_wrap=True)
     for verdict in verdicts:
-        answers = {check: getattr(verdict, check) for check in checks}
-        why = [f"{check}: {answer}" for check, answer in answers.items() if answer != "ok"]
-        table.add_row(verdict.family, *("ok" if a == "ok" else "no" for a in answers.values()), "; ".join(why))
-    counts = [f"{sum(getattr(v, check) == 'ok' for v in verdicts)} of {len(verdicts)}" for check in checks]
-    table.add_row("", *counts, "")
+        answers = verdict.to_dict()
+        table.add_row(verdict.family, *("ok" if answers[check] == "ok" else "no" for check in checks))
+    counts = [sum(verdict.to_dict()[check] == "ok" for verdict in verdicts) for check in checks]
+    table.add_row("", *(f"{count} of {len(verdicts)}" for count in counts))
     return table
+
+
+def _reasons(verdicts: list[Verdict], checks: tuple[str, ...]) -> list[str]:
+    answers = [(v.family, check, v.to_dict()[check]) for v in verdicts for check in checks]
+    return [f"{family}, {check}: {answer}" for family, check, answer in answers if answer != "ok"]
