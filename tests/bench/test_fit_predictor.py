@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +148,17 @@ def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> Non
         assert llm.engine.fitted is None
 
 
-@pytest.mark.parametrize("damage", ["other pair", "truncated", "not finite", "shape"])
+@pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
 def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> None:
     found = fit(pair)
     with build(pair, prefetch="on-demand") as llm:
         checkpoint, draft = llm.engine.checkpoint, llm.engine.draft_checkpoint
         assert draft is not None
     path = predictor_path(checkpoint, draft)
-    if damage == "other pair":
-        shutil.move(write_predictor(draft, checkpoint, found.maps, {}), path)
+    if damage == "other target":
+        shutil.move(write_predictor(replace(checkpoint, fingerprint="another"), draft, found.maps, {}), path)
+    elif damage == "other draft":
+        shutil.move(write_predictor(checkpoint, replace(draft, fingerprint="another"), found.maps, {}), path)
     elif damage == "truncated":
         path.write_bytes(path.read_bytes()[:-9])
     elif damage == "not finite":

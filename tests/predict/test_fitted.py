@@ -91,15 +91,14 @@ class Picks:
         return Routing(best.indices, best.values / best.values.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("slab", [1, 2, 7])
 @pytest.mark.parametrize("draft_depth", [1, 2, 3, 7])
-def test_states_of_each_draft_layer_go_through_the_map_of_the_layer_they_predict(draft_depth: int) -> None:
+def test_states_of_each_draft_layer_go_through_the_map_of_the_layer_they_predict(draft_depth: int, slab: int) -> None:
     maps = Fitted(normal(3, 6, 4, seed=5), normal(3, 1, 4, seed=6))
     residual = normal(draft_depth, 5, 6, seed=7)
-    wishes = list(
-        DraftGate(Picks(), draft_depth, cutoff=3, fitted=maps).on_seen(
-            Seen(Stage.DRAFT, range(draft_depth), draft_depth, residual)
-        )
-    )
+    policy, wishes = DraftGate(Picks(), draft_depth, cutoff=3, fitted=maps), []
+    for depths in (range(start, min(start + slab, draft_depth)) for start in range(0, draft_depth, slab)):
+        wishes += policy.on_seen(Seen(Stage.DRAFT, depths, draft_depth, residual[depths.start : depths.stop]))
     for layer in range(3):
         depth = min(int((layer + 0.5) / 3 * draft_depth), draft_depth - 1)
         states = residual[depth] @ maps.weights[layer] + maps.biases[layer]
