@@ -27,7 +27,7 @@ from spmoe.models.checkpoint import quiet
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 
 PROMPT = [(13 * i + 5) % 89 for i in range(11)]
-COUNT = 16  # tokens generated
+COUNT = 20  # tokens generated
 K = 3
 TIMEOUT = 180.0  # seconds for one family
 OK = "ok"

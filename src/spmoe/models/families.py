@@ -64,7 +64,7 @@ _SIZES: dict[str, int] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     # indexed attention
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # of few, all may be silent about several tokens, and such ties are broken at random
     "index_head_dim": 16,
     "index_topk": 16,
     # linear attention and state spaces
@@ -119,7 +119,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 16,

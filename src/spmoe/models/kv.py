@@ -130,16 +130,21 @@ class _Mark:
     def __init__(self, cache: Any, length: int) -> None:
         self.length = length
         self._own = {name: _copy(value) for name, value in vars(cache).items() if name != "layers"}
-        self._layers = [
-            {"length": layer.length} if isinstance(layer, RollbackLayer) else _copy(vars(layer))
-            for layer in cache.layers
-        ]
+        self._layers = [_held(layer) for layer in cache.layers]
 
     def restore(self, cache: Any) -> None:
         vars(cache).update(self._own)
         del cache.layers[len(self._layers) :]  # some caches add layers as they are reached
         for layer, held in zip(cache.layers, self._layers, strict=True):
             vars(layer).update(held)
+
+
+def _held(layer: Any) -> dict[str, Any]:
+    """All that must be put back for the layer to be as it is now."""
+    if isinstance(layer, RollbackLayer):
+        return {"length": layer.length}
+    grown = ("keys", "values", "indexer_keys") if isinstance(layer, DynamicLayer) else ()  # replaced, never written
+    return {name: value if name in grown else _copy(value) for name, value in vars(layer).items()}
 
 
 def _copy(value: Any) -> Any:
