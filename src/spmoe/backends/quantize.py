@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from spmoe.experts.source import Wave
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
 from spmoe.types import ExpertKey
 
+_TOGETHER = 16  # choices up to which a device makes all chosen experts' weights at once
 _ROUNDING = 2.0**-8  # twice what becoming a bfloat16 changes at most
 
 
@@ -53,12 +55,12 @@ class Scheme:
         return codes, torch.stack((step, low), dim=-1).bfloat16()
 
     def dequantize(self, codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The matrix that codes and scales stand for."""  # -> [out, width]
+        """The matrix, or matrices, that codes and scales stand for."""  # -> [..., out, width]
         if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1)
-        step, low = scales.to(dtype)[..., None].unbind(dim=-2)  # [out, groups, 1]
-        levels = codes.view(len(codes), -1, self.group).to(dtype)
-        return torch.addcmul(low, levels, step).view(len(codes), -1)[:, :width]
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        step, low = scales.to(dtype)[..., None].unbind(dim=-2)  # [..., out, groups, 1]
+        levels = codes.unflatten(-1, (-1, self.group)).to(dtype)
+        return torch.addcmul(low, levels, step).flatten(-2)[..., :width]
 
 
 class QuantizedExperts:
@@ -81,7 +83,7 @@ class QuantizedExperts:
                 shapes[field.name] = (field.nbytes,)
         fingerprint = f"{spec.fingerprint}-int{scheme.bits}-{scheme.group}"
         self.spec = StoreSpec(fingerprint, BlobLayout.of(shapes, torch.uint8), spec.experts)
-        self._experts: list[list[Mapping[str, Tensor]]] = []  # by layer and number
+        self._layers: list[dict[str, Tensor]] = []  # of all experts of each: [experts, ...] uint8
 
     @property
     def nbytes(self) -> int:
@@ -119,27 +121,51 @@ class QuantizedExperts:
                 done += count
             file.check(key, view)
             blobs[place].copy_(blob)
-        parts = iter(blobs)
-        self._experts = [[self.spec.layout.views(next(parts)) for _ in range(n)] for n in self.spec.experts]
+        self._layers = [
+            {f.name: some[:, f.offset : f.offset + f.nbytes].unflatten(1, f.shape) for f in self.spec.layout.fields}
+            for some in blobs.split(self.spec.experts)
+        ]
 
-    def tensors(self, layer: int, expert: int) -> Mapping[str, Tensor]:
-        """One expert's weights, as close as codes come to them."""
-        found, tensors = self._experts[layer][expert], {}
+    def tensors(self, layer: int, expert: int | Tensor) -> Mapping[str, Tensor]:
+        """Weights of one expert, or of several together, as close as codes come to them."""
+        # expert: a number, or [n], which comes before a tensor's own dimensions
+        found, tensors = self._layers[layer], {}
         for field in self._plain.fields:
             if len(field.shape) == 2:
                 width = field.shape[0] if self._transposed else field.shape[1]
-                scales = found[f"{field.name}.scales"].view(torch.bfloat16).unflatten(1, (-1, 2))
-                matrix = self._scheme.dequantize(found[f"{field.name}.codes"], scales, width, self._dtype)
-                tensors[field.name] = matrix.T if self._transposed else matrix
+                scales = found[f"{field.name}.scales"][expert].view(torch.bfloat16).unflatten(-1, (-1, 2))
+                matrix = self._scheme.dequantize(found[f"{field.name}.codes"][expert], scales, width, self._dtype)
+                tensors[field.name] = matrix.mT if self._transposed else matrix
             else:
-                tensors[field.name] = found[field.name].view(self._dtype).view(field.shape)
+                tensors[field.name] = found[field.name][expert].view(self._dtype)
         return tensors
 
     def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of each row's experts."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
+        if hidden.is_cuda and index.numel() <= _TOGETHER:
+            return self._run_at_once(layer, experts, hidden, index, weights)
         return CpuBackend().run_experts(experts, hidden, index, weights, self._waves(layer, index))
+
+    def _run_at_once(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The same, but the host need not know the choice, nor wait for it."""
+        x = hidden.repeat_interleave(index.shape[1], dim=0)  # [rows * top_k, hidden]
+        out = _run_together(experts, self.tensors(layer, index.flatten()), x)
+        return (out.view(*index.shape, -1) * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
     def _waves(self, layer: int, index: Tensor) -> Iterator[Wave]:
         for expert in torch.unique(index).tolist():  # one at a time, so that weights of one exist at a time
             yield Wave(layer, (expert,), (), (self.tensors(layer, expert),))
+
+
+def _run_together(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What `run_expert` does, each row by an expert of its own."""  # x: [n, hidden] -> [n, hidden]
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight = tensors[name].mT if experts.is_transposed else tensors[name]  # [n, out, in]
+        product = torch.bmm(weight, x[..., None])[..., 0]
+        return product + tensors[f"{name}_bias"] if experts.has_bias else product
+
+    gated = experts.has_gate
+    inner = experts._apply_gate(project("gate_up_proj", x)) if gated else experts.act_fn(project("up_proj", x))
+    return project("down_proj", inner)
