@@ -20,6 +20,7 @@ from spmoe.models.shipped import sample_text
 from spmoe.models.taps import Watch
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.types import Draft, Routing
+from spmoe.verify.filters import probabilities
 
 COUNT = 14
 PROMPTS = ([84], [(29 * i + 7) % 251 for i in range(11)])
@@ -201,6 +202,22 @@ def test_it_proposes_what_the_quantized_model_would_say(pair: Pair, name: str) -
         llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(tokens[:-1], kv, keep=1)
         assert sound([sequence], k, None)[0].tokens == said
+
+
+def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair: Pair) -> None:
+    params = SamplingParams(max_tokens=COUNT, temperature=0.7, top_k=20, seed=3)
+    with build(pair.target, "int4", num_speculative_tokens=3) as llm:
+        sequence = llm._new_sequence(PROMPTS[1], params, 10)
+        llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
+        llm.engine.target.forward(PROMPTS[1][:-1], kv, keep=1)
+        (draft,) = own_drafter(llm).propose([sequence], 3, None)
+        model, exact = coarse(llm, pair.target), reference(pair.target)
+    assert draft.probs is not None
+    with torch.no_grad():
+        cache = exact(torch.tensor([PROMPTS[1][:-1]]), use_cache=True).past_key_values
+        logits = model(torch.tensor([[PROMPTS[1][-1], *draft.tokens[:-1]]]), past_key_values=cache).logits[0]
+    torch.testing.assert_close(draft.probs, probabilities(logits, params), atol=1e-3, rtol=1e-2)
+    assert all(float(q[token]) > 0 for q, token in zip(draft.probs, draft.tokens, strict=True))
 
 
 @pytest.mark.parametrize("slabs", [1, 2, 3])
