@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 from transformers.models.olmoe import modeling_olmoe
 
 from spmoe import LLM, SamplingParams
@@ -26,6 +26,7 @@ from spmoe.errors import UsageError
 from spmoe.models import anatomy, kv
 from spmoe.models.experts_port import experts_modules
 from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
+from spmoe.models.network import Network
 
 CHOSEN = (
     "deepseek_v2",
@@ -77,6 +78,22 @@ def test_the_text_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
     with LLM(str(tmp_path), expert_memory="50%", dtype="float32", progress=False) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         assert llm.generate(proof.PROMPT, params)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "stablelm"])
+def test_drafts_of_many_families_can_be_tapped(family: str) -> None:
+    """The tap is the residual stream between attention and feed-forward, wherever a family puts its norms."""
+    config = tiny_config(family)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    network, taps, outputs = Network(model), [], []
+    assert network.has_taps
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()  # then a layer adds nothing more, and its output is the tap
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    network.forward([3, 1, 4], network.new_kv(3), keep=1, on_tap=lambda depth, residual: taps.append(residual))
+    assert len(taps) == config.num_hidden_layers
+    assert all(torch.equal(tap, output.reshape(tap.shape)) for tap, output in zip(taps, outputs, strict=True))
+    assert not torch.equal(taps[0], taps[1])
 
 
 # ---- the list and the tiny configurations

@@ -100,9 +100,10 @@ def dissect(model: Any) -> Anatomy:
     tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     with _watch(model) as calls, torch.inference_mode():
         model(input_ids=tokens, past_key_values=kv.cache, use_cache=True)
-    norms = tuple(_ffn_norm(calls, f"{layers_path}.{depth}") for depth in range(depth_count))
     paths = dict(experts_modules(model))
     moe = tuple(_moe_site(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
+    known = {site.depth: site.norm for site in moe if not isinstance(site.norm, nn.Identity)}
+    norms = tuple(known.get(d) or _ffn_norm(calls, f"{layers_path}.{d}") for d in range(depth_count))
     return Anatomy(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
 
 
@@ -215,12 +216,20 @@ def _holds_norm(call: _Call, calls: list[_Call]) -> bool:
 
 
 def _ffn_norm(calls: list[_Call], layer_path: str) -> nn.Module | None:
-    """The norm before a decoder layer's last block that is not itself a norm."""
+    """The norm before a decoder layer's last block that is not itself a norm; the block, where it reads the stream."""
     children = [c for c in calls if c.path.rpartition(".")[0] == layer_path]
-    blocks = [c for c in children if not _is_norm(c)]
-    if not blocks or blocks[-1].given is None:
+    blocks = [c for c in children if not _is_norm(c) and not _hands_on(c)]
+    if not blocks or (given := blocks[-1].given) is None:
         return None
-    return _producer(children, blocks[-1].given)
+    made = any(_same_storage(output, given) for call in calls for output in call.outputs)
+    if not made and blocks[-1].args:  # a hook sees only what is not given by name
+        return blocks[-1].module
+    return _producer(children, given)
+
+
+def _hands_on(call: _Call) -> bool:
+    """Whether it returns what it was given, as dropout does."""
+    return bool(call.outputs) and call.given is not None and _same_storage(call.outputs[0], call.given)
 
 
 def _producer(calls: list[_Call], tensor: Tensor) -> nn.Module | None:

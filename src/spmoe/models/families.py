@@ -114,6 +114,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "mellum": _WINDOWED,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_n_heads": 4,  # one per attention head
         "index_block_size": 4,
         "index_topk_blocks": 3,
         "rotary_dim": 8,
