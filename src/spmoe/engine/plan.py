@@ -18,7 +18,7 @@ from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
-from spmoe.models.predictors import predictor_path
+from spmoe.models.predictors import find_predictor
 from spmoe.predict.cutoff import Profile
 
 
@@ -140,8 +140,7 @@ def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:
 def _predictor(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:
     if draft is None or not config.fitted or config.shape is not None:
         return None
-    path = predictor_path(checkpoint, draft)
-    return path if path.exists() else None
+    return find_predictor(checkpoint, draft)
 
 
 def _width(checkpoint: Checkpoint | None) -> int:

@@ -27,6 +27,15 @@ def predictor_path(target: Checkpoint, draft: Checkpoint) -> Path:
     return home() / "predictors" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.safetensors"
 
 
+def find_predictor(target: Checkpoint, draft: Checkpoint) -> Path | None:
+    """The file of a pair's fitted maps, if there is one."""
+    path = predictor_path(target, draft)
+    try:
+        return path if path.exists() else None
+    except OSError:  # a cache that may not be looked into; whoever needs it will say so
+        return None
+
+
 def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts: dict[str, Any]) -> Path:
     """Keep the maps fitted for a pair; `facts` go with them, for people to read."""
     path = predictor_path(target, draft)
@@ -46,8 +55,7 @@ def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts
 
 def read_predictor(target: Checkpoint, draft: Checkpoint, model: Target, network: Network) -> Fitted | None:
     """The maps fitted for a pair; None where there are none, an error where there is something else in their place."""
-    path = predictor_path(target, draft)
-    if not path.exists():
+    if (path := find_predictor(target, draft)) is None:
         return None
     wanted = [len(model.moe), network.hidden_size, model.hidden_size]
     try:
