@@ -14,6 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client, wh
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 torch.set_num_threads(1)
+with torch.device("cpu"):
+    torch.empty(
+        0
+    )  # which functions a device's context applies to is remembered at first use: before a test patches one
 
 if TYPE_CHECKING:
     from checkpoints import Pair

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from spmoe.errors import UsageError
 
-PREFETCH_POLICIES = ("draft-gate", "on-demand")
+PREFETCH_POLICIES = ("draft-gate", "draft-gate+next-gate", "next-gate", "on-demand")
 EVICTIONS = ("draft-informed", "lru")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from spmoe.backends.cuda_driver import CudaCallError, Piece
 from spmoe.backends.cuda_transfer import CudaTicket, CudaTransfer, Event
-from spmoe.experts.source import Wave
 from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.waves import Wave
 from spmoe.types import ExpertKey
 
 LIMIT = 30.0  # seconds after which what hangs is given up

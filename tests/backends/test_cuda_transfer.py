@@ -40,8 +40,9 @@ from spmoe.backends.cuda_transfer import CudaTicket
 from spmoe.config import EVICTIONS
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
-from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.waves import Wave
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish

@@ -20,10 +20,10 @@ def test_run_writes_what_plain_decoding_writes(invoke: Invoke, checkpoints: Path
     plain = json.loads(invoke("run", checkpoints / "target", *PROMPT).succeeded().out)
     found = invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).succeeded()
     assert json.loads(found.out)["token_ids"] == plain["token_ids"]
-    assert json.loads(found.out)["stats"]["prefetch"] == ("on-demand" if draft == "ngram" else "draft-gate")
+    assert json.loads(found.out)["stats"]["prefetch"] == ("next-gate" if draft == "ngram" else "draft-gate")
     (note,) = found.err.splitlines()
     assert note.startswith("note: ")
-    assert ("on demand" in note) if draft == "ngram" else (draft[5:] in note)
+    assert ("own layers" in note) if draft == "ngram" else (draft[5:] in note)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -32,7 +32,7 @@ def test_info_names_it(invoke: Invoke, checkpoints: Path, draft: str) -> None:
     assert (plan["draft"], plan["draft_architecture"]) == (draft, DRAFTS[draft])
     assert plan["num_speculative_tokens"] == 4
     assert (plan["draft_bytes"] > 0) == (draft != "ngram")
-    assert plan["prefetch"] == ("on-demand" if draft == "ngram" else "draft-gate")
+    assert plan["prefetch"] == ("next-gate" if draft == "ngram" else "draft-gate")
     shown = invoke("info", checkpoints / "target", "--draft", draft).succeeded().out
     assert f"draft {draft} ({DRAFTS[draft]})" in " ".join(shown.split())
     none = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "-k", 0, "--json").succeeded().out)

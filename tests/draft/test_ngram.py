@@ -15,8 +15,8 @@ from checkpoints import EXPERTS, LAYERS, TOP_K, VOCABULARY, Pair, greedy, memory
 from spmoe import LLM, SamplingParams
 from spmoe.draft import ngram
 from spmoe.draft.ngram import LONGEST, SHORTEST, NgramDraft
-from spmoe.engine.build import Engine
-from spmoe.predict.on_demand import OnDemand
+from spmoe.engine.engine import Engine
+from spmoe.predict.next_gate import NextGate
 from spmoe.types import Draft, Sequence
 from spmoe.verify.filters import probabilities
 from spmoe.verify.rejection import RejectionVerifier
@@ -174,14 +174,16 @@ def test_text_that_repeats_itself_is_accepted_and_takes_fewer_steps() -> None:
     assert drafted.stats.counters.steps < plain.stats.counters.steps / 2
 
 
-def test_it_says_that_nothing_is_predicted(pair: Pair) -> None:
+def test_the_targets_own_layers_predict_and_it_says_so(pair: Pair) -> None:
     with build(pair.target) as llm:
         engine: Engine = llm.engine
         (notice,) = llm.notices
         assert "no hidden states" in notice
-        assert "on demand" in notice
-        assert isinstance(engine.loop.policy, OnDemand)
-        assert llm.generate(REPEATING, SamplingParams(max_tokens=4))[0].stats.prefetch == "on-demand"
+        assert "the target's own layers" in notice
+        assert isinstance(engine.loop.policy, NextGate)
+        stats = llm.generate(REPEATING, SamplingParams(max_tokens=4))[0].stats
+        assert stats.prefetch == "next-gate"
+        assert stats.counters.wishes
     with build(pair.target, prefetch="on-demand") as llm:
         assert llm.notices == [], "nobody asked for prefetching"
     with build(pair.target, num_speculative_tokens=0) as llm:

@@ -24,7 +24,7 @@ from spmoe.backends.cuda import CudaAddresses, CudaBackend
 from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.graphs import Phase, Recording
+from spmoe.backends.graphs import Between, Phase, Recording
 from spmoe.backends.kernels import attention, experts, inputs
 from spmoe.engine import build
 from spmoe.engine.room import Room
@@ -84,6 +84,7 @@ class Rerunner:
         self.recorded = 0
         self.replayed = 0
         self._replaying = False
+        self._notes: list[Callable[[], None]] = []
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
         self.phase = Phase.REHEARSAL
@@ -109,9 +110,14 @@ class Rerunner:
         if self._replaying:
             between()
 
-    def split_around(self, work: Callable[[], None], between: Callable[[Callable[[], None]], None]) -> None:
+    def split_around(self, work: Callable[[], None], between: Between) -> None:
         if self._replaying:
-            between(work)
+            notes, self._notes = self._notes, []
+            between(work, notes)
+
+    def note(self, later: Callable[[], None]) -> None:
+        if self._replaying:
+            self._notes.append(later)
 
     def new_event(self) -> Passed:
         return Passed()
@@ -133,12 +139,10 @@ class Double:
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     """Engines are built on the double."""
     it = Double()
-    for name in ("empty", "zeros", "arange"):
-        make = getattr(torch, name)
+    for user in ("backends.cuda", "models.programs"):  # there is no device that could lock pages
         monkeypatch.setattr(
-            torch, name, lambda *args, make=make, pin_memory=False, **options: make(*args, **options)
-        )  # there is no device that could lock pages
-
+            f"spmoe.{user}.page_locked", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
+        )
     for user, kernels, names in (
         ("backends.cuda", experts, ("run_wave", "add_up")),
         ("backends.cuda", inputs, ("take_mask",)),
@@ -180,6 +184,8 @@ def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
         {"num_speculative_tokens": 2, "prefetch": "on-demand"},
         {"num_speculative_tokens": 3, "expert_memory": "100%"},
         {"num_speculative_tokens": 3, "enforce_eager": True},
+        {"num_speculative_tokens": 3, "prefetch": "next-gate"},
+        {"num_speculative_tokens": 2, "prefetch": "draft-gate+next-gate"},
     ],
     ids=str,
 )

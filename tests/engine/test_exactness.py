@@ -33,8 +33,8 @@ from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
-from spmoe.engine.build import Engine
-from spmoe.experts.source import Wave
+from spmoe.engine.engine import Engine
+from spmoe.experts.waves import Wave
 from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
 from spmoe.predict.draft_gate import DraftGate

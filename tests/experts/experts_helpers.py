@@ -17,9 +17,10 @@ from torch import Tensor
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import Link, VirtualTransfer
-from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.waves import Wave
 from spmoe.observe.clock import Clock, VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish

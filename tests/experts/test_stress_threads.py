@@ -16,9 +16,10 @@ from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.slots import MemorySlots
-from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.experts.transfer import CopyJob, FileTransfer, HostPaced, Ticket, Transfer
+from spmoe.experts.waves import Wave
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Residency, Wish

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.waves import Wave
 
 
 class Port(Protocol):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from spmoe.backends.base import Port, SourcePort
-from spmoe.experts.source import ExpertSource, Wave
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.waves import Wave
 
 
 class CpuBackend:

@@ -14,10 +14,12 @@ from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import Event
+from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Phase, Recorder
 from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_mask
-from spmoe.experts.source import ExpertSource, Opened
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.waves import Opened
 from spmoe.types import ExpertKey
 
 _RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
@@ -80,7 +82,8 @@ class CudaAddresses:
         self.nbytes = store.spec.layout.nbytes
         self._store = store
         self._slots = slots
-        self._numbers = torch.arange(slots.count, dtype=torch.int32, pin_memory=True)  # what labels are copied from
+        self._numbers = page_locked(slots.count, dtype=torch.int32)  # what labels are copied from
+        self._numbers.copy_(torch.arange(slots.count))
 
     def source(self, key: ExpertKey) -> int:
         return self._store.address(key)
@@ -104,7 +107,7 @@ class CudaBackend:
         self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
         self.mask = torch.zeros(-(-slots.table.shape[1] // 64), dtype=torch.int64, device=slots.arena.device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)
-        self._ring = torch.zeros(_RING, len(self.mask), dtype=torch.int64, pin_memory=True)
+        self._ring = page_locked(_RING, len(self.mask))
         self._ring_words = self._ring.numpy().view(np.uint64)
         self._posted = 0
         self._scratches: dict[tuple[int, int], Scratch] = {}
@@ -139,7 +142,7 @@ class CudaBackend:
         """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, page-locked
         key = (layer, rows, top_k)
         if key not in self._chosen:
-            self._chosen[key] = torch.empty(rows, top_k, dtype=torch.int64, pin_memory=True)
+            self._chosen[key] = page_locked(rows, top_k)
         return self._chosen[key]
 
     def geometry(self, experts: Any) -> Geometry | None:
@@ -211,10 +214,10 @@ class CudaPort:
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
             known = recorder.new_event()
-            recorder.split_around(run_next_wave, lambda submit: self._run_ahead(submit, chosen, known))
+            recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, chosen, known, notes))
         return add_up(scratch, torch.empty_like(hidden))
 
-    def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any) -> None:
+    def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any, notes: list[Callable[[], None]]) -> None:
         """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
         known.record()
         opened = self._source.open(self._layer)
@@ -223,13 +226,24 @@ class CudaPort:
                 self._backend.post(opened.experts)
                 run()
             known.synchronize()
-            self._run_waves(run, chosen, opened)
+            self._run_waves(run, chosen, opened, notes)
         finally:
             self._source.shut(opened)
 
-    def _run_waves(self, run: Callable[[], None], index: Tensor, opened: Opened | None = None) -> None:
+    def _run_waves(
+        self,
+        run: Callable[[], None],
+        index: Tensor,
+        opened: Opened | None = None,
+        notes: Sequence[Callable[[], None]] = (),
+    ) -> None:
         """Read the router's choice and run the experts as they come."""
         needed = sorted({expert for row in index.tolist() for expert in row})
-        for wave in self._source.use(self._layer, needed, opened):
+        waves = self._source.use(self._layer, needed, opened)
+        wave = next(waves, None)  # what is missing has been demanded by now
+        for note in notes:
+            note()
+        while wave is not None:
             self._backend.post(wave.experts)
             run()
+            wave = next(waves, None)

@@ -64,6 +64,11 @@ def allocated_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
+def page_locked(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Zeros in host memory that a device reads and writes where they are."""
+    return torch.zeros(*size, dtype=dtype, pin_memory=True)
+
+
 def limit_memory(device: torch.device, nbytes: int | None) -> None:
     """Make every allocation beyond this many bytes fail; None lifts the limit."""
     _, total = torch.cuda.mem_get_info(device)

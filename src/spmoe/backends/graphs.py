@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+Between = Callable[[Callable[[], None], list[Callable[[], None]]], None]  # submit the work, and the notes
 
 
 class Phase(Enum):
@@ -77,13 +78,14 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording = Recording()
+        self._notes: list[Callable[[], None]] = []
         # memory is kept for graphs as long as one of them lives: this one does
         self._anchor, _ = self.record(lambda: torch.zeros(1, device=device))
 
     def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
         """Rehearse and record; the result's tensors are those that every replay fills anew."""
         outer = torch.cuda.current_stream(self._stream.device)
-        self._recording = Recording(self.stopwatch)
+        self._recording, self._notes = Recording(self.stopwatch), list[Callable[[], None]]()
         self._stream.wait_stream(outer)
         try:
             with torch.cuda.stream(self._stream):
@@ -108,16 +110,25 @@ class Recorder:
             self._recording.pieces.append(between)
             self._begin()
 
-    def split_around(self, work: Callable[[], None], between: Callable[[Callable[[], None]], None]) -> None:
-        """The same, where the host submits this work, recorded as a graph of its own, as often as it finds right."""
+    def split_around(self, work: Callable[[], None], between: Between) -> None:
+        """The same, where the host submits this work, recorded as a graph of its own, as often as it finds right.
+
+        It is also handed what was noted since the last such split, to be done once it has waited for the device.
+        """
         if self.phase is Phase.RECORDING:
             self._end()
             self._begin()
             work()
             self._end()
-            submit = self._recording.pieces.pop()
-            self._recording.pieces.append(lambda: between(submit))
+            submit, notes = self._recording.pieces.pop(), self._notes
+            self._recording.pieces.append(lambda: between(submit, notes))
+            self._notes = []
             self._begin()
+
+    def note(self, later: Callable[[], None]) -> None:
+        """While recording: let the host do this at the next split at which it waits for the device anyway."""
+        if self.phase is Phase.RECORDING:
+            self._notes.append(later)
 
     def new_event(self) -> torch.cuda.Event:
         """A mark to `record` between two graphs, and to wait for."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from spmoe.backends.cpu import CpuBackend
-from spmoe.experts.source import Wave
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
+from spmoe.experts.waves import Wave
 from spmoe.types import ExpertKey
 
 _TOGETHER = 16  # choices up to which a device makes all chosen experts' weights at once

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmoe.bench.predictability import chosen_of, draft_depths, read_windows, recall_of, run_window
 from spmoe.draft.model import DraftModel
-from spmoe.engine.build import Engine
+from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
 from spmoe.predict.fitted import RIDGES, Fitted, LayerFit
 

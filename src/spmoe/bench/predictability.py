@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad
 
 from spmoe.draft.model import DraftModel
-from spmoe.engine.build import Engine
+from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.network import Network
 from spmoe.predict.draft_gate import layers_by_draft_depth

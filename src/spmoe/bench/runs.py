@@ -249,9 +249,10 @@ class Bench:
 
 
 def settings_of(memories: list[Size], policies: list[str], draft_tokens: list[int]) -> list[Setting]:
-    """The cross product, in the order given. Without a draft nothing is predicted: K = 0 is on demand, and once."""
+    """The cross product, in the order given. Without a draft it predicts nothing: K = 0 is on demand, and once."""
     every = product(memories, policies, draft_tokens)
-    return list(dict.fromkeys(Setting(memory, policy if k else "on-demand", k) for memory, policy, k in every))
+    draftless = {policy: "next-gate" if "next-gate" in policy else "on-demand" for policy in policies}
+    return list(dict.fromkeys(Setting(memory, policy if k else draftless[policy], k) for memory, policy, k in every))
 
 
 def require_room(prompts: list[list[int]], output_len: int, context: int) -> None:

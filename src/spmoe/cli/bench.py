@@ -37,7 +37,7 @@ def bench(
         str, typer.Option(help="Memory for experts: sizes (6GiB) or shares (25%), with commas between them.")
     ] = "25%",
     prefetch: Annotated[
-        str, typer.Option(help="Prefetch policies, with commas: draft-gate, on-demand.")
+        str, typer.Option(help="Prefetch policies, with commas; see spmoe run.")
     ] = "draft-gate,on-demand",
     num_speculative_tokens: Annotated[
         str, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step, with commas; 0: on demand.")

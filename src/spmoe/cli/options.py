@@ -34,7 +34,9 @@ def _engine(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")
     ] = 4,
-    prefetch: Annotated[str, typer.Option(help="Prefetch policy: draft-gate or on-demand.")] = "draft-gate",
+    prefetch: Annotated[
+        str, typer.Option(help="Prefetch policy: draft-gate, next-gate, draft-gate+next-gate or on-demand.")
+    ] = "draft-gate",
     cutoff: Annotated[
         str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
     ] = "auto",

@@ -12,7 +12,8 @@ import torch
 
 from spmoe import types
 from spmoe.config import EngineConfig, SamplingParams
-from spmoe.engine.build import Engine, build
+from spmoe.engine.build import build
+from spmoe.engine.engine import Engine
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
@@ -233,7 +234,7 @@ class Generation:
             peak_slots=engine.source.cache.peak,
             cutoff_layers=engine.cutoff,
             layers=len(engine.target.moe),
-            prefetch="draft-gate" if engine.cutoff is not None else "on-demand",
+            prefetch=engine.loop.policy.name,
             draft_tokens=engine.loop.draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
         )

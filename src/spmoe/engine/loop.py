@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from spmoe.draft.base import Drafter
 from spmoe.experts.source import ExpertSource
 from spmoe.models.kv import KvState
+from spmoe.models.taps import Watch
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import Accepted, Seen, Sequence
+from spmoe.types import Accepted, Routing, Seen, Sequence, Stage
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
 
 
 class Lookout:
-    """Predicts and prefetches, while the draft runs."""
+    """Predicts and prefetches, while a model runs."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, stage: Stage) -> None:
         self._loop = loop
-        self.ask = loop.policy.ask
+        self.ask = partial(loop.policy.ask, stage)
         self.last_pass = loop.policy.last_pass
 
     def __call__(self, seen: Seen) -> None:
@@ -60,7 +63,7 @@ class Loop:
         self.source.begin_step()
         k = self._draft_length(sequence, room)
 
-        (draft,) = self.drafter.propose([sequence], k, Lookout(self) if self.policy.stages else None)
+        (draft,) = self.drafter.propose([sequence], k, self._lookout(Stage.DRAFT))
         drafted = self._clock.now()
 
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
@@ -108,10 +111,26 @@ class Loop:
             for start in range(0, len(certain), chunk):
                 self.target.forward(certain[start : start + chunk], kv, 1)
             kv.mark()
+        watch = self._watch_target()
         parts = [
-            self.target.forward(pending[start : start + chunk], kv, keep) for start in range(0, len(pending), chunk)
+            self.target.forward(pending[start : start + chunk], kv, keep, watch=watch)
+            for start in range(0, len(pending), chunk)
         ]
         return torch.cat(parts)[-keep:]
+
+    def _lookout(self, stage: Stage) -> Lookout | None:
+        return Lookout(self, stage) if stage in self.policy.stages else None
+
+    def _watch_target(self) -> Watch | None:
+        """Who looks at each of the target's layers while it runs, if the policy does."""
+        lookout, count = self._lookout(Stage.VERIFY), self.target.depth_count
+        if lookout is None or not self.target.has_taps:
+            return None
+
+        def tell(depths: range, residual: torch.Tensor, routing: Routing | None) -> None:
+            lookout(Seen(Stage.VERIFY, depths, count, residual, routing))
+
+        return Watch(count, lookout.ask, tell, at_once=True)
 
     def _rewind(self, sequence: Sequence, length: int) -> None:
         self.states[sequence.id].rewind(length)

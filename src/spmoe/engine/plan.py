@@ -10,7 +10,7 @@ from torch import nn
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, EngineConfig
-from spmoe.engine.build import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs, profile_settings
 from spmoe.engine.materials import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
@@ -90,7 +90,7 @@ def make_plan(config: EngineConfig) -> Plan:
     slots = memory.slots
     profile, layers = None, None
     fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
-    if fits and config.prefetch == "draft-gate":
+    if fits and "draft-gate" in config.prefetch:
         inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
@@ -124,12 +124,20 @@ def make_plan(config: EngineConfig) -> Plan:
         draft_bytes=(_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0) + maps + own,
         predictor=str(predictor) if predictor else None,
         num_speculative_tokens=draft_tokens,
-        prefetch=config.prefetch if fits else "on-demand",
+        prefetch=_prefetch(config, fits),
         emulated_link_gbps=config.link_gbps,
         profile=profile,
         cutoff=str(config.cutoff),
         cutoff_layers=layers,
     )
+
+
+def _prefetch(config: EngineConfig, fits: bool) -> str:
+    """What is left of the policy where the draft has nothing to predict from."""
+    if fits or config.prefetch == "next-gate":
+        return config.prefetch
+    own_signals = "next-gate" in config.prefetch or (config.draft == "ngram" and config.prefetch != "on-demand")
+    return "next-gate" if own_signals else "on-demand"
 
 
 def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:

@@ -6,10 +6,7 @@ One lock guards the bookkeeping; nobody waits for bytes while holding it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Sequence
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.cache import Entry, ExpertCache, Reservation
@@ -17,33 +14,11 @@ from spmoe.experts.eviction import Eviction
 from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
 from spmoe.experts.slots import Slots
 from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.experts.waves import Opened, Wave
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey, Residency, Wish
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """Experts of one layer that are ready together; their slots stay theirs until the next wave is asked for."""
-
-    layer: int
-    experts: tuple[int, ...]
-    slots: tuple[int, ...]
-    weights: tuple[Mapping[str, Tensor], ...]
-
-
-@dataclass(slots=True)
-class Opened:
-    """Experts of a layer that are READY, pinned for compute that starts before it is known which of them it needs."""
-
-    layer: int
-    entries: list[Entry]
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(entry.key.expert for entry in self.entries)
 
 
 class ExpertSource:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Recorder
 from spmoe.backends.kernels.inputs import chosen, go_on, new_chain, stage, stage_chained
 from spmoe.models.attention import device_length
@@ -51,14 +52,14 @@ class Programs:
         self.depth_count = depth_count
         self.recorder = recorder
         self.chain = new_chain(model.device)
-        self._chain_here = torch.empty(self.chain.shape, dtype=torch.int64, pin_memory=True)
+        self._chain_here = page_locked(len(self.chain))
         self._arrived = recorder.new_event()
 
     def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
         """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
         program = self._program(ProgramKey(len(tokens), keep, watch.slabs if watch is not None else 0), kv, watch)
-        program.launch(tokens, kv.length)
-        program.report(watch)
+        program.launch(watch, tokens, kv.length)
+        program.report()
         kv.advance(len(tokens))
         return program.logits
 
@@ -68,13 +69,13 @@ class Programs:
         for place, watch in enumerate(watches):
             rows, slabs = len(tokens) if place == 0 else 1, watch.slabs if watch is not None else 0
             chain.append(self._program(ProgramKey(rows, 1, slabs, choices, place), kv, watch))
-        chain[0].launch(tokens, kv.length)
-        for program in chain[1:]:
-            program.launch()
+        chain[0].launch(watches[0], tokens, kv.length)
+        for program, watch in zip(chain[1:], watches[1:], strict=True):
+            program.launch(watch)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
-        for program, watch in zip(chain, watches, strict=True):
-            program.report(watch)
+        for program in chain:
+            program.report()
         kv.advance(len(tokens) + len(chain) - 1)
         self._arrived.synchronize()
         return chosen(self._chain_here, len(chain))
@@ -91,13 +92,14 @@ class Program:
 
     def __init__(self, owner: Programs, key: ProgramKey, kv: KvState, watch: Watch | None) -> None:
         model, self._recorder = owner.model, owner.recorder
-        self._inbox = torch.zeros(key.rows + 1, dtype=torch.int64, pin_memory=True)  # tokens, and how many came before
+        self._inbox = page_locked(key.rows + 1)  # tokens, and how many came before
         self._inbox[key.rows] = kv.length
+        self._watch: Watch | None = None
         self._slabs: list[Slab] = []
         self._answers: list[Routing | None] = []
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
-        on_tap = watch.tap(owner.depth_count, self._on_slab(watch.ask)) if watch is not None else None
+        on_tap = watch.tap(owner.depth_count, self._on_slab(watch.ask, watch.at_once)) if watch is not None else None
 
         def forward() -> Tensor:
             self._slabs.clear()
@@ -120,35 +122,44 @@ class Program:
 
         self._recording, self.logits = self._recorder.record(forward)
 
-    def launch(self, tokens: list[int] | None = None, length: int = 0) -> None:
+    def launch(self, watch: Watch | None, tokens: list[int] | None = None, length: int = 0) -> None:
         """Submit the forward; without tokens, of the one chosen last."""
+        self._watch = watch
         if tokens is not None:
             self._inbox.copy_(torch.tensor([*tokens, length]))
         self._recording.replay()
 
-    def report(self, watch: Watch | None) -> None:
-        """Tell the watch what it asked for, slab by slab as it arrives."""
+    def report(self) -> None:
+        """Tell the watch what it asked for, slab by slab as it arrives, unless it was told at once."""
+        if self._watch is None or self._watch.at_once:
+            return
         for slab in self._slabs:
             slab.arrived.synchronize()
-            if watch is not None:
-                watch.tell(slab.depths, slab.residual, slab.answer)
+            self._tell(slab)
 
-    def _on_slab(self, ask: Callable[[range, Tensor], Routing | None]) -> Callable[[range, Tensor], None]:
+    def _tell(self, slab: Slab) -> None:
+        if self._watch is not None:
+            self._watch.tell(slab.depths, slab.residual, slab.answer)
+
+    def _on_slab(
+        self, ask: Callable[[range, Tensor], Routing | None], at_once: bool
+    ) -> Callable[[range, Tensor], None]:
         def on_slab(depths: range, residual: Tensor) -> None:
             asked = ask(depths, residual)
             number = len(self._slabs)
             if number == len(self._answers):  # page-locked memory cannot be had while recording
-                self._answers.append(None if asked is None else Routing(*(_page_locked(t) for t in asked)))
+                self._answers.append(
+                    None if asked is None else Routing(*(page_locked(*t.shape, dtype=t.dtype) for t in asked))
+                )
             answer = self._answers[number]
             if asked is not None and answer is not None:
                 for there, here in zip(asked, answer, strict=True):
                     here.copy_(there, non_blocking=True)
             slab = Slab(depths, residual, asked, answer, self._recorder.new_event())
             self._slabs.append(slab)
-            self._recorder.split(slab.arrived.record)
+            if at_once:
+                self._recorder.note(lambda: self._tell(slab))
+            else:
+                self._recorder.split(slab.arrived.record)
 
         return on_slab
-
-
-def _page_locked(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

@@ -25,6 +25,7 @@ class Watch:
     slabs: int
     ask: Callable[[range, Tensor], Routing | None]
     tell: Callable[[range, Tensor, Routing | None], None]
+    at_once: bool = False  # whether it is told while the forward is under way, before what it asked about is past
 
     def tap(self, depth_count: int, on_slab: Callable[[range, Tensor], None]) -> OnTap:
         """Gathers layers into slabs."""  # a slab: [depths, rows, hidden]

@@ -25,11 +25,19 @@ class Gates(Protocol):
 class PrefetchPolicy(Protocol):
     """Turns what a model has produced into wishes."""
 
+    @property
+    def name(self) -> str:
+        """As options and reports call it."""
+        ...
+
     stages: frozenset[Stage]  # the stages it wants to see; nothing is tapped for the others
 
-    last_pass: bool  # whether seeing the last draft token too is worth one more pass of the draft
+    @property
+    def last_pass(self) -> bool:
+        """Whether seeing the last draft token too is worth one more pass of the draft."""
+        ...
 
-    def ask(self, depths: range, residual: Tensor) -> Routing | None:
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
         # residual: [depths, rows, hidden]
         ...

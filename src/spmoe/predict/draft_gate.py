@@ -8,7 +8,7 @@ predicted there is worth keeping if it is resident.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
 class DraftGate:
     """Wishes for what the draft's states route to; beyond the cutoff only to be kept, not to be fetched."""
 
+    name = "draft-gate"
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
 
     def __init__(
@@ -32,7 +33,7 @@ class DraftGate:
         self._fitted = fitted
         self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
 
-    def ask(self, depths: range, residual: Tensor) -> Routing | None:
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         layers = [layer for depth in depths for layer in self._layers_at[depth]]
         if not layers:
             return None
@@ -43,19 +44,22 @@ class DraftGate:
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
-        routing = seen.routing if seen.routing is not None else self.ask(seen.depths, seen.residual)
-        if routing is None:
-            return
-        for layer, experts, scores in zip(layers, routing.experts.tolist(), routing.scores.tolist(), strict=True):
-            best: dict[int, float] = {}
-            for row_experts, row_scores in zip(experts, scores, strict=True):
-                for expert, score in zip(row_experts, row_scores, strict=True):
-                    best[expert] = max(best.get(expert, 0.0), score)
-            for expert, score in best.items():
-                yield Wish(ExpertKey(layer, expert), score, deadline=layer, fetch=layer < self.cutoff)
+        routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
+        return () if routing is None else wishes(layers, routing, self.cutoff)
 
     def on_accept(self, accepted: Accepted) -> None:
         pass
+
+
+def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Iterator[Wish]:
+    """One wish per expert that any row is sent to, with the best score; from that layer on only to be kept."""
+    for layer, experts, scores in zip(layers, routing.experts.tolist(), routing.scores.tolist(), strict=True):
+        best: dict[int, float] = {}
+        for row_experts, row_scores in zip(experts, scores, strict=True):
+            for expert, score in zip(row_experts, row_scores, strict=True):
+                best[expert] = max(best.get(expert, 0.0), score)
+        for expert, score in best.items():
+            yield Wish(ExpertKey(layer, expert), score, deadline=layer, fetch=layer < fetch_below)
 
 
 def layers_by_draft_depth(layer_depths: Iterable[int], depth_count: int, draft_depth: int) -> list[list[int]]:

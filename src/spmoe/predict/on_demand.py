@@ -12,10 +12,11 @@ from spmoe.types import Accepted, Seen, Stage, Wish
 class OnDemand:
     """The baseline that prefetching is measured against."""
 
+    name = "on-demand"
     stages: frozenset[Stage] = frozenset()
     last_pass = False
 
-    def ask(self, depths: range, residual: Tensor) -> None:
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> None:
         pass
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:

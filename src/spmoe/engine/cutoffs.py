@@ -1,0 +1,42 @@
+"""How deep an engine may prefetch: the inputs of the latency model, and which of its forms was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from spmoe.config import Cutoff, CutoffMode, EngineConfig
+from spmoe.experts.store import StoreSpec
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff
+
+
+def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
+    """The fixed part of what the cutoff formula needs."""
+    return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
+
+
+def profile_settings(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, inputs: CutoffInputs
+) -> Any:
+    """Everything a profile depends on besides the machine."""
+    return {
+        "target": checkpoint.fingerprint,
+        "draft": config.draft if draft is None else draft.fingerprint,
+        "dtype": config.dtype,
+        "link_gbps": config.link_gbps,
+        "device": config.device,
+        "shape": config.shape,
+        "enforce_eager": config.enforce_eager,
+        "pageable": config.pageable,
+        **asdict(inputs),
+    }
+
+
+def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
+    """How many layers may be prefetched for."""
+    if cutoff.mode is CutoffMode.AUTO and profile is not None:
+        return fastest_cutoff(profile, inputs)
+    if cutoff.mode is CutoffMode.JUST_IN_TIME and profile is not None:
+        return just_in_time_cutoff(profile, inputs)
+    return min(cutoff.layers, inputs.layers) if cutoff.mode is CutoffMode.FIXED else inputs.layers

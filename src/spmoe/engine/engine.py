@@ -1,0 +1,106 @@
+"""A running engine: its parts, what had to be decided to put them together, and what it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmoe.backends.devices import limit_memory
+from spmoe.config import EngineConfig
+from spmoe.draft.base import Drafter
+from spmoe.draft.none import NoDraft
+from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs
+from spmoe.engine.loop import Loop
+from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.profiling import write_profile
+from spmoe.engine.room import Room
+from spmoe.errors import UsageError
+from spmoe.experts.source import ExpertSource
+from spmoe.experts.store import StoreSpec
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.target import Target
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Counters
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.cutoff import Profile, last_pass_pays
+from spmoe.predict.fitted import Fitted
+from spmoe.predict.next_gate import draft_gate_of
+
+_ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
+
+
+@dataclass
+class Engine:
+    """The parts of a running engine, and what had to be decided to put them together."""
+
+    config: EngineConfig
+    dtype: torch.dtype
+    tokenizer: Any
+    target: Target
+    loop: Loop
+    source: ExpertSource
+    store: StoreSpec
+    slots: int
+    clock: Clock
+    max_model_len: int
+    device: torch.device
+    room: Room
+    memory: MemoryPlan
+    checkpoint: Checkpoint
+    draft_checkpoint: Checkpoint | None
+    draft: Drafter | None  # the loop has it while K > 0
+    make_policy: Callable[[Engine], PrefetchPolicy]
+    fitted: Fitted | None = None  # maps from the draft's states to the target's
+    profile: Profile | None = None
+    cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
+    notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
+    profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
+    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by policy and K, and what it is from
+    since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
+
+    def reconfigure(self, *, prefetch: str, num_speculative_tokens: int) -> None:
+        """Change policy and K between two requests, without a reload; what was learnt for either is kept.
+
+        Forwards are recorded for up to the K that the engine was built with; a larger one is slower.
+        """
+        config = replace(self.config, prefetch=prefetch, num_speculative_tokens=num_speculative_tokens)
+        if num_speculative_tokens and self.draft is None:
+            raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
+        if config == self.config:
+            return
+        self._keep_learnt()
+        self.config = config
+        self.loop.draft_tokens = num_speculative_tokens
+        self.loop.drafter = self.draft if self.draft is not None and num_speculative_tokens else NoDraft()
+        self.profile = self.profile_file = self.cutoff = self.source.step_budget = None
+        self.loop.policy = self.make_policy(self)
+
+    def learn_cutoff(self) -> None:
+        """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
+        counters, policy = self.loop.counters.minus(self.since), draft_gate_of(self.loop.policy)
+        if self.profile is None or policy is None or counters.verified < _ENOUGH_STEPS:
+            return
+        layers = len(self.target.moe)
+        self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
+        inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
+        self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
+        policy.last_pass = last_pass_pays(self.profile, inputs)
+
+    def close(self) -> None:
+        """Keep what was learnt, and release everything. Idempotent."""
+        self._keep_learnt()
+        for file, (profile, _) in self.learnt.items():
+            write_profile(file, profile)
+        self.source.close()
+        self.room.close()
+        if self.memory.limit is not None:
+            limit_memory(self.device, None)
+
+    def _keep_learnt(self) -> None:
+        self.learn_cutoff()
+        if self.profile_file is not None and self.profile is not None:
+            self.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))

@@ -1,0 +1,84 @@
+"""Which prefetch policy an engine gets, with what cutoff, and what is left of it where nothing can be predicted."""
+
+from __future__ import annotations
+
+from spmoe.config import CutoffMode
+from spmoe.draft.model import DraftModel
+from spmoe.draft.none import NoDraft
+from spmoe.draft.self_quantized import SelfNetwork
+from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.engine import Engine
+from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
+from spmoe.models.network import Network
+from spmoe.models.target import Target
+from spmoe.observe.ledger import Counters
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.cutoff import last_pass_pays
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.fitted import Fitted
+from spmoe.predict.next_gate import Both, NextGate
+from spmoe.predict.on_demand import OnDemand
+
+
+def make_policy(engine: Engine) -> PrefetchPolicy:
+    """The policy asked for, or what is left of it; what is missing becomes a notice."""
+    wanted, target, drafter = engine.config.prefetch, engine.target, engine.loop.drafter
+    own_signals = target.gates_found and target.has_taps
+    first = second = None
+    if "draft-gate" in wanted and isinstance(drafter, DraftModel):
+        first = _draft_gate(engine, drafter)
+    elif "draft-gate" in wanted and not isinstance(drafter, NoDraft):
+        then = "the target's own layers predict the next one's" if own_signals else "they are loaded on demand"
+        _note(engine, f"a draft without a model has no hidden states to predict experts from; {then}")
+        second = NextGate(target) if own_signals else None
+    if "next-gate" in wanted and own_signals:
+        second = NextGate(target)
+    elif "next-gate" in wanted:
+        _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
+    # more than the slots can hold at once would push itself out again within the step
+    engine.source.step_budget = engine.slots * engine.store.layout.nbytes if first or second else None
+    if first is not None and second is not None:
+        return Both(first, second)
+    return first or second or OnDemand()
+
+
+def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
+    """Prediction from the draft, its cutoff taken from a profile that is made if there is none yet."""
+    config, target = engine.config, engine.target
+    if (reason := _no_prediction(target, drafter.network, engine.fitted)) is not None:
+        _note(engine, f"{reason}; experts are loaded on demand")
+        return None
+    inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
+    if config.cutoff.mode is not CutoffMode.FIXED:
+        file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
+        engine.profile_file = file
+        engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
+        if engine.profile is None:
+            wait = engine.room.backend.synchronize
+            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
+            write_profile(file, engine.profile)
+        engine.since = engine.loop.counters.minus(steps)
+    engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
+    last_pass = engine.profile is not None and last_pass_pays(engine.profile, inputs)
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted)
+
+
+def _note(engine: Engine, notice: str) -> None:
+    if notice not in engine.notices:
+        engine.notices.append(notice)
+
+
+def _no_prediction(target: Target, draft: Network, fitted: Fitted | None) -> str | None:
+    """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
+    if isinstance(draft, SelfNetwork):
+        return None  # its own routers answer
+    if not target.gates_found:
+        return "the target's gates cannot be called alone"
+    if not draft.has_taps:
+        return "the draft's hidden states cannot be tapped"
+    if draft.hidden_size != target.hidden_size and fitted is None:
+        return (
+            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate "
+            "unless `spmoe fit-predictor` fits maps between them"
+        )
+    return None

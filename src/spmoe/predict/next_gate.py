@@ -1,0 +1,81 @@
+"""The target's own signals: a layer's residual stream through the gates of the layers that come next.
+
+It needs no draft and comes late: one layer ahead, what is predicted has as long to move as that layer takes. With a
+draft it corrects, layer by layer, what the draft foretold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from spmoe.predict.base import Gates, PrefetchPolicy
+from spmoe.predict.draft_gate import DraftGate, wishes
+from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+
+
+class NextGate:
+    """Wishes for what the next layers' gates make of this layer's states."""
+
+    name = "next-gate"
+    stages = frozenset({Stage.VERIFY})
+    last_pass = False
+
+    def __init__(self, gates: Gates, ahead: int = 1) -> None:
+        self._gates = gates
+        depths = list(gates.layer_depths)
+        self._next = [  # of each decoder layer, the MoE layers that come next
+            [layer for layer, at in enumerate(depths) if at > depth][:ahead] for depth in range(gates.depth_count)
+        ]
+
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        rows = [row for row, depth in enumerate(depths) for _ in self._next[depth]]
+        if stage is not Stage.VERIFY or not rows:
+            return None
+        return self._gates.route(self._layers(depths), residual[rows])
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        if seen.stage is not Stage.VERIFY:
+            return ()
+        routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
+        return () if routing is None else wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
+
+    def on_accept(self, accepted: Accepted) -> None:
+        pass
+
+    def _layers(self, depths: range) -> list[int]:
+        return [layer for depth in depths for layer in self._next[depth]]
+
+
+class Both:
+    """The draft's word first, and the target's own signals as its pass proceeds."""
+
+    def __init__(self, first: PrefetchPolicy, second: PrefetchPolicy) -> None:
+        self.first, self.second = first, second
+        self.name = f"{first.name}+{second.name}"
+        self.stages = first.stages | second.stages
+
+    @property
+    def last_pass(self) -> bool:
+        """As either wants."""
+        return self.first.last_pass or self.second.last_pass
+
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        return self._for(stage).ask(stage, depths, residual)
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        return self._for(seen.stage).on_seen(seen)
+
+    def on_accept(self, accepted: Accepted) -> None:
+        self.first.on_accept(accepted)
+        self.second.on_accept(accepted)
+
+    def _for(self, stage: Stage) -> PrefetchPolicy:
+        return self.first if stage in self.first.stages else self.second
+
+
+def draft_gate_of(policy: PrefetchPolicy) -> DraftGate | None:
+    """The part of a policy that predicts from the draft, if there is one."""
+    part = policy.first if isinstance(policy, Both) else policy
+    return part if isinstance(part, DraftGate) else None
