@@ -354,7 +354,7 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
         (("--expert-memory", "foo"), ("'foo' is not a size", "6GiB")),
         (("--expert-memory", "0"), ("'0' is not a size",)),
         (("--expert-memory", "200%"), ("'200%' is not a size",)),
-        (("--prefetch", "foo"), ("prefetch", "'foo'", "draft-gate, on-demand")),
+        (("--prefetch", "foo"), ("prefetch", "'foo'", "next-gate, on-demand")),
         (("--eviction", "foo"), ("eviction", "'foo'", "lru")),
         (("--dtype", "foo"), ("dtype", "'foo'", "bfloat16")),
         (("--max-tokens", "0"), ("max_tokens", "at least 1")),

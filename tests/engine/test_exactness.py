@@ -37,7 +37,7 @@ from spmoe.engine.engine import Engine
 from spmoe.experts.waves import Wave
 from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.next_gate import draft_gate_of
 from spmoe.types import Draft, Verdict
 from spmoe.verify import rejection
 from spmoe.verify.greedy import GreedyVerifier
@@ -50,7 +50,7 @@ PROMPTS = (SHORT, LONG)
 
 SLOTS = {family: (TOP_K, TOP_K + 1, LAYERS * n // 2, LAYERS * n) for family, n in EXPERTS.items()}
 AXES: Mapping[str, Sequence[Any]] = {
-    "prefetch": ("on-demand", "draft-gate"),
+    "prefetch": ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate"),
     "num_speculative_tokens": (0, 1, 3, 5),
     "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
     "cutoff": ("none", "1", "auto"),
@@ -131,7 +131,7 @@ def test_every_pair_of_settings_is_run() -> None:
     for a, b in combinations(AXES, 2):
         for x, y in product(AXES[a], AXES[b]):
             assert (a, x, b, y) in run
-    assert len(ROWS) < 30, "a covering subset, not the product"
+    assert len(ROWS) < 36, "a covering subset, not the product"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
@@ -144,19 +144,20 @@ def test_greedy_output_is_that_of_transformers(
         engine: Engine = llm.engine
         assert_exact(llm, expected(pair.target))
         drafting = row["num_speculative_tokens"] > 0
-        predicting = drafting and row["prefetch"] == "draft-gate"
+        predicting = drafting and "draft-gate" in row["prefetch"]
         assert engine.slots == SLOTS[family][row["slots"]], "the budget that was meant"
         assert engine.source.cache.peak <= engine.slots
         assert engine.notices == []
         assert engine.loop.draft_tokens == row["num_speculative_tokens"]
-        assert isinstance(engine.loop.policy, DraftGate) == predicting
+        assert (draft_gate_of(engine.loop.policy) is not None) == predicting
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting
         if predicting and row["cutoff"] != "auto":
             assert engine.cutoff == (LAYERS if row["cutoff"] == "none" else 1)
             assert counters.wishes > 0
         if not predicting:
-            assert counters.wishes == counters.prefetch_loads == 0
+            assert (counters.wishes > 0) == ("next-gate" in row["prefetch"])
+            assert counters.prefetch_loads <= counters.wishes
 
 
 def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
