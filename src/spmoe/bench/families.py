@@ -75,8 +75,13 @@ class Replay:
         self._inner.release(sequence_id)
 
     def _tokens(self, start: int, k: int) -> list[int]:
-        right = self._expected[start : start + k]
-        return [(token + (start + i) % 5 // 4) % self._vocabulary for i, token in enumerate(right)]
+        right = enumerate(self._expected[start : start + k], start)
+        return [(token + _is_wrong(place)) % self._vocabulary for place, token in right]
+
+
+def _is_wrong(place: int) -> bool:
+    """No pattern that steps could fall in with: drafts are kept whole, in part and not at all."""
+    return (place * place + place // 3) % 5 == 1
 
 
 def prove(family: str, directory: Path) -> Verdict:
