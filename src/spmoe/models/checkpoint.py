@@ -52,12 +52,19 @@ class Checkpoint:
         if isinstance(declared, str):
             declared = getattr(torch, declared.removeprefix("torch."), None)
         if declared is None:
-            name, path = next(iter(self.files.items()))
-            with safe_open(path, framework="pt") as file:
-                declared = file.get_tensor(name).dtype
+            declared = self._stored_dtype()
         if declared not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{self.name} is stored as {declared}, which spmoe cannot run; pass --dtype bfloat16")
-        return declared  # type: ignore[no-any-return]
+        return declared
+
+    def _stored_dtype(self) -> torch.dtype | None:
+        """That of the first weights that are numbers; packed ones are stored as whole bytes."""
+        for name, path in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                dtype: torch.dtype = file.get_slice(name)[:1].dtype
+                if dtype.is_floating_point:
+                    return dtype
+        return None
 
 
 def _resolve(name: str) -> Path:
@@ -91,11 +98,15 @@ def _read_config(name: str, directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model; check the path")
     declared = _read_json(directory / "config.json")
-    if declared.get("quantization_config") is not None:
+    quantization = declared.get("quantization_config")
+    if quantization is not None and not _expandable(quantization):
         raise CheckpointError(f"{name} is quantized, which spmoe cannot load yet; use the 16-bit checkpoint")
     try:
         with quiet():
-            return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            if quantization is not None:
+                del config.quantization_config  # experts are expanded as they are read; nothing else is packed
+            return config
     except Exception as error:  # an architecture it does not know, or whatever the checks of a config class raise
         if str(declared.get("model_type")) not in CONFIG_MAPPING:
             raise CheckpointError(
@@ -105,6 +116,11 @@ def _read_config(name: str, directory: Path) -> Any:
         raise CheckpointError(
             f"config.json of {name} cannot be used ({reason(error)}); correct it or download it again"
         ) from error
+
+
+def _expandable(quantization: Any) -> bool:
+    """Whether only experts are stored in fewer bits, and in a form that they can be expanded from one by one."""
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def _check_generation_config(directory: Path) -> None:

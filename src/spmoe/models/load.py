@@ -22,6 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spmoe.backends.cpu import WHOLE, parts
 from spmoe.config import home
@@ -191,8 +192,12 @@ class ExpertReader:
             if target in sources:
                 sources[target].setdefault(pattern, []).append(name)
         self._sources = sources
+        self._packed = {
+            target for target in wanted if {f"{target}_blocks", f"{target}_scales"} <= checkpoint.files.keys()
+        }
         for target, (count, *_) in wanted.items():
-            self._check_sources(target, count)
+            if target not in self._packed:
+                self._check_sources(target, count)
 
     def __enter__(self) -> ExpertReader:
         return self
@@ -231,6 +236,10 @@ class ExpertReader:
 
     def _read(self, target: str, expert: int) -> Tensor:
         """One expert's part of a fused parameter."""
+        if target in self._packed:  # four bits an element, with a scale for each 32 of them: every value is a bfloat16
+            blocks, scales = (self._read_source([f"{target}_{part}"], expert) for part in ("blocks", "scales"))
+            unpacked: Tensor = convert_moe_packed_tensors(blocks, scales)
+            return unpacked[0]
         tensors: Any = {pattern: [self._read_source(names, expert)] for pattern, names in self._sources[target].items()}
         if None in tensors:  # stored as the module holds it
             return tensors[None][0][0]  # type: ignore[no-any-return]
