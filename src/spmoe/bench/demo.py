@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from spmoe.config import SamplingParams
 from spmoe.engine.llm import LLM, Completion
 from spmoe.observe.timeline import Activity, Span
+
+_SLOWEST_LINK = 0.1  # GB/s
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0, "prefetch": "on-demand"},
@@ -29,13 +34,24 @@ def balanced_link(prompt: str, tokens: int, options: dict[str, Any]) -> float:
     """GB/s at which moving a step's missing experts takes about as long as computing the step.
 
     That is where overlap matters most: on a much faster link there is nothing to hide, on a much slower one nothing to
-    hide it behind.
+    hide it behind. On a machine that is busy otherwise it has a lower end, so that a demonstration ends.
     """
     with LLM(**options, **WAYS["speculation, on demand"]) as llm:
         completion = llm.generate(prompt, SamplingParams(max_tokens=tokens))[0]
     counters = completion.stats.counters
     compute = counters.draft_seconds + counters.verify_seconds - counters.stall_seconds
-    return float(f"{counters.demand_bytes / max(compute, 1e-6) / 1e9:.1g}")
+    return max(_SLOWEST_LINK, float(f"{counters.demand_bytes / max(compute, 1e-6) / 1e9:.1g}"))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small products are fastest on one thread, and several of them wait for each other where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_way(way: str, prompt: str, tokens: int, options: dict[str, Any], on_token: Callable[[int, int], None]) -> Shown:
