@@ -237,3 +237,16 @@ def test_a_draft_predicts_its_own_upcycled_target(tmp_path: Path) -> None:
         predicted = llm.engine.target.route(range(LAYERS), torch.stack(states)).experts
     actual = torch.stack([output[2].reshape(len(TOKENS), TOP_K) for output in routed])
     assert torch.equal(predicted.sort(dim=-1).values, actual.sort(dim=-1).values)
+
+
+def test_a_listener_may_ask_the_norms_it_listens_to(mixtral_pair: Pair) -> None:
+    with LLM(str(mixtral_pair.target), dtype="float32", progress=False) as llm:
+        target, seen = llm.engine.target, []
+
+        def on_tap(depth: int, residual: Tensor) -> None:
+            seen.append(depth)
+            for layer in range(len(target.moe)):
+                target.route([layer], residual[None])
+
+        target.forward(TOKENS, target.new_kv(20), 1, on_tap)
+        assert seen == list(range(target.depth_count))

@@ -62,7 +62,11 @@ class Taps:
 
     def _hook(self, depth: int) -> Any:
         def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if self._listener is not None:
-                self._listener(depth, args[0].reshape(-1, args[0].shape[-1]))
+            if (listener := self._listener) is not None:
+                self._listener = None  # who listens may ask this very norm about other states
+                try:
+                    listener(depth, args[0].reshape(-1, args[0].shape[-1]))
+                finally:
+                    self._listener = listener
 
         return hook
