@@ -61,7 +61,7 @@ def test_a_family_that_makes_something_else_of_several_tokens_at_once_decodes_pl
 ) -> None:
     """Jamba forgets its state then, and Nemotron-H bounds its time steps only then."""
     verdict = prove(family, tmp_path)
-    assert (verdict.loads, verdict.plain, verdict.prediction) == (OK, OK, OK)
+    assert (verdict.loads, verdict.plain) == (OK, OK)
     assert f"{family} keeps a state" in verdict.speculation
     assert "without speculation" in verdict.speculation
 
