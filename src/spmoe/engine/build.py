@@ -106,7 +106,10 @@ def _load_draft(
     """The draft network; none where the target's state could not be rolled back."""
     target = materials.target
     if config.draft and config.num_speculative_tokens and not target.anatomy.resumes:
-        notices.append(f"{config.model} keeps a state that cannot be rolled back yet; it decodes without speculation")
+        notices.append(
+            f"{config.model} keeps a state that does not take several tokens at once, or cannot be rolled back; it "
+            "decodes without speculation"
+        )
         return None
     if config.own_draft is not None:
         own = load_self(config, materials, config.own_draft)
