@@ -201,6 +201,13 @@ def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
     assert double.recorder.replayed >= 2 * (COUNT - 1)
 
 
+def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
+    assert double.recorder.replayed
+
+
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:
     expected = greedy(reference(windowed_pair.target), PROMPT, COUNT)
     assert generate(windowed_pair.target, windowed_pair.good, num_speculative_tokens=3) == expected

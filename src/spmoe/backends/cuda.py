@@ -188,9 +188,7 @@ class CudaPort:
             self._geometry, self._looked = self._backend.geometry(experts), True
         geometry = self._geometry
         if geometry is None or len(hidden) > MOST_ROWS:
-            needed: list[int] = torch.unique(index).tolist()
-            waves = self._source.use(self._layer, needed)
-            return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
+            return self._run_plain(experts, hidden, index, weights)
         rows, top_k = index.shape
         backend, recorder = self._backend, self._backend.recorder
         scratch = backend.scratch(rows, top_k, geometry)
@@ -216,6 +214,24 @@ class CudaPort:
             known = recorder.new_event()
             recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, chosen, known, notes))
         return add_up(scratch, torch.empty_like(hidden))
+
+    def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
+
+        def run() -> Tensor:
+            waves = self._source.use(self._layer, torch.unique(index).tolist())
+            return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
+
+        if self._backend.recorder.phase is Phase.EAGER:
+            return run()
+        out = torch.zeros_like(hidden)
+
+        def between() -> None:
+            with torch.inference_mode():  # which recording was in, and replaying is not
+                out.copy_(run())
+
+        self._backend.recorder.split(between)
+        return out
 
     def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any, notes: list[Callable[[], None]]) -> None:
         """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
