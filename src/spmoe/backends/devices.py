@@ -75,11 +75,6 @@ def limit_memory(device: torch.device, nbytes: int | None) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that were reserved at once."""
-    return torch.cuda.max_memory_reserved(device)
-
-
 def forget_freed(device: torch.device) -> None:
     """Give freed tensors' memory back to the device, for whoever divides what is free next."""
     if device.type == "cuda":

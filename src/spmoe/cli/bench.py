@@ -175,9 +175,7 @@ def _job(
 
     options = with_default_pair(options)
     config = EngineConfig.make(**options, num_speculative_tokens=0)
-    on = choose_device(config.device)
-    if wide_shape(config) is not None and on.type != "cuda":
-        raise UsageError("--shape makes a model of real size, for which a CUDA device is needed; leave it out")
+    wide_shape(config, choose_device(config.device))
     texts = parse_prompts(text, path) if text is not None and path is not None else sample_prompts()
     tokenizer = load_tokenizer(Checkpoint.find(config.model).directory)
     if tokenizer is None:

@@ -25,7 +25,7 @@ def stats_table(stats: Stats) -> Table:
         table.add_row("acceptance", f"mean length {c.mean_acceptance_length:.2f}; by position {positions}")
     rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
     table.add_row("experts", f"{c.loads} loads ({c.demand_loads} on demand), hit rate {rate}")
-    if stats.cutoff_layers is not None:
+    if stats.prefetch != "on-demand":
         table.add_row(
             "prefetched",
             f"{format_bytes(c.issued_bytes)} issued, {format_bytes(c.used_bytes)} used "
@@ -34,6 +34,8 @@ def stats_table(stats: Stats) -> Table:
     share = c.stall_seconds / stats.latency_seconds if stats.latency_seconds else 0.0
     table.add_row("stall", f"{1e3 * c.stall_seconds:.1f} ms ({100 * share:.1f}% of the time)")
     table.add_row("slots", f"peak {stats.peak_slots} of {stats.slots}")
-    cutoff = "no prefetching" if stats.cutoff_layers is None else f"{stats.cutoff_layers} of {stats.layers} layers"
-    table.add_row("cutoff", cutoff)
+    if stats.cutoff_layers is not None:
+        table.add_row("cutoff", f"{stats.cutoff_layers} of {stats.layers} layers")
+    else:
+        table.add_row("cutoff", "no prefetching" if stats.prefetch == "on-demand" else f"none with {stats.prefetch}")
     return table

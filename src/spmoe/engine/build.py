@@ -49,7 +49,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
-    wide_shape(config)  # refuses before anything is loaded
+    wide_shape(config, device)  # refuses before anything is loaded
     materials, clock, notices = gather(config, checkpoint, device), RealClock(), list[str]()
     target, spec = materials.target, materials.spec
     slot_count(config, spec, target.top_k)  # refuses before the draft is read

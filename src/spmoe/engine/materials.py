@@ -62,7 +62,7 @@ class Materials:
 
 def gather(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Materials:
     """Load a target without its experts."""
-    dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config)
+    dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config, device)
     small = load_without_experts(checkpoint, dtype if shape is None else torch.float32)
     with building(checkpoint):
         model = small.to(device) if shape is None else widen_target(small, shape, dtype, device)
@@ -105,10 +105,12 @@ def load_self(config: EngineConfig, materials: Materials, name: str) -> SelfNetw
     return SelfNetwork(materials.target, experts)
 
 
-def wide_shape(config: EngineConfig) -> WideShape | None:
+def wide_shape(config: EngineConfig, device: torch.device) -> WideShape | None:
     """The shape to widen to, if any."""
     if config.shape is None:
         return None
     if config.shape not in SHAPES:
         raise UsageError(f"shape must be one of {', '.join(SHAPES)}, not {config.shape!r}")
+    if device.type != "cuda":
+        raise UsageError("--shape makes a model of real size, for which a CUDA device is needed; leave it out")
     return SHAPES[config.shape]

@@ -30,11 +30,6 @@ class MemoryPlan:
     context: int  # positions
     limit: int | None  # that nothing may exceed; None: not limited
 
-    @property
-    def total(self) -> int:
-        """Everything."""
-        return self.slots * self.slot_bytes + self.resident + self.kv + self.workspace
-
 
 def divide_memory(
     config: EngineConfig,

@@ -10,7 +10,7 @@ from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
 from spmoe.engine.materials import Materials
-from spmoe.errors import SpmoeError, UsageError
+from spmoe.errors import SpmoeError
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import ensure_expert_file
 from spmoe.experts.transfer import FileTransfer, Transfer
@@ -55,8 +55,6 @@ def make_room(config: EngineConfig, materials: Materials, count: int, store: Hos
     """Build the store, unless one is given that holds these experts, and everything between it and compute."""
     if materials.device.type == "cuda":
         return _cuda_room(config, materials, count, store)
-    if config.shape is not None:
-        raise UsageError("--shape makes a model of real size, for which a CUDA device is needed; leave it out")
     path = expert_file_path(materials.checkpoint, materials.dtype)
     with materials.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
         file = ensure_expert_file(path, materials.spec, fill, report)
