@@ -26,6 +26,12 @@ def test_run_writes_what_plain_decoding_writes(invoke: Invoke, checkpoints: Path
     assert ("own layers" in note) if draft == "ngram" else (draft[5:] in note)
 
 
+def test_what_next_gate_prefetched_is_shown(invoke: Invoke, checkpoints: Path) -> None:
+    shown = invoke("run", checkpoints / "target", "--draft", "ngram", *PROMPT[:-1]).succeeded().err
+    assert "issued" in shown
+    assert "none with next-gate" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_info_names_it(invoke: Invoke, checkpoints: Path, draft: str) -> None:
     plan = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "--json").succeeded().out)

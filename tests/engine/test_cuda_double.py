@@ -196,6 +196,18 @@ def test_tokens_are_those_of_transformers(double: Double, pair: Pair, kind: str,
     assert (double.recorder.replayed > 0) != options.get("enforce_eager", False)
 
 
+def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pair: Pair) -> None:
+    """Output would be right whatever the draft says; how much of it is kept, and what it wishes for, would not."""
+    found = []
+    for eager in (False, True):
+        options = {"num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager, "progress": False}
+        with LLM(str(pair.target), str(pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+            counters = llm.generate(PROMPT, GREEDY)[0].stats.counters
+            found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
+    assert found[0] == found[1]
+    assert found[0][1][0] > 0
+
+
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
     assert generate(pair.target, None) == greedy(reference(pair.target), PROMPT, COUNT)
     assert double.recorder.replayed >= 2 * (COUNT - 1)
