@@ -230,7 +230,7 @@ def test_gates_that_name_other_experts_are_found_out(tmp_path: Path, monkeypatch
 
 
 def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(family: str, directory: Path) -> Verdict:
+    def act(family: str, directory: Path, device: str) -> Verdict:
         if family == "crashes":
             os._exit(7)
         if family == "hangs":
@@ -254,7 +254,7 @@ def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_fails_only_where_a_family_asked_for_by_name_does(
     names: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def act(family: str, directory: Path) -> Verdict:
+    def act(family: str, directory: Path, device: str) -> Verdict:
         return Verdict(family, OK, OK, "it did not" if family == "mixtral" else OK, OK)
 
     monkeypatch.setattr(proof, "prove", act)
@@ -276,6 +276,22 @@ def test_the_command_refuses_what_is_no_family(
         main()
     assert ended.value.code == 2
     assert "has no MoE family llama" in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_device_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["spmoe", "families", "--device", "tpu"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "cpu or cuda, not 'tpu'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_family_is_exact_on_a_device_too() -> None:
+    assert prove_all(["mixtral"], device="cuda") == [Verdict("mixtral", OK, OK, OK, OK, OK)]
 
 
 def test_the_page_says_what_made_it_and_why_not() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe import types
+from spmoe.backends.devices import choose_device, device_facts
 from spmoe.config import SamplingParams
 from spmoe.draft.base import Drafter, OnSeen
 from spmoe.engine.llm import LLM
@@ -29,9 +30,10 @@ from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 PROMPT = [(13 * i + 5) % 89 for i in range(11)]
 COUNT = 20  # tokens generated
 K = 3
-TIMEOUT = 180.0  # seconds for one family
+TIMEOUT = 240.0  # seconds for one family
 OK = "ok"
 CHECKS = ("loads", "plain", "speculation", "prediction")
+CUDA_CHECKS = (*CHECKS, "recorded")
 _SEEDS = range(8)  # tried until a checkpoint says something that is not all the same
 _DISTINCT = 6
 
@@ -45,10 +47,11 @@ class Verdict:
     plain: str = "not reached"
     speculation: str = "not reached"
     prediction: str = "not reached"
+    recorded: str = "not on a CUDA device"
 
     @property
     def holds(self) -> bool:
-        """Whether it loads and is exact, with and without speculation; prediction only makes it faster."""
+        """Whether it loads and is exact, with and without speculation; the rest only makes it faster."""
         return self.loads == self.plain == self.speculation == OK
 
     def to_dict(self) -> dict[str, str]:
@@ -84,28 +87,31 @@ def _is_wrong(place: int) -> bool:
     return (place * place + place // 3) % 5 == 1
 
 
-def prove(family: str, directory: Path) -> Verdict:
+def prove(family: str, directory: Path, device: str = "cpu") -> Verdict:
     """Run every check on one family, in this process."""
-    found = {"family": family, "loads": ""}
+    found = {"family": family}
     try:
-        target, draft, expected = _checkpoints(family, directory)
-        _check(found, target, draft, expected)
+        target, draft, expected = _checkpoints(family, directory, device)
+        _check(found, target, draft, expected, device)
     except Exception as error:  # whatever a family's own code raises is a row of the table
-        where = next((check for check in CHECKS if found.get(check, "") != OK), CHECKS[-1])
-        found[where] = f"{type(error).__name__}: {reason(error)}"
+        found["loads"] = _told(error)
     names = {str(directory / "draft"): "the draft", **{str(directory / f"target-{seed}"): family for seed in _SEEDS}}
     for path, name in names.items():
         found = {check: answer.replace(path, name) for check, answer in found.items()}
     return Verdict(**found)
 
 
-def _checkpoints(family: str, directory: Path) -> tuple[str, str, list[int]]:
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {reason(error)}"
+
+
+def _checkpoints(family: str, directory: Path, device: str) -> tuple[str, str, list[int]]:
     """A target, a draft that knows nothing of it, and what transformers says the target writes."""
     for seed in _SEEDS:
         model = tiny_model(family, seed)
         target = directory / f"target-{seed}"
         save(model, target)
-        expected = reference_tokens(target, PROMPT, COUNT)
+        expected = reference_tokens(target, PROMPT, COUNT, device)
         if len(set(expected)) >= _DISTINCT:
             break
     draft = directory / "draft"
@@ -114,28 +120,41 @@ def _checkpoints(family: str, directory: Path) -> tuple[str, str, list[int]]:
     return str(target), str(draft), expected
 
 
-def _check(found: dict[str, str], target: str, draft: str, expected: list[int]) -> None:
+def _check(found: dict[str, str], target: str, draft: str, expected: list[int], device: str) -> None:
     options: dict[str, Any] = {
         "num_speculative_tokens": K,
         "cutoff": "none",
         "dtype": "float32",
-        "device": "cpu",
+        "device": device,
         "progress": False,
     }
+
+    def attempt(check: str, ask: Callable[..., str], *args: Any) -> None:
+        if found.get(check, OK) == OK:
+            try:
+                found[check] = ask(*args)
+            except Exception as error:  # other checks may still pass
+                found[check] = _told(error)
+
     with LLM(target, draft, expert_memory="100%", **options) as llm:
         engine = llm.engine
         sizes = [engine.target.top_k, max(engine.target.top_k, engine.slots // 2)]
         budgets = [size * engine.store.layout.nbytes for size in sizes]
         found["loads"] = OK
-        found["plain"] = _plain(llm, expected)
-        found["prediction"] = _prediction(llm)
-        found["speculation"] = _speculation(llm, expected)
+        if device != "cpu":
+            attempt("recorded", _recorded, llm)
+        attempt("plain", _plain, llm, expected)
+        attempt("prediction", _prediction, llm)
+        attempt("speculation", _speculation, llm, expected)
     for budget in budgets:
         with LLM(target, draft, expert_memory=budget, prefill_chunk=4, **options) as llm:
-            if found["speculation"] == OK:
-                found["speculation"] = _speculation(llm, expected)
-            if found["plain"] == OK:
-                found["plain"] = _plain(llm, expected)
+            attempt("speculation", _speculation, llm, expected)
+            attempt("plain", _plain, llm, expected)
+
+
+def _recorded(llm: LLM) -> str:
+    """Whether forwards of few rows are graphs, and why not."""
+    return next((notice for notice in llm.notices if "of the target cannot be recorded" in notice), OK)
 
 
 def _plain(llm: LLM, expected: list[int]) -> str:
@@ -217,7 +236,10 @@ def _same(llm: LLM, expected: list[int], setting: str) -> str:
 
 
 def prove_all(
-    families: Iterable[str], workers: int = 2, on_done: Callable[[Verdict, float], None] = lambda verdict, seconds: None
+    families: Iterable[str],
+    workers: int = 2,
+    on_done: Callable[[Verdict, float], None] = lambda verdict, seconds: None,
+    device: str = "cpu",
 ) -> list[Verdict]:
     """Every family's verdict, in the order asked for."""
     waiting, running, verdicts = list(families), dict[str, _Job](), dict[str, Verdict]()
@@ -225,7 +247,7 @@ def prove_all(
     while waiting or running:
         while waiting and len(running) < workers:
             family = waiting.pop(0)
-            running[family] = _Job(family)
+            running[family] = _Job(family, device)
         for family, job in list(running.items()):
             if (verdict := job.verdict()) is not None:
                 verdicts[family] = verdict
@@ -238,13 +260,14 @@ def prove_all(
 class _Job:
     """One family under way."""
 
-    def __init__(self, family: str) -> None:
-        # forked, it need not import everything once more
-        context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    def __init__(self, family: str, device: str) -> None:
+        # forked, it need not import everything once more; but CUDA does not outlive a fork
+        forks = hasattr(os, "fork") and device == "cpu"
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.family = family
         self.started = time.monotonic()
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(family, sender), daemon=True)
+        self._process = context.Process(target=_work, args=(family, device, sender), daemon=True)
         self._process.start()
         sender.close()
 
@@ -265,25 +288,36 @@ class _Job:
         return None
 
 
-def _work(family: str, sender: Any) -> None:
+def _work(family: str, device: str, sender: Any) -> None:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is meant, in convolutions too
     warnings.simplefilter("ignore")  # what families' own code warns of is neither ours nor about exactness
     with tempfile.TemporaryDirectory() as directory, quiet():
         os.environ["SPMOE_HOME"] = str(Path(directory) / "home")
-        sender.send(prove(family, Path(directory)))
+        sender.send(prove(family, Path(directory), device))
     sender.close()
 
 
-def markdown(verdicts: Sequence[Verdict], version: str) -> str:
+def checks_on(device: str) -> tuple[str, ...]:
+    """What is checked there."""
+    return CHECKS if device == "cpu" else CUDA_CHECKS
+
+
+def markdown(verdicts: Sequence[Verdict], version: str, device: str = "cpu") -> str:
     """The table as a page."""
-    counts = ", ".join(f"{sum(getattr(v, check) == OK for v in verdicts)} {check}" for check in CHECKS)
+    checks = checks_on(device)
+    counts = ", ".join(f"{sum(getattr(v, check) == OK for v in verdicts)} {check}" for check in checks)
+    on, file = "the CPU", "docs/families.md"
+    if device != "cpu":
+        on, file = f"a CUDA device ({device_facts(choose_device(device)).name})", f"docs/families-{device}.md"
+    option = "" if device == "cpu" else f" --device {device}"
     lines = [
-        "# Families",
+        "# Families" if device == "cpu" else "# Families on CUDA",
         "",
-        f"Made by `spmoe families --markdown docs/families.md` with transformers {version}. Of {len(verdicts)} MoE",
+        f"Made by `spmoe families{option} --markdown {file}` with transformers {version}. Of {len(verdicts)} MoE",
         f"families with a causal language model: {counts}.",
         "",
-        "Each was built as a tiny random checkpoint and really run, in float32 on the CPU:",
+        f"Each was built as a tiny random checkpoint and really run, in float32 on {on}:",
         "",
         "- **loads**: the engine takes the checkpoint, experts into the expert file;",
         f"- **plain**: greedy decoding writes the {COUNT} tokens that transformers' own `generate` writes, with the",
@@ -292,16 +326,21 @@ def markdown(verdicts: Sequence[Verdict], version: str) -> str:
         "  is mostly right, prefetching by draft-gate and on demand, with the same three memories;",
         "- **prediction**: every MoE layer's norm and router were found and, asked alone about the hidden states of a",
         "  forward, name exactly the experts that it used.",
+    ]
+    if "recorded" in checks:
+        lines[-1] = lines[-1].replace("used.", "used;")
+        lines.append("- **recorded**: forwards of few rows are recorded as CUDA graphs, and replayed.")
+    lines += [
         "",
         "[Adding a model](adding-a-model.md) says what to do about a family that fails.",
         "",
-        f"| family | {' | '.join(CHECKS)} |",
-        f"| --- |{' --- |' * len(CHECKS)}",
+        f"| family | {' | '.join(checks)} |",
+        f"| --- |{' --- |' * len(checks)}",
     ]
     for verdict in verdicts:
-        cells = [OK if getattr(verdict, check) == OK else "no" for check in CHECKS]
+        cells = [OK if getattr(verdict, check) == OK else "no" for check in checks]
         lines.append(f"| {verdict.family} | {' | '.join(cells)} |")
-    failures = [(v.family, c, getattr(v, c)) for v in verdicts for c in CHECKS if getattr(v, c) != OK]
+    failures = [(v.family, c, getattr(v, c)) for v in verdicts for c in checks if getattr(v, c) != OK]
     if failures:
         lines += ["", "Why not:", ""]
         lines += [f"- {family}, {check}: {why}" for family, check, why in failures]

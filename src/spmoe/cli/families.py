@@ -23,36 +23,44 @@ def families(
     ] = None,
     as_json: Json = False,
     markdown: Annotated[Path | None, typer.Option(help="Write the table as Markdown to this file.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Families run at a time.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Families run at a time, each in a process.")] = 2,
+    device: Annotated[str, typer.Option(help="Where they run: cpu or cuda.")] = "cpu",
 ) -> None:
     """Build a tiny random model of every MoE family that transformers knows, and check that it runs exactly.
 
     Takes a minute or two. Fails only where a family that was asked for by name does.
     """
+    from spmoe.backends.devices import choose_device, device_facts
     from spmoe.bench import families as proof
     from spmoe.models.families import families as known
     from spmoe.models.families import transformers_version as version
 
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, not {device!r}")
+    name = device_facts(choose_device(device)).name
     there = known()
     if unknown := [name for name in names or () if name not in there]:
         raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(there)}")
-    chosen, done = list(dict.fromkeys(names or there)), 0
+    chosen, done, checks = list(dict.fromkeys(names or there)), 0, proof.checks_on(device)
+    stderr().print(f"{len(chosen)} families of transformers {version} on {name}", soft_wrap=True)
 
     def tell(verdict: Verdict, seconds: float) -> None:
         nonlocal done
         done += 1
         said = "ok" if verdict.holds else "no"
         stderr().print(f"[{done}/{len(chosen)}] {verdict.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
+        for line in _reasons([verdict], checks):
+            stderr().print(f"  {line}", soft_wrap=True, markup=False)
 
-    verdicts = proof.prove_all(chosen, workers, tell)
+    verdicts = proof.prove_all(chosen, workers, tell, device)
     if markdown is not None:
-        markdown.write_text(proof.markdown(verdicts, version))
+        markdown.write_text(proof.markdown(verdicts, version, device))
     if as_json:
-        print(json.dumps({"transformers": version, "families": [verdict.to_dict() for verdict in verdicts]}))
+        print(json.dumps({"transformers": version, "device": name, "families": [v.to_dict() for v in verdicts]}))
     else:
         console = Console(highlight=False, markup=False, emoji=False)
-        console.print(_table(verdicts, proof.CHECKS))
-        for line in _reasons(verdicts, proof.CHECKS):
+        console.print(_table(verdicts, checks))
+        for line in _reasons(verdicts, checks):
             console.print(line, soft_wrap=True)
     if names and not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)

@@ -254,12 +254,13 @@ def save(model: Any, directory: Path) -> None:
         model.save_pretrained(directory)
 
 
-def reference_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+def reference_tokens(directory: Path, prompt: Sequence[int], count: int, device: str = "cpu") -> list[int]:
     """What transformers' own greedy search makes of a checkpoint, whatever tokens that are."""
     with quiet():
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
+        model.set_experts_implementation("eager")  # others take no float32 on some devices
         model.generation_config.eos_token_id = None
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=device)
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
         )
