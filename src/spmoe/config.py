@@ -157,6 +157,8 @@ class EngineConfig:
     device: str = "auto"
     device_memory: Size | Literal["auto"] | None = None  # instead of expert_memory, for everything on the device
     pageable: bool = False  # experts in memory that is not locked
+    batching: bool = True  # copies that can go together are submitted together; off for measuring
+    synchronous: bool = False  # wait for every prefetch: nothing overlaps with it; on for measuring
     enforce_eager: bool = False  # no recorded graphs
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: bool = True
@@ -190,6 +192,9 @@ class EngineConfig:
         return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
 
     def __post_init__(self) -> None:
+        for name in ("fitted", "pageable", "batching", "synchronous", "enforce_eager"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
         _choose("eviction", self.eviction, EVICTIONS)
         _choose("dtype", self.dtype, DTYPES)

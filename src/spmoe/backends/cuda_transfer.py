@@ -128,6 +128,7 @@ class CudaTransfer:
 
     def __init__(self, lane: Lane, addresses: Addresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW) -> None:
         self.lane = lane
+        self.batched = True  # copies may share a submission
         # the link must not run dry between the end of one copy and the prefetcher's next look
         self.depth = 1 + max(1, -(-2 * window * chunk // addresses.nbytes))
         self._addresses = addresses
@@ -187,7 +188,7 @@ class CudaTransfer:
 
     def _groups(self, tickets: list[CudaTicket]) -> list[list[CudaTicket]]:
         """Small blobs share a submission, and an end, as long as that costs their first user little."""
-        size = max(1, self._chunk // 4 // self._addresses.nbytes)
+        size = max(1, self._chunk // 4 // self._addresses.nbytes) if self.batched else 1
         return [tickets[i : i + size] for i in range(0, len(tickets), size)]
 
     def _send(self, tickets: list[CudaTicket]) -> None:
@@ -201,7 +202,7 @@ class CudaTransfer:
             self._flying.popleft()
         while self._waiting and len(self._flying) < self._window:
             room, pieces, parts = self._chunk, list[Piece](), list[CudaTicket]()
-            while self._waiting and room > 0:
+            while self._waiting and room > 0 and (self.batched or not parts):
                 ticket = self._waiting.popleft()
                 room += ticket.sent
                 pieces += self._pieces(ticket, room)

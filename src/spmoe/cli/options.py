@@ -65,6 +65,12 @@ def _engine(
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: no recorded graphs, for debugging.")
     ] = False,
+    batching: Annotated[
+        bool, typer.Option("--batching/--no-batching", help="For measuring: no batching is one copy per submission.")
+    ] = True,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="For measuring: wait for every prefetch, so that nothing overlaps.")
+    ] = False,
 ) -> dict[str, Any]:
     options = dict(locals())
     EngineConfig.make(**{**options, "model": model or ""})  # refuses bad values before anything heavy is imported

@@ -69,6 +69,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction, spec.experts)
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
+    source.batching = transfer.batched = config.batching
+    source.synchronous = config.synchronous
     try:
         states: dict[int, KvState] = {}
         drafter = _make_drafter(config, target, draft, states)
@@ -83,7 +85,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
-            budget, checkpoint, draft_checkpoint, drafter, make_policy, fitted, notices=notices,
+            budget, checkpoint, draft_checkpoint, drafter, make_policy, {config.eviction: eviction}, fitted,
+            notices=notices,
         )  # fmt: skip
         loop.policy = make_policy(engine)
     except BaseException:

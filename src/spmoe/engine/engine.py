@@ -19,6 +19,7 @@ from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.profiling import write_profile
 from spmoe.engine.room import Room
 from spmoe.errors import UsageError
+from spmoe.experts.eviction import Eviction, make_eviction
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
@@ -30,6 +31,7 @@ from spmoe.predict.cutoff import Profile, last_pass_pays
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
 
+CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
 
 
@@ -54,6 +56,7 @@ class Engine:
     draft_checkpoint: Checkpoint | None
     draft: Drafter | None  # the loop has it while K > 0
     make_policy: Callable[[Engine], PrefetchPolicy]
+    evictions: dict[str, Eviction]  # by name, those that have been used, with what they have learnt
     fitted: Fitted | None = None  # maps from the draft's states to the target's
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
@@ -62,20 +65,29 @@ class Engine:
     learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by policy and K, and what it is from
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
-    def reconfigure(self, *, prefetch: str, num_speculative_tokens: int) -> None:
-        """Change policy and K between two requests, without a reload; what was learnt for either is kept.
+    def reconfigure(self, **changes: Any) -> None:
+        """Change any of `CHANGEABLE` between two requests, without a reload; what was learnt for either is kept.
 
         Forwards are recorded for up to the K that the engine was built with; a larger one is slower.
         """
-        config = replace(self.config, prefetch=prefetch, num_speculative_tokens=num_speculative_tokens)
-        if num_speculative_tokens and self.draft is None:
+        if unknown := sorted(set(changes) - CHANGEABLE):
+            raise UsageError(f"{', '.join(unknown)} cannot be changed while an engine runs; build another")
+        config = replace(self.config, **changes)
+        k = config.num_speculative_tokens
+        if k and self.draft is None:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if config == self.config:
             return
         self._keep_learnt()
+        if config.eviction != self.config.eviction:
+            if config.eviction not in self.evictions:
+                self.evictions[config.eviction] = make_eviction(config.eviction, self.store.experts)
+            self.source.change_eviction(self.evictions[config.eviction])
         self.config = config
-        self.loop.draft_tokens = num_speculative_tokens
-        self.loop.drafter = self.draft if self.draft is not None and num_speculative_tokens else NoDraft()
+        self.source.batching = self.room.transfer.batched = config.batching
+        self.source.synchronous = config.synchronous
+        self.loop.draft_tokens = k
+        self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()
         self.profile = self.profile_file = self.cutoff = self.source.step_budget = None
         self.loop.policy = self.make_policy(self)
 

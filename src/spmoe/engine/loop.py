@@ -65,6 +65,7 @@ class Loop:
 
         (draft,) = self.drafter.propose([sequence], k, self._lookout(Stage.DRAFT))
         drafted = self._clock.now()
+        self.source.draft_is_over()
 
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
         verifier = GreedyVerifier() if sequence.sampling.greedy else RejectionVerifier()

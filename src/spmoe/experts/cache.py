@@ -50,6 +50,13 @@ class ExpertCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def change_eviction(self, eviction: Eviction) -> None:
+        """Another rule decides from now on; the old one is told that everything left, the new one that it came."""
+        for key in self._entries:
+            self._eviction.removed(key)
+            eviction.inserted(key)
+        self._eviction = eviction
+
     def get(self, key: ExpertKey) -> Entry | None:
         """The key's entry, if it has a slot."""
         return self._entries.get(key)

@@ -139,6 +139,14 @@ class ThrottledTransfer:
         self._link = Link(self._rate, clock)
         self._timeline = timeline or Timeline()
 
+    @property
+    def batched(self) -> bool:
+        return self._inner.batched
+
+    @batched.setter
+    def batched(self, batched: bool) -> None:
+        self._inner.batched = batched
+
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         tickets = self._inner.copy(jobs, urgent=urgent)
         return [self._over_link(ticket, urgent) for ticket in tickets]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.cache import Entry, ExpertCache, Reservation
@@ -43,6 +44,8 @@ class ExpertSource:
         self.timeline = timeline or Timeline()
         self.counters = counters
         self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
+        self.batching = True  # copies that are ready to go together are submitted together
+        self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
         self._transfer = transfer
@@ -82,9 +85,22 @@ class ExpertSource:
                     self.counters.wishes_resident += 1
                 elif wish.fetch:
                     self._queue.put(wish)
-            pending = len(self._queue) > 0
-        if pending:
+            pending, drafting = len(self._queue) > 0, self._position < 0
+        if pending and self.synchronous and not drafting:
+            self._fetch_all()
+        elif pending:
             self._poke()
+
+    def draft_is_over(self) -> None:
+        """Verification is about to start: where nothing may overlap with copies, the draft's are made now."""
+        if self.synchronous:
+            self._fetch_all()
+
+    def change_eviction(self, eviction: Eviction) -> None:
+        """Another rule decides from now on; what it has learnt while it decided before still counts."""
+        with self._lock:
+            self.cache.change_eviction(eviction)
+            self._eviction = eviction
 
     def open(self, layer: int) -> Opened:
         """Pin what a layer has READY. Compute may be given it at once; `use` or `shut` lets go of it."""
@@ -256,17 +272,18 @@ class ExpertSource:
         return reservation.entry
 
     def _submit(self, batch: list[Entry], *, urgent: bool) -> None:
-        if not batch:
-            return
-        try:
-            tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in batch], urgent=urgent)
-        except SpmoeError:
-            for entry in batch:
-                self._fail(entry)
-            raise
-        for entry, ticket in zip(batch, tickets, strict=True):
-            entry.ticket = ticket
-            self._loading.append(entry)
+        size = len(batch) if self.batching else 1
+        for start in range(0, len(batch), max(1, size)):
+            part = batch[start : start + size]
+            try:
+                tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
+            except SpmoeError:
+                for entry in batch[start:]:
+                    self._fail(entry)
+                raise
+            for entry, ticket in zip(part, tickets, strict=True):
+                entry.ticket = ticket
+                self._loading.append(entry)
 
     def _reap(self) -> None:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
@@ -323,6 +340,22 @@ class ExpertSource:
             waiting.remove(entry)
         return arrived
 
+    def _fetch_all(self) -> None:
+        """Copy what is wished for, as far as slots can be had, and wait for it."""
+        started, full = self._clock.now(), True
+        while full:
+            full = self.pump() is not None
+            with self._lock:
+                tickets = [entry.ticket for entry in self._loading if entry.ticket is not None]
+            for ticket in tickets:
+                with suppress(SpmoeError):  # told where the expert is used, if it ever is
+                    ticket.wait()
+        with self._lock:
+            self._reap()
+        now = self._clock.now()
+        self.counters.stall_seconds += now - started
+        self.timeline.add(Activity.STALL, started, now)
+
     def _wave(self, layer: int, entries: list[Entry]) -> Wave:
         if len(self._queue):
             self._poke()
@@ -344,6 +377,8 @@ class ExpertSource:
                     self.cache.unpin(entry)
 
     def _poke(self) -> None:
+        if self.synchronous:
+            return  # whoever wishes sees to it
         if self._worker is not None:
             self._worker.poke()
         else:

@@ -52,6 +52,7 @@ class Transfer(Protocol):
     """Moves blobs. Copies run in the order given, urgent ones before others that have not started."""
 
     depth: int  # how many copies keep it busy; more than that only makes later ones wait
+    batched: bool  # whether copies may share a submission
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         """Submit a batch, return at once with one ticket per job."""
@@ -72,6 +73,8 @@ class Transfer(Protocol):
 
 class HostPaced:
     """What a transfer does about compute that runs on the host: nothing, since it has ended when its call returns."""
+
+    batched = True  # a batch of reads is only a list of them
 
     def fence(self, slots: Iterable[int]) -> None:
         """Nothing reads a slot behind the caller's back."""
