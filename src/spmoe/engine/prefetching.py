@@ -49,17 +49,17 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
         _note(engine, f"{reason}; experts are loaded on demand")
         return None
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
+    file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
+    profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))  # a fixed cutoff makes none itself
     if config.cutoff.mode is not CutoffMode.FIXED:
-        file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
-        engine.profile_file = file
-        engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
+        engine.profile_file, engine.profile = file, profile
         if engine.profile is None:
             wait = engine.room.backend.synchronize
-            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
+            engine.profile = profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
             write_profile(file, engine.profile)
         engine.since = engine.loop.counters.minus(steps)
-    engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
-    last_pass = engine.profile is not None and last_pass_pays(engine.profile, inputs)
+    engine.cutoff = choose_cutoff(config.cutoff, profile, inputs)
+    last_pass = profile is not None and last_pass_pays(profile, inputs)
     return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted)
 
 
