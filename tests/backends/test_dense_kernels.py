@@ -1,4 +1,4 @@
-"""Norms, linear layers and routers against their twins and float64, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
+"""Norms, linear layers, gated or not, and routers against their twins and float64, on CUDA or interpreted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels import dense  # noqa: E402
-from spmoe.backends.kernels.dense import Answer, Tile, rms_norm, route, skinny_linear  # noqa: E402
+from spmoe.backends.kernels.dense import Answer, Tile, gated_linear, rms_norm, route, skinny_linear  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
@@ -127,6 +127,21 @@ def test_a_row_does_not_depend_on_its_company(device: str, dtype: torch.dtype, t
     together = skinny_linear(x, weight, tile=tile)
     for rows in (1, 2, 5, 8, 9, 13):
         assert torch.equal(skinny_linear(x[-rows:], weight, tile=tile), together[-rows:])
+
+
+@dtypes
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_a_gated_layer_is_its_twin(device: str, dtype: torch.dtype, n: int, k: int, activation: str) -> None:
+    gate, up = ((torch.randn(n, k) / math.sqrt(k)).to(device, dtype) for _ in range(2))
+    x = torch.randn(16, k).to(device, dtype)
+    together = gated_linear(x, gate, up, activation)
+    exact = dense.ACTIVATIONS[activation](x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    assert together.dtype == dtype
+    assert close(together, dense.gated_linear_plain(x, gate, up, activation), dtype)
+    assert close(together, exact, dtype)
+    for rows in (1, 5, 9):
+        assert torch.equal(gated_linear(x[:rows], gate, up, activation), together[:rows])
 
 
 def test_tiles_are_those_of_the_shape() -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Wave
+
+_KERNELS_CALL_IT = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+}
+
+
+def kernel_name(activation: Any) -> str | None:
+    """The kernels' name for an activation; None if they do not know it."""
+    return _KERNELS_CALL_IT.get(type(activation).__name__)
 
 
 class Port(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import Port
+from spmoe.backends.base import Port, kernel_name
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -24,15 +24,6 @@ from spmoe.types import ExpertKey
 
 _RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
 _WORD = 2**64 - 1
-
-_ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-}
 
 
 class CudaLane:
@@ -159,7 +150,7 @@ class CudaBackend:
 
 def activation_of(experts: Any) -> str | None:
     """The kernels' name for the module's activation."""
-    return _ACTIVATIONS.get(type(getattr(experts, "act_fn", None)).__name__)
+    return kernel_name(getattr(experts, "act_fn", None))
 
 
 def _gate_is_plain(experts: Any) -> bool:

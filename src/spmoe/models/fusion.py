@@ -1,16 +1,19 @@
-"""Norms, linear layers and routers as one kernel each, wherever that is proved to give the module's own result."""
+"""Norms, linear layers, gated MLPs, routers and rotary positions by kernels, wherever that is proved to be the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
+
+from spmoe.backends.base import kernel_name
+from spmoe.models.rotary import with_rotary_kernel
 
 _ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
 _SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
@@ -39,12 +42,14 @@ def fuse(model: nn.Module) -> Callable[[], None]:
 
 def _proved_form(module: Any) -> Callable[..., Any] | None:
     """A forward that is as good as the module's own, and faster for few rows."""
-    weight: Any = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", next(module.parameters(), None))
     if type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous() or not _kernels_run_on(weight):
         return None
-    if "forward" in vars(module) or any(True for _ in module.children()):
+    if "forward" in vars(module):
         return None
     try:
+        if any(True for _ in module.children()):
+            return _gated(module) or with_rotary_kernel(module, weight.device, weight.dtype)
         if type(module) is nn.Linear:
             return _linear(module)
         if len(list(module.parameters())) > 1:
@@ -95,6 +100,51 @@ def _linear(module: nn.Linear) -> Callable[..., Any] | None:
     if not _close(found, expected, _rounding(states, module.weight, expected)) or not torch.equal(alone, found[:1]):
         return None
     return _with_own(module, _ROWS, form)
+
+
+def _gated(module: Any) -> Callable[..., Any] | None:
+    """An MLP whose gate, activation and product are one kernel."""
+    from spmoe.backends.kernels.dense import gated_linear
+
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = kernel_name(getattr(module, "act_fn", None))
+    if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in (gate, up, down)):
+        return None
+    gate, up, down = cast(nn.Linear, gate), cast(nn.Linear, up), cast(nn.Linear, down)
+    if gate.weight.shape != up.weight.shape or not (gate.weight.is_contiguous() and up.weight.is_contiguous()):
+        return None
+
+    def form(x: Tensor) -> Tensor:
+        y = gated_linear(x.reshape(-1, x.shape[-1]), gate.weight, up.weight, activation)
+        return cast(Tensor, down(y.view(*x.shape[:-1], -1)))
+
+    states = _states(gate.weight)
+    between = gated_linear(states, gate.weight, up.weight, activation)
+    own = module.act_fn(gate.forward(states)) * up.forward(states)
+    if not torch.equal(gated_linear(states[:1], gate.weight, up.weight, activation), between[:1]):
+        return None
+    if not _as_exact(between, own, _gated_exactly(states, gate.weight, up.weight, module.act_fn)):
+        return None
+    # the whole in one piece, so that a module that does more than this is left alone
+    if not torch.equal(module.forward(states), down.forward(own)):
+        return None
+    return _with_own(module, _ROWS, form, lambda: gate.weight)
+
+
+def _gated_exactly(x: Tensor, gate: Tensor, up: Tensor, activation: Form) -> Tensor:
+    """By float64, a slice of the weights at a time."""  # x: [rows, k], gate and up: [n, k] -> [rows, n]
+    wide = x.double()
+    slices = zip(torch.split(gate, 1024), torch.split(up, 1024), strict=True)
+    return torch.cat([activation(wide @ g.double().T) * (wide @ u.double().T) for g, u in slices], dim=-1)
+
+
+def _as_exact(found: Tensor, own: Tensor, exact: Tensor) -> bool:
+    """Whether no row is further from the truth than twice what the module's own is."""
+    if found.shape != own.shape or found.dtype != own.dtype:
+        return False
+    errors = [(t.double() - exact).abs().amax(dim=-1) for t in (found, own)]
+    slack = torch.finfo(found.dtype).eps * exact.abs().amax(dim=-1)
+    return bool((errors[0] <= 2 * errors[1] + slack).all())
 
 
 def _router(module: Any) -> Callable[..., Any] | None:
@@ -162,13 +212,15 @@ def _close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
     return bool(((found.float() - expected.float()).abs() <= allowed).all())  # what is not a number is not close
 
 
-def _with_own(module: Any, most_rows: float, form: Form, flat: bool = False) -> Callable[..., Any]:
+def _with_own(
+    module: Any, most_rows: float, form: Form, weight_of: Callable[[], Tensor] | None = None, flat: bool = False
+) -> Callable[..., Any]:
     """The form for what it was proved on: plain tensors of the weight's kind and few rows; else the module's own."""
-    own = module.forward
+    own, weight_of = module.forward, weight_of or (lambda: cast(Tensor, module.weight))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-            (x,), weight = args, module.weight
+            (x,), weight = args, weight_of()
             alike = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
             few = 0 < x.numel() <= most_rows * x.shape[-1] and (x.ndim == 2 or not flat)
             if alike and few and not is_functorch_wrapped_tensor(x):

@@ -1,4 +1,4 @@
-"""Norms, linear layers and routers of few rows: each one kernel, bound by the memory that its weights are read from.
+"""Norms, linear layers, gated ones, routers, of few rows: one kernel each, bound by the memory that holds its weights.
 
 How a kernel cuts its weights, and so the order in which it adds, follows from their shape alone: a row's result does
 not depend, in any bit, on the rows, up to 16, that it came with.
@@ -15,6 +15,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 from torch.nn import functional
+
+from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 
 MOST_ROWS = 16
 MOST_EXPERTS = 512
@@ -57,6 +59,20 @@ def config_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
     else:
         tile = Tile(4, 1024, 8, 6, dot=False)
     return tile._replace(k=max(16 * tile.warps, min(tile.k, triton.next_power_of_2(k))))
+
+
+def gated_config_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The same for a gated layer, which reads two tiles at a time."""
+    if dtype.itemsize > 2:
+        tile = Tile(16, 32, 4, 3, dot=False)
+    elif n >= 8192:
+        tile = Tile(16, 256, 4, 4, dot=True)
+    else:
+        tile = Tile(8, 256, 4, 4, dot=True)
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"1 to {MOST_ROWS} rows, not {rows}")
+    least = 16 * (tile.warps if tile.dot else 1)
+    return tile._replace(k=max(least, min(tile.k, triton.next_power_of_2(k))))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,6 +124,30 @@ def skinny_linear(
 def skinny_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What `skinny_linear` computes."""
     return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def gated_linear(
+    x: Tensor,  # [rows, k]
+    gate: Tensor,  # [n, k], contiguous
+    up: Tensor,  # [n, k], contiguous
+    activation: str,
+    tile: Tile | None = None,
+) -> Tensor:  # [rows, n]
+    """`activation(gate(x)) * up(x)` of up to 16 rows, rounded wherever a tensor of its own would be."""
+    (rows, k), n = x.shape, gate.shape[0]
+    tile = tile or gated_config_for(rows, n, k, x.dtype)
+    out, x = x.new_empty(rows, n), x.contiguous()
+    _gated_kernel[(triton.cdiv(n, tile.n),)](
+        x, gate, up, out, rows, N=n, K=k, ROWS=8 if rows <= 8 and tile.dot else 16, PARTS=tile.warps if tile.dot else 1,
+        BN=tile.n, BK=tile.k // tile.warps if tile.dot else tile.k, STAGES=tile.stages, ACTIVATION=activation,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What `gated_linear` computes."""
+    return ACTIVATIONS[activation](skinny_linear_plain(x, gate)) * skinny_linear_plain(x, up)
 
 
 class Answer(NamedTuple):
@@ -217,6 +257,29 @@ def _dot_kernel(
     if BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(out + m[None, :] * N + n[:, None], y.to(out.dtype.element_ty), mask=(m[None, :] < rows) & (n[:, None] < N))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_kernel(
+    x, gate, up, out, rows, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    first, m = tl.program_id(0).to(tl.int64) * BN, tl.arange(0, ROWS)
+    part, j, k = tl.arange(0, PARTS)[:, None, None] * BK, tl.arange(0, BN), tl.arange(0, BK)
+    n = first + j
+    at = first * K + (part + j[None, :, None] * K + k[None, None, :])  # [PARTS, BN, BK]
+    x_at = x + (part + m[None, None, :] * K + k[None, :, None])  # [PARTS, BK, ROWS]
+    a = tl.zeros((PARTS, BN, ROWS), tl.float32)
+    b = tl.zeros((PARTS, BN, ROWS), tl.float32)
+    for start in tl.range(0, K, PARTS * BK, num_stages=STAGES):
+        here, where = n[None, :, None], start + part + k[None, None, :]
+        v = tl.load(x_at + start, mask=(m[None, None, :] < rows) & (start + part + k[None, :, None] < K), other=0.0)
+        a = tl.dot(_load(gate + at + start, here, where, N, K, BN, PARTS * BK), v, a, input_precision="ieee")
+        b = tl.dot(_load(up + at + start, here, where, N, K, BN, PARTS * BK), v, b, input_precision="ieee")
+    kind = out.dtype.element_ty
+    g = activate(tl.sum(a, axis=0).to(kind).to(tl.float32), ACTIVATION).to(kind).to(tl.float32)
+    y = g * tl.sum(b, axis=0).to(kind).to(tl.float32)
+    tl.store(out + m[None, :] * N + n[:, None], y.to(kind), mask=(m[None, :] < rows) & (n[:, None] < N))
 
 
 @triton.jit

@@ -10,7 +10,6 @@ not depend, in any bit, on which experts came in which wave, nor on the rows, up
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -18,16 +17,11 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
-from torch.nn import functional
+
+from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 
 MOST_ROWS = 64
 _ENOUGH_PROGRAMS = 512  # to keep a large device's memory busy
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
 
 
 class Geometry(NamedTuple):
@@ -168,7 +162,7 @@ def run_wave_plain(
         down = blob[geometry.down_at :][:size].view(geometry.hidden, geometry.ffn)
         row, choice = torch.where(index == expert)
         pair, x = row * top_k + choice, hidden[row].float()
-        scratch.up[pair] = (_ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)).to(scratch.up.dtype)
+        scratch.up[pair] = (ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)).to(scratch.up.dtype)
         for split in range(splits):
             inputs = slice(split * part, (split + 1) * part)
             y = scratch.up[pair, inputs].float() @ down[:, inputs].T
@@ -215,20 +209,6 @@ def _load(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, WHOLE: t
     return tile
 
 
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        y = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2z
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(ACTIVATION == "relu", "unknown activation")
-        y = tl.maximum(x, 0.0)
-    return y
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _up_kernel(
     hidden, index, table, mask, arena, up, rows,
@@ -254,7 +234,7 @@ def _up_kernel(
         w = _load(blob + FFN * HIDDEN + tile + start, n, at, FFN, HIDDEN, BN, BK)
         value = tl.dot(x, w, value, input_precision="ieee")
     choice = _choices(index, m, expert, rows, TOP_K, CHOICES)
-    y = _activate(gate, ACTIVATION) * value
+    y = activate(gate, ACTIVATION) * value
     place = up + (m * TOP_K + choice)[:, None] * FFN + n[None, :]
     tl.store(place, y.to(up.dtype.element_ty), mask=(choice[:, None] >= 0) & (n[None, :] < FFN))
 
