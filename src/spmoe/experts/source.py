@@ -171,15 +171,24 @@ class ExpertSource:
         """The step is over: what is still wished for is void."""
         with self._lock:
             self._queue.drop_all()
+        self.book_stalls()
+
+    def book_stalls(self) -> None:
+        """Count what compute has waited on its own device, as far as that is known by now."""
+        with self._lock:
             self.counters.stall_seconds += self._transfer.stalled_seconds()
+
+    @property
+    def depth(self) -> int:
+        """Copies outstanding at most, for wishes to be added; one slot is left to demands, which would else wait."""
+        return min(self._transfer.depth, max(1, self.cache.slot_count - 1))
 
     def pump(self) -> Ticket | None:
         """Submit wishes, in one batch, while the transfer has room for them.
 
         Returns the ticket to wait for when wishes are left and only the transfer's depth holds them back.
         """
-        # one slot is left to demand loads, which would else have to wait for the copy of a wish
-        room = min(self._transfer.depth, max(1, self.cache.slot_count - 1))
+        room = self.depth
         with self._lock:
             self._reap()
             batch: list[Entry] = []

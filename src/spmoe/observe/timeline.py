@@ -11,7 +11,8 @@ class Activity(Enum):
 
     DRAFT = "draft"
     VERIFY = "verify"
-    COPY = "copy"
+    COPY = "copy"  # demanded, or for whatever reason where that is not known
+    PREFETCH = "prefetch"  # a copy for a wish
     STALL = "stall"
 
 
@@ -22,6 +23,7 @@ class Span:
     activity: Activity
     start: float
     end: float
+    detail: str = ""  # which layer, or which expert as layer.expert
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Timeline:
     recording: bool = False
     spans: list[Span] = field(default_factory=list)
 
-    def add(self, activity: Activity, start: float, end: float) -> None:
+    def add(self, activity: Activity, start: float, end: float, detail: str = "") -> None:
         """Note a span, if recording."""
         if self.recording and end > start:
-            self.spans.append(Span(activity, start, end))
+            self.spans.append(Span(activity, start, end, detail))
