@@ -26,6 +26,22 @@ def kernel_name(activation: Any) -> str | None:
     return _KERNELS_CALL_IT.get(type(activation).__name__)
 
 
+def gate_activation(experts: Any) -> str | None:
+    """The kernels' name for what gated experts without biases do between their products; None if that is another thing.
+
+    Which is act(gate) * up, the halves side by side and never bounded, as an example shows.
+    """
+    if not experts.has_gate or experts.has_bias or experts.is_transposed:
+        return None
+    few = torch.tensor([-1e4, -20.0, -2.0, -0.3, 0.4, 3.0, 30.0, 1e4])
+    gate, up = few, few.roll(3)
+    try:
+        plain = torch.allclose(experts._apply_gate(torch.cat((gate, up))[None])[0], experts.act_fn(gate) * up)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    return kernel_name(experts.act_fn) if plain else None
+
+
 class Port(Protocol):
     """What an experts module calls in place of its own forward."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import Port, kernel_name
+from spmoe.backends.base import Port, gate_activation, kernel_name
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -139,28 +139,10 @@ class CudaBackend:
     def geometry(self, experts: Any) -> Geometry | None:
         """Where the grouped kernels find an expert's weights in a blob; None where they cannot run such experts."""
         fields = {field.name: field for field in self.slots.layout.fields}
-        plain = experts.has_gate and not experts.has_bias and not experts.is_transposed
-        if not plain or fields.keys() != {"gate_up_proj", "down_proj"} or activation_of(experts) is None:
-            return None
-        if not _gate_is_plain(experts):
+        if fields.keys() != {"gate_up_proj", "down_proj"} or gate_activation(experts) is None:
             return None
         gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
         return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
-
-
-def activation_of(experts: Any) -> str | None:
-    """The kernels' name for the module's activation."""
-    return kernel_name(getattr(experts, "act_fn", None))
-
-
-def _gate_is_plain(experts: Any) -> bool:
-    """Whether the gate is act(gate) * up with the two halves side by side, as a small example shows."""
-    probe = torch.linspace(-3, 3, 8)[None]  # [1, 8]
-    gate, up = probe.chunk(2, dim=-1)
-    try:
-        return torch.allclose(experts._apply_gate(probe), experts.act_fn(gate) * up)
-    except (RuntimeError, TypeError, AttributeError):
-        return False
 
 
 class CudaPort:
@@ -183,7 +165,7 @@ class CudaPort:
         rows, top_k = index.shape
         backend, recorder = self._backend, self._backend.recorder
         scratch = backend.scratch(rows, top_k, geometry)
-        activation, arena = str(activation_of(experts)), backend.arena
+        activation, arena = str(kernel_name(experts.act_fn)), backend.arena
 
         def run(mask: Tensor | None) -> None:
             run_wave(hidden, index, weights, self._table, mask, arena, geometry, activation, scratch)
