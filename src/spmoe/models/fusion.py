@@ -143,7 +143,7 @@ def _as_exact(found: Tensor, own: Tensor, exact: Tensor) -> bool:
     if found.shape != own.shape or found.dtype != own.dtype:
         return False
     errors = [(t.double() - exact).abs().amax(dim=-1) for t in (found, own)]
-    slack = torch.finfo(found.dtype).eps * exact.abs().amax(dim=-1)
+    slack = max(torch.finfo(found.dtype).eps, 2.0**-20) * exact.abs().amax(dim=-1)
     return bool((errors[0] <= 2 * errors[1] + slack).all())
 
 

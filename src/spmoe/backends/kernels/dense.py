@@ -66,9 +66,11 @@ def gated_config_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
         tile = Tile(16, 32, 4, 3, dot=False)
     elif n >= 8192:
-        tile = Tile(16, 256, 4, 4, dot=True)
+        tile = Tile(16, 512, 4, 3, dot=True)
+    elif n >= 2048:
+        tile = Tile(16, 128, 2, 4, dot=True)
     else:
-        tile = Tile(8, 256, 4, 4, dot=True)
+        tile = Tile(16, 256, 4, 5, dot=True)
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"1 to {MOST_ROWS} rows, not {rows}")
     least = 16 * (tile.warps if tile.dot else 1)
