@@ -1,0 +1,110 @@
+"""Draft-informed eviction, as the live rule does it, with expectations renewed only where something was said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmoe.experts import draft_informed
+from spmoe.experts.draft_informed import Reliability
+from spmoe.replay.rule import Valued, live_default
+from spmoe.replay.steps import Foretold, StepPlan
+
+
+class Habit(Valued):
+    """Decayed frequency of use, by step."""
+
+    decay = live_default(draft_informed.DraftInformed, "decay")
+
+    def __init__(self, layers: int, width: int, steps: Sequence[StepPlan]) -> None:
+        super().__init__(layers, width, steps)
+        self.frequency = np.zeros(layers * width)
+        self.seen = np.zeros(layers * width, dtype=bool)  # in this step
+
+    def used(self, keys: list[int]) -> None:
+        super().used(keys)
+        self.seen[keys] = True
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self.frequency = self.decay * self.frequency + (1 - self.decay) * self.seen
+        self.seen[:] = False
+
+
+class DraftInformed(Habit):
+    """The live rule: expected use at the layer's next turn, discounted by the distance to it."""
+
+    discount = live_default(draft_informed.DraftInformed, "discount")
+    reluctance = live_default(draft_informed.DraftInformed, "reluctance")
+
+    def __init__(self, layers: int, width: int, steps: Sequence[StepPlan]) -> None:
+        super().__init__(layers, width, steps)
+        self.named = np.zeros((layers, width), dtype=int)
+        self.score = np.zeros((layers, width))
+        self.passes = np.zeros(layers, dtype=int)
+        self.usual_passes = 1
+        self.reliability = Reliability()
+        self._expected = np.zeros((layers, width))
+        self._stale = np.zeros(layers, dtype=bool)  # layers whose expectation is to be worked out anew
+        self._any_stale = False
+        self._worths: np.ndarray | None = None
+        count = np.arange(layers)
+        self._discounts = [
+            (self.discount ** (((count - at - 1) % layers) / layers))[:, None] for at in range(-1, layers)
+        ]
+
+    def wished(self, wishes: Foretold, keys: np.ndarray, scores: np.ndarray, layers: np.ndarray) -> None:
+        if not len(keys):
+            return
+        self.named.ravel()[keys] += 1
+        flat = self.score.ravel()
+        flat[keys] = np.maximum(flat[keys], scores)
+        self.passes[layers] += 1
+        self._stale[layers] = True
+        self._any_stale, self._worths = True, None
+
+    def reached(self, layer: int) -> None:
+        before, self.position = self.position, layer
+        self._worths = None
+        if layer > before:  # what was foretold of layers that have had their turn counts no more
+            told = slice(before + 1, layer + 1)
+            self._expected[told] = self.frequency.reshape(self.layers, self.width)[told]
+            self._stale[told] = False
+        else:  # another pass over the layers, in the same step
+            self._stale = (self.passes > 0) & (np.arange(self.layers) > layer)
+            self._any_stale = True
+
+    def begin_step(self, step: int) -> None:
+        spoken = np.flatnonzero(self.passes)
+        if len(spoken):
+            shape = (self.layers, self.width)
+            used, habit = self.seen.reshape(shape), self.frequency.reshape(shape)
+            self.reliability.learn(self.named[spoken], self.score[spoken], used[spoken], habit[spoken])
+            self.usual_passes = int(self.passes.max())
+        super().begin_step(step)
+        self.named[:] = 0
+        self.score[:] = 0.0
+        self.passes[:] = 0
+        self._expected[:] = self.frequency.reshape(self.layers, self.width)
+        self._stale[:] = False
+        self._any_stale, self._worths = False, None
+
+    def worths(self) -> np.ndarray:
+        if self._worths is None:
+            if self._any_stale:
+                self._renew()
+            self._worths = (self._expected * self._discounts[self.position + 1]).ravel()
+        return self._worths
+
+    def _renew(self) -> None:
+        self._stale[: self.position + 1] = False
+        told = np.flatnonzero(self._stale)
+        if len(told):
+            expected = self.frequency.reshape(self.layers, self.width)[told]
+            spoken = np.minimum(1.0, self.passes[told] / self.usual_passes)
+            expected *= (1 - spoken * (1 - self.reliability.silence))[:, None]
+            word = self.reliability.of(self.named[told], self.score[told])
+            self._expected[told] = np.where(self.named[told] > 0, np.maximum(word, expected), expected)
+        self._stale[:] = False
+        self._any_stale = False

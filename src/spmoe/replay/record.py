@@ -1,0 +1,330 @@
+"""Recording: what a running engine routes, foretells and takes, noted while it generates."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spmoe import __version__
+from spmoe.backends.base import Port
+from spmoe.backends.cuda_transfer import CHUNK_BYTES, WINDOW
+from spmoe.config import SamplingParams
+from spmoe.draft.model import DraftModel
+from spmoe.engine.engine import Engine
+from spmoe.engine.llm import LLM
+from spmoe.errors import UsageError
+from spmoe.models.experts_port import attach
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.next_gate import NextGate, draft_gate_of
+from spmoe.replay.trace import Shape, Trace
+from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+
+AHEAD = 2  # layers ahead for which the target's own states are asked
+
+
+@dataclass
+class _Notes:
+    """Records as they come, to become a trace's arrays."""
+
+    request: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    slabs: list[int] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    rest: list[float] = field(default_factory=list)
+    slab_pass: list[int] = field(default_factory=list)
+    slab_layers: list[tuple[int, int]] = field(default_factory=list)
+    slab_seconds: list[float] = field(default_factory=list)
+    slab_rows: list[int] = field(default_factory=list)
+    foretold: list[np.ndarray] = field(default_factory=list)
+    foretold_score: list[np.ndarray] = field(default_factory=list)
+    forward_rows: list[int] = field(default_factory=list)
+    front: list[np.ndarray] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    chosen: list[np.ndarray] = field(default_factory=list)
+    weight: list[np.ndarray] = field(default_factory=list)
+    ahead: list[np.ndarray] = field(default_factory=list)
+    ahead_score: list[np.ndarray] = field(default_factory=list)
+
+
+class TraceRecorder:
+    """Stands between an engine's loop and its policy, and between its target and the experts.
+
+    The policy's wishes are what they were; besides, the draft makes its last pass and the target's layers are asked
+    about the next ones, so that every policy can be replayed. What that takes is not counted as the layers' time.
+    """
+
+    stages = frozenset(Stage)
+    last_pass = True
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.room.cuda is not None and engine.room.cuda.all_resident:
+            raise UsageError("with every expert in a slot nothing is routed by the host; lower --expert-memory")
+        self._engine = engine
+        self.source, self.clock, self.synchronize = engine.source, engine.clock, engine.room.backend.synchronize
+        self._inner: PrefetchPolicy = engine.loop.policy
+        self.name = self._inner.name
+        target, drafter = engine.target, engine.loop.drafter
+        self._layers = len(target.moe)
+        self._draft_gate: DraftGate | None = draft_gate_of(self._inner)
+        self._layers_at: list[list[int]] = []
+        if isinstance(drafter, DraftModel):
+            depth = drafter.network.depth_count
+            self._layers_at = layers_by_draft_depth(target.layer_depths, target.depth_count, depth)
+            if self._draft_gate is None and target.gates_found and drafter.network.has_taps:
+                fits = engine.fitted is not None or drafter.network.hidden_size == target.hidden_size
+                self._draft_gate = DraftGate(target, depth, self._layers, True, engine.fitted) if fits else None
+        asks = target.gates_found and target.has_taps
+        self._next = NextGate(target, AHEAD) if asks else None
+        self._notes = _Notes()
+        self._request = -1
+        self._mark = self._own = 0.0
+        self._at_step = (0, 0)  # slabs and forwards noted when the step began
+        self._pass, self._reached = -1, self._layers
+        self._before = engine.loop.counters.copy()
+        self._forward = -1  # the layer that ran last
+        self._ports = [site.experts.spmoe_port for site in target.moe]
+        for layer, site in enumerate(target.moe):
+            attach(site.experts, _NotingPort(self, layer, self._ports[layer]))  # type: ignore[arg-type]
+        engine.loop.policy = self
+
+    def begin_request(self) -> None:
+        """A generation is about to start."""
+        self._request += 1
+        self._begin_step()
+
+    def detach(self) -> None:
+        """Leave the engine as it was."""
+        self._engine.loop.policy = self._inner
+        for port, site in zip(self._ports, self._engine.target.moe, strict=True):
+            attach(site.experts, port)  # type: ignore[arg-type]
+
+    # ---- as the loop's policy
+
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        if stage is not Stage.VERIFY:
+            return self._draft_gate.ask(stage, depths, residual) if self._draft_gate is not None else None
+        if self._next is None:
+            return None
+        started = self._now()
+        routing = self._next.ask(stage, depths, residual)
+        self._own += self._now() - started
+        return routing
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        started = self._now()
+        if seen.stage is not Stage.VERIFY:
+            self._note_slab(seen, started)
+        elif seen.routing is not None:
+            self._note_ahead(seen.depths, seen.routing)
+        wishes: list[Wish] = []
+        if seen.stage in self._inner.stages:
+            own = seen if seen.stage is not Stage.VERIFY else replace(seen, routing=None)
+            wishes = list(self._inner.on_seen(own))
+        if seen.stage is Stage.VERIFY:
+            self._own += self._now() - started
+        else:
+            self._mark = self._now()
+        return wishes
+
+    def on_accept(self, accepted: Accepted) -> None:
+        self._inner.on_accept(accepted)
+        notes = self._notes
+        slabs, forwards = self._at_step
+        notes.request.append(self._request)
+        notes.drafted.append(accepted.drafted)
+        notes.accepted.append(accepted.accepted)
+        notes.slabs.append(len(notes.slab_pass) - slabs)
+        notes.forwards.append(len(notes.forward_rows) - forwards)
+        notes.rest.append(max(0.0, self._now() - self._mark))
+        self._begin_step()
+
+    # ---- as the target runs
+
+    def routed(self, layer: int, index: Tensor, weights: Tensor) -> None:
+        """A router has chosen; what it chose is about to run."""
+        notes, started = self._notes, self._now()
+        rows = len(index)
+        if layer <= self._forward or not notes.forward_rows or len(notes.forward_rows) == self._at_step[1]:
+            notes.forward_rows.append(rows)
+            notes.front.append(np.zeros(self._layers, dtype=np.float32))
+            notes.experts.append(np.zeros(self._layers, dtype=np.float32))
+            shape = (rows, self._layers, self._engine.target.top_k)
+            notes.chosen.append(np.full(shape, -1, dtype=np.int16))
+            notes.weight.append(np.zeros(shape, dtype=np.float16))
+            if len(notes.ahead) < len(notes.forward_rows):
+                self._new_ahead(rows)
+        self._forward = layer
+        notes.front[-1][layer] = max(0.0, started - self._mark - self._own)
+        self._own = 0.0
+        width = index.shape[-1]
+        notes.chosen[-1][:, layer, :width] = index.cpu().numpy()
+        notes.weight[-1][:, layer, :width] = weights.float().cpu().numpy()
+        self._mark = self._now()
+
+    def ran(self, layer: int, seconds: float) -> None:
+        """The layer's experts took this long, waiting not included."""
+        self._notes.experts[-1][layer] = max(0.0, seconds)
+        self._mark = self._now()
+
+    def trace(self, completions: Iterable[Any]) -> Trace:
+        """All that was noted."""
+        engine, notes = self._engine, self._notes
+        spec, config, target = engine.store, engine.config, engine.target
+        drafter = engine.loop.drafter
+        if not notes.request:
+            raise UsageError("nothing was generated, so there is nothing to record; give another prompt")
+        seconds = engine.profile.seconds_per_expert if engine.profile is not None else 0.0
+        link = config.link_gbps * 1e9 if config.link_gbps else (spec.layout.nbytes / seconds if seconds else 0.0)
+        shape = Shape(
+            experts=tuple(spec.experts),
+            top_k=target.top_k,
+            expert_bytes=spec.layout.nbytes,
+            draft_layers=drafter.network.depth_count if isinstance(drafter, DraftModel) else 0,
+            draft_tokens=engine.loop.draft_tokens,
+            depth=engine.source.depth,
+            chunk_bytes=CHUNK_BYTES if engine.room.cuda is not None and config.link_gbps is None else None,
+            window=WINDOW,
+            slots=engine.slots,
+            link_bytes_per_second=link,
+        )
+        counters = engine.loop.counters.minus(self._before)
+        about = {
+            "model": config.model,
+            "draft": config.draft,
+            "options": {
+                "prefetch": self._inner.name, "eviction": config.eviction, "cutoff": str(config.cutoff),
+                "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
+                "device": str(engine.device), "link_gbps": config.link_gbps, "fitted": engine.fitted is not None,
+            },
+            "profile": None if engine.profile is None else asdict(engine.profile),
+            "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "machine": f"{platform.machine()}, {platform.system()}",
+            "live": asdict(counters),
+            "requests": [
+                {"prompt_tokens": c.stats.prompt_tokens, "output_tokens": c.stats.output_tokens} for c in completions
+            ],
+        }  # fmt: skip
+        top_k = target.top_k
+        rows = sum(notes.forward_rows)
+
+        def join(parts: list[np.ndarray], empty: tuple[int, ...], dtype: Any, axis: int = 0) -> np.ndarray:
+            return np.concatenate(parts, axis=axis).astype(dtype) if parts else np.zeros(empty, dtype=dtype)
+
+        return Trace(
+            shape,
+            about,
+            np.array(notes.request, dtype=np.int32),
+            np.array(notes.drafted, dtype=np.int16),
+            np.array(notes.accepted, dtype=np.int16),
+            np.array(notes.slabs, dtype=np.int16),
+            np.array(notes.forwards, dtype=np.int16),
+            np.array(notes.rest, dtype=np.float32),
+            np.array(notes.slab_pass, dtype=np.int16),
+            np.array(notes.slab_layers, dtype=np.int16).reshape(-1, 2),
+            np.array(notes.slab_seconds, dtype=np.float32),
+            np.array(notes.slab_rows, dtype=np.int32),
+            join(notes.foretold, (0, top_k), np.int16),
+            join(notes.foretold_score, (0, top_k), np.float16),
+            np.array(notes.forward_rows, dtype=np.int32),
+            np.stack(notes.front),
+            np.stack(notes.experts),
+            join(notes.chosen, (0, self._layers, top_k), np.int16),
+            join(notes.weight, (0, self._layers, top_k), np.float16),
+            join(notes.ahead, (0, rows, self._layers, top_k), np.int16, axis=1),
+            join(notes.ahead_score, (0, rows, self._layers, top_k), np.float16, axis=1),
+        )
+
+    # ---- notes
+
+    def _note_slab(self, seen: Seen, now: float) -> None:
+        notes = self._notes
+        routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
+        layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
+        if routing is None or not layers:
+            return
+        if layers[0] < self._reached:  # the layers begin anew
+            self._pass += 1
+        self._reached = layers[-1] + 1
+        notes.slab_pass.append(self._pass)
+        notes.slab_layers.append((layers[0], layers[-1] + 1))
+        notes.slab_seconds.append(max(0.0, now - self._mark))
+        notes.slab_rows.append(routing.experts.shape[1])
+        top_k = self._engine.target.top_k
+        notes.foretold.append(routing.experts.cpu().numpy().reshape(-1, top_k).astype(np.int16))
+        notes.foretold_score.append(routing.scores.float().cpu().numpy().reshape(-1, top_k).astype(np.float16))
+
+    def _note_ahead(self, depths: range, routing: Routing) -> None:
+        notes, target = self._notes, self._engine.target
+        rows = routing.experts.shape[1]
+        if self._next is None:
+            return
+        if len(notes.ahead) == len(notes.forward_rows) and (self._tapped == -1 or depths[0] <= self._tapped):
+            self._new_ahead(rows)  # another forward begins
+        self._tapped = depths[-1]
+        at = list(target.layer_depths)
+        row = 0
+        for depth in depths:
+            for ahead, layer in enumerate([layer for layer, where in enumerate(at) if where > depth][:AHEAD]):
+                # a layer may follow several decoder layers: the last of them knows best
+                notes.ahead[-1][ahead, :, layer] = routing.experts[row].cpu().numpy()
+                notes.ahead_score[-1][ahead, :, layer] = routing.scores[row].float().cpu().numpy()
+                row += 1
+
+    def _new_ahead(self, rows: int) -> None:
+        shape = (AHEAD, rows, self._layers, self._engine.target.top_k)
+        self._notes.ahead.append(np.full(shape, -1, dtype=np.int16))
+        self._notes.ahead_score.append(np.zeros(shape, dtype=np.float16))
+
+    def _begin_step(self) -> None:
+        self._at_step = (len(self._notes.slab_pass), len(self._notes.forward_rows))
+        self._pass, self._reached = -1, self._layers
+        self._forward = self._tapped = -1
+        self._own = 0.0
+        self._mark = self._now()
+
+    def _now(self) -> float:
+        return self._engine.clock.now()
+
+
+class _NotingPort:
+    """A port that says what was routed and how long it took."""
+
+    def __init__(self, recorder: TraceRecorder, layer: int, inner: Port) -> None:
+        self._recorder = recorder
+        self._layer = layer
+        self._inner = inner
+
+    def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        recorder = self._recorder
+        source, wait, clock = recorder.source, recorder.synchronize, recorder.clock
+        wait()
+        recorder.routed(self._layer, index, weights)
+        source.book_stalls()
+        stalled, started = source.counters.stall_seconds, clock.now()
+        out = self._inner.run(experts, hidden, index, weights)
+        wait()
+        source.book_stalls()
+        recorder.ran(self._layer, clock.now() - started - (source.counters.stall_seconds - stalled))
+        return out
+
+
+def record(llm: LLM, prompts: list[str], params: SamplingParams) -> Trace:
+    """Generate from each prompt and note everything."""
+    recorder = TraceRecorder(llm.engine)
+    completions = []
+    try:
+        for prompt in prompts:
+            generation = llm.stream(prompt, params)
+            recorder.begin_request()
+            completions.append(generation.run())
+        return recorder.trace(completions)
+    finally:
+        recorder.detach()

@@ -1,0 +1,314 @@
+"""Replaying a trace: one configuration at a time, on times that were recorded or are given, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from spmoe.config import Cutoff, CutoffMode, Size
+from spmoe.errors import UsageError
+from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Activity, Timeline
+from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, last_pass_pays
+from spmoe.replay.evictions import make_rule
+from spmoe.replay.foresight import make_foresight
+from spmoe.replay.simulate import Machine, Simulation
+from spmoe.replay.steps import StepPlan, plan_steps
+from spmoe.replay.trace import Trace
+
+_ALL_LAYERS = Cutoff(CutoffMode.NONE)
+_ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed, as in the live engine
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a replay varies."""
+
+    prefetch: str = "draft-gate"
+    eviction: str = "draft-informed"
+    draft_tokens: int | None = None  # None: as recorded
+    cutoff: Cutoff = _ALL_LAYERS
+    memory: Size | None = None  # None: as recorded
+    link_gbps: float | None = None  # None: as recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What compute takes, where it is not as recorded. Seconds."""
+
+    scale: float = 1.0  # of everything that follows
+    draft_pass: float | None = None
+    verify_layer: float | None = None  # front and experts, when all that a layer needs is there
+    expert_share: float | None = None  # of a layer's time; None: as recorded
+    rest: float | None = None  # of a step, outside of passes and layers
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one configuration, steps with a prompt left out."""
+
+    setting: Setting
+    draft_tokens: int
+    slots: int
+    cutoff_layers: int | None
+    last_pass: bool
+    link_bytes_per_second: float
+    expert_bytes: int
+    steps: int
+    tokens: int
+    seconds: float
+    compute_seconds: float  # of them that compute did not wait: a step with every expert in a slot
+    link_seconds: float  # of them that the link was busy
+    counters: Counters  # in experts, not bytes
+    ideal_seconds: float  # each step at its own best: its useful loads, or its compute, whichever takes longer
+    wall_seconds: float  # that the replay itself took
+
+    @property
+    def useful_seconds(self) -> float:
+        """What the loads that were used take on the link."""
+        return self.counters.useful_loads * self.expert_bytes / self.link_bytes_per_second
+
+    @property
+    def efficiency(self) -> float:
+        """The pipeline's: the larger of useful loads and compute, over the time taken."""
+        return max(self.useful_seconds, self.compute_seconds) / self.seconds if self.seconds else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        c, steps, tokens = self.counters, max(1, self.steps), max(1, self.tokens)
+        settled = max(1, c.prefetch_used + c.wasted_bytes)
+        return {
+            "type": "replay",
+            "prefetch": self.setting.prefetch,
+            "eviction": self.setting.eviction,
+            "num_speculative_tokens": self.draft_tokens,
+            "cutoff": str(self.setting.cutoff),
+            "cutoff_layers": self.cutoff_layers,
+            "last_pass": self.last_pass,
+            "slots": self.slots,
+            "link_gbps": self.link_bytes_per_second / 1e9,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "step_ms": 1e3 * self.seconds / steps,
+            "tpot_ms": 1e3 * self.seconds / tokens,
+            "compute_ms_per_step": 1e3 * self.compute_seconds / steps,
+            "stall_ms_per_step": 1e3 * c.stall_seconds / steps,
+            "loads_per_step": c.loads / steps,
+            "loads_per_token": c.loads / tokens,
+            "useful_loads_per_step": c.useful_loads / steps,
+            "bytes_per_step": c.loads * self.expert_bytes / steps,
+            "bytes_per_token": c.loads * self.expert_bytes / tokens,
+            "hit_rate": c.hit_rate,
+            "demand_loads_per_step": c.demand_loads / steps,
+            "prefetch_loads_per_step": c.prefetch_loads / steps,
+            "used_share": c.prefetch_used / settled,
+            "late_share": c.late / settled,
+            "wasted_share": c.wasted_bytes / settled,
+            "pipeline_efficiency": self.efficiency,
+            "step_bound_ms": 1e3 * self.ideal_seconds / steps,
+            "link_busy_share": self.link_seconds / self.seconds if self.seconds else 0.0,
+            "replayed_steps_per_second": self.steps / self.wall_seconds if self.wall_seconds else None,
+        }
+
+
+class Replayer:
+    """A trace, its steps worked out once per K, and the times that compute takes."""
+
+    def __init__(self, trace: Trace, times: Times | None = None, expert_bytes: int | None = None) -> None:
+        self.trace = trace
+        self.times = times or Times()
+        self.expert_bytes = expert_bytes or trace.shape.expert_bytes
+        self.width = max(trace.shape.experts)
+        self._plans = lru_cache(maxsize=None)(self._plan)
+
+    def run(self, setting: Setting, timeline: Timeline | None = None, limit: int | None = None) -> Outcome:
+        """Replay the trace, from empty slots, under one configuration."""
+        return self.start(setting, timeline).all(limit)
+
+    def start(self, setting: Setting, timeline: Timeline | None = None) -> Run:
+        """A run that has not begun."""
+        return Run(self, setting, timeline)
+
+    def steps(self, draft_tokens: int) -> list[StepPlan]:
+        """The trace's steps for this K, with the times that compute takes."""
+        return self._plans(draft_tokens)
+
+    def _plan(self, draft_tokens: int) -> list[StepPlan]:
+        steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
+        share = times.expert_share if times.expert_share is not None else _expert_share(self.trace)
+        for step in steps:
+            for slab in step.slabs:
+                if times.draft_pass is not None:
+                    slab.seconds = times.draft_pass * len(slab.wishes.layers) / layers
+                slab.seconds *= times.scale
+            for forward in step.forwards:
+                if times.verify_layer is not None:
+                    counts = [max(1, len(needed)) for needed in forward.needed]
+                    forward.front = [times.verify_layer * (1 - share)] * layers
+                    forward.per_expert = [times.verify_layer * share / count for count in counts]
+                forward.front = [times.scale * seconds for seconds in forward.front]
+                forward.per_expert = [times.scale * seconds for seconds in forward.per_expert]
+            step.rest = times.scale * (step.rest if times.rest is None else times.rest)
+        return steps
+
+
+class Run:
+    """A trace under one configuration, step by step."""
+
+    def __init__(self, replayer: Replayer, setting: Setting, timeline: Timeline | None) -> None:
+        shape = replayer.trace.shape
+        self.setting = setting
+        self.k = shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens
+        self.plan = replayer.steps(self.k)
+        self.shape, self.expert_bytes = shape, replayer.expert_bytes
+        self.slots = shape.slots if setting.memory is None else _slots(setting.memory, sum(shape.experts), shape)
+        rate = shape.link_bytes_per_second if setting.link_gbps is None else setting.link_gbps * 1e9
+        if rate <= 0:
+            raise UsageError("the trace does not say how fast its link was; give --link-gbps")
+        self.rate = rate
+        chunk = None if shape.chunk_bytes is None else shape.chunk_bytes / rate
+        machine = Machine(
+            self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
+        )
+        rule = make_rule(setting.eviction, shape.layers, replayer.width, self.plan)
+        self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
+        self.sim = Simulation(shape.layers, replayer.width, machine, rule, timeline)
+        self.timeline = timeline
+        self.sim.step_budget = self.slots
+        self.inputs = CutoffInputs(shape.layers, replayer.width, shape.top_k, self.slots, self.k)
+        self.profile = self._first_profile()
+        self.missing = self.verified = 0
+        self.cutoff, self.last_pass = shape.layers, False
+        self._choose_depth()
+
+    def all(self, limit: int | None) -> Outcome:
+        """Every step, one after the other."""
+        began, sim = time.perf_counter(), self.sim
+        seconds = compute = link = ideal = 0.0
+        total, tokens, steps = Counters(), 0, 0
+        request = -1
+        t_io = sim.machine.seconds_per_expert
+        for number, step in enumerate(self.plan[:limit]):
+            if step.request != request:
+                request = step.request
+                self._learn()
+            before, started, busy = sim.counters.copy(), sim.now, sim.link_seconds
+            self.step(number, step)
+            spent = sim.counters.minus(before)
+            if step.drafted:
+                self.verified += 1
+                self.missing += spent.useful_loads
+            if step.drafted or (self.k == 0 and number and self.plan[number - 1].request == request):
+                took = sim.now - started
+                seconds += took
+                compute += took - spent.stall_seconds
+                link += sim.link_seconds - busy
+                ideal += max(took - spent.stall_seconds, spent.useful_loads * t_io)
+                total = _add(total, spent)
+                tokens += step.tokens
+                steps += 1
+        if not steps:
+            raise UsageError("the trace has no step after the prompts; record longer generations")
+        shown = self.cutoff if self.foresight.uses_draft else None
+        return Outcome(
+            self.setting, self.k, self.slots, shown, self.last_pass, self.rate, self.expert_bytes, steps, tokens,
+            seconds, compute, link, total, ideal, time.perf_counter() - began,
+        )  # fmt: skip
+
+    def step(self, number: int, step: StepPlan) -> None:
+        """Replay one step."""
+        sim, foresight = self.sim, self.foresight
+        passes = step.drafted + self.last_pass
+        sim.begin_step(number)
+        began = sim.now
+        if (told := foresight.at_begin(step)) is not None:
+            sim.wish(told, self.shape.layers)
+        for slab in step.slabs:
+            if step.drafted and slab.of_pass >= passes:
+                break
+            sim.compute(slab.seconds)
+            if (told := foresight.at_slab(slab)) is not None:
+                sim.wish(told, self.cutoff)
+        drafted = sim.now
+        for forward in step.forwards:
+            self._forward(forward)
+        sim.compute(step.rest)
+        if self.timeline is not None:
+            self.timeline.add(Activity.DRAFT, began, drafted, f"step {number}")
+            self.timeline.add(Activity.VERIFY, drafted, sim.now, f"step {number}")
+        sim.end_step()
+        foresight.at_end(step)
+
+    def _forward(self, forward: Any) -> None:
+        sim, foresight, layers = self.sim, self.foresight, self.shape.layers
+        later = sim.machine.demands_first
+        for layer, needed in enumerate(forward.needed):
+            began = sim.now
+            sim.compute(forward.front[layer])
+            told = foresight.at_layer(forward, layer)
+            if told is not None and not later:
+                sim.wish(told, layers)
+            after = None if told is None or not later else (lambda told=told: sim.wish(told, layers))
+            sim.use(layer, needed, forward.per_expert[layer], after)
+            if self.timeline is not None:
+                self.timeline.add(Activity.LAYER, began, sim.now, f"layer {layer}")
+
+    # ---- the cutoff and the last pass, as the live engine chooses them
+
+    def _first_profile(self) -> Profile:
+        drafted = [step for step in self.plan if step.drafted]
+        passes = sum(max(slab.of_pass for slab in step.slabs) + 1 for step in drafted if step.slabs)
+        draft = sum(slab.seconds for step in drafted for slab in step.slabs) / max(1, passes)
+        forwards = [forward for step in drafted or self.plan for forward in step.forwards]
+        verify = sum(
+            sum(f.front) + sum(s * len(n) for s, n in zip(f.per_expert, f.needed, strict=True)) for f in forwards
+        )
+        depth = max(1, self.shape.draft_layers)
+        per_layer = verify / max(1, len(forwards)) / self.shape.layers
+        free = max(0, self.slots - -int(-self.inputs.needed_per_layer // 1))
+        return Profile(draft / depth, depth, per_layer, self.sim.machine.seconds_per_expert, free)
+
+    def _choose_depth(self) -> None:
+        cutoff, layers = self.setting.cutoff, self.shape.layers
+        if cutoff.mode is CutoffMode.AUTO:
+            self.cutoff = fastest_cutoff(self.profile, self.inputs)
+        elif cutoff.mode is CutoffMode.JUST_IN_TIME:
+            self.cutoff = just_in_time_cutoff(self.profile, self.inputs)
+        else:
+            self.cutoff = min(cutoff.layers, layers) if cutoff.mode is CutoffMode.FIXED else layers
+        self.last_pass = self.foresight.uses_draft and self.k > 0 and last_pass_pays(self.profile, self.inputs)
+
+    def _learn(self) -> None:
+        if self.verified >= _ENOUGH_STEPS:
+            found = self.missing / self.verified / self.shape.layers
+            self.profile = replace(self.profile, missing_per_layer=found)
+            self._choose_depth()
+
+
+def _expert_share(trace: Trace) -> float:
+    verifying = trace.forward_rows <= trace.shape.draft_tokens + 1
+    front, experts = float(trace.forward_front[verifying].sum()), float(trace.forward_experts[verifying].sum())
+    return experts / (front + experts) if front + experts else 0.5
+
+
+def _slots(memory: Size, experts: int, shape: Any) -> int:
+    slots = min(experts, memory.of(experts * shape.expert_bytes) // shape.expert_bytes)
+    if slots < shape.top_k:
+        raise UsageError(f"{memory} holds {slots} experts, fewer than the {shape.top_k} of one token; give more")
+    return int(slots)
+
+
+def _add(a: Counters, b: Counters) -> Counters:
+    return a.minus(Counters().minus(b))
+
+
+def rank(outcomes: Sequence[Outcome]) -> list[int]:
+    """The place of each, by time per token, from 1."""
+    order = sorted(range(len(outcomes)), key=lambda i: outcomes[i].seconds / max(1, outcomes[i].tokens))
+    places = [0] * len(outcomes)
+    for place, i in enumerate(order, start=1):
+        places[i] = place
+    return places

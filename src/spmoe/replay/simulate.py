@@ -1,0 +1,352 @@
+"""The simulator: steps of a trace on a virtual clock, as the live engine would run them, without weights or devices.
+
+It does what experts/source.py, experts/prefetcher.py and the transfers do, over flat arrays: wishes queue by layer and
+score, demands go before every copy that has not started, wishes pause or are cut at a chunk when a demand comes, slots
+are taken by the eviction rule, resident experts run first and the others as they arrive. Tests hold it to the live
+classes, load by load and second by second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Activity, Timeline
+from spmoe.replay.rule import NEVER, Rule
+from spmoe.replay.steps import Foretold
+
+ABSENT, LOADING, READY, IN_USE, AWAITED, ARRIVED = range(6)  # the last two: needed by the layer that runs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a replay takes place on. Times are seconds."""
+
+    slots: int
+    seconds_per_expert: float  # over the link
+    depth: int = 2  # copies outstanding, at most, for wishes
+    chunk_seconds: float | None = None  # pieces in which wishes move; None: whole
+    window: int = 2  # such pieces that a demand waits for
+    demands_first: bool = False  # a layer's demands are submitted before what it foretells of later ones
+
+
+class Simulation:
+    """One configuration. `run_step` in order, for every step; `counters` is the live ledger, in experts for bytes."""
+
+    def __init__(self, layers: int, width: int, machine: Machine, rule: Rule, timeline: Timeline | None = None) -> None:
+        self.machine = machine
+        self.rule = rule
+        self.width = width
+        self.counters = Counters()
+        self.timeline = timeline
+        self.now = 0.0
+        self.link_seconds = 0.0
+        self.fetch_below = layers  # layers that wishes are fetched for
+        self.step_budget: int | None = None  # loads by wishes, per step
+        self._state = bytearray(layers * width)
+        self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory
+        self._by_wish = bytearray(layers * width)  # came by a wish and has not been needed yet
+        self._free = machine.slots
+        self._room = min(machine.depth, max(1, machine.slots - 1))
+        self._queue: list[tuple[int, float, int]] = []
+        self._wanted: dict[int, tuple[int, float, int]] = {}
+        self._issued = 0
+        self._unplaced = 0
+        self._position = -1
+        # the link
+        self._loading: list[int] = []  # in order of submission
+        self._urgent: list[tuple[int, int, float]] = []  # (number, key, seconds left)
+        self._calm: list[tuple[int, int, float]] = []
+        self._number = 0
+        self._flight = -1  # the expert that moves
+        self._flight_number = 0
+        self._flight_calm = False
+        self._flight_start = 0.0
+        self._flight_end = NEVER
+        self._left = 0.0  # of it, when it is cut at the end of a chunk
+        self._run_start = 0.0  # since when only wishes have moved, without a gap
+        self._committed = 0.0  # until when chunks of wishes are on the stream, whatever comes
+
+    # ---- steps
+
+    def begin_step(self, number: int) -> None:
+        """Wishes of the last step are void."""
+        self._drop_all()
+        self.rule.begin_step(number)
+        self._issued = 0
+        self._position = -1
+
+    def end_step(self) -> None:
+        """What is still wished for is void."""
+        self._drop_all()
+
+    def compute(self, seconds: float) -> None:
+        """Let time pass; copies end on the way."""
+        until = self.now + seconds
+        while self._flight_end <= until:
+            self._arrive()
+        self.now = until
+
+    def wish(self, wishes: Foretold, fetch_below: int) -> None:
+        """Take note of guesses; they start to move as soon as the link has room."""
+        counters, position = self.counters, self._position
+        keys, scores, layers, ranked = wishes.keys, wishes.scores, wishes.layers, wishes.by_rank
+        counters.wishes += len(ranked)
+        if len(layers) and layers[0] <= position:
+            timely = keys >= (position + 1) * self.width
+            keys, scores, layers = keys[timely], scores[timely], layers[layers > position]
+            ranked = [rank for rank in ranked if rank[0] > position]
+            counters.wishes_stale += len(wishes.by_rank) - len(ranked)
+        self.rule.wished(wishes, keys, scores, layers)
+        state, wanted = self._state, self._wanted
+        for rank in ranked:
+            key = rank[2]
+            if state[key]:
+                counters.wishes_resident += 1
+            elif rank[0] < fetch_below:
+                known = wanted.get(key)
+                if known is None or known[1] > rank[1]:
+                    wanted[key] = rank
+                    heappush(self._queue, rank)
+        if wanted:
+            self._pump()
+
+    def use(
+        self, layer: int, needed: list[int], seconds: float, then: Callable[[], None] | None = None
+    ) -> None:
+        """Run a layer's experts, `seconds` each: those READY first, the others as they arrive.
+
+        `then` is called when what is missing has been demanded.
+        """
+        state, counters, rule = self._state, self.counters, self.rule
+        self._position = layer
+        if self._wanted:
+            self._drop_passed(layer)
+        rule.reached(layer)
+        ready: list[int] = []
+        waiting: list[int] = []
+        absent: list[int] = []
+        for key in needed:
+            now = state[key]
+            if now == READY:
+                ready.append(key)
+                state[key] = IN_USE
+            elif now == LOADING:
+                waiting.append(key)
+                state[key] = AWAITED
+                self._hurry(key)
+            else:
+                absent.append(key)
+                continue
+            if self._by_wish[key]:
+                self._by_wish[key] = 0
+                counters.prefetch_used += 1
+                counters.used_bytes += 1
+                counters.late_bytes += now == LOADING
+        present = [key for key in needed if state[key]] if absent else needed
+        if present:
+            rule.used(present)
+        counters.hits += len(ready)
+        counters.late += len(waiting)
+        counters.demand_loads += len(absent)
+        counters.demand_bytes += len(absent)
+        self._unplaced = len(absent)
+        if absent:
+            self._demand(absent, waiting)
+        if then is not None:
+            then()
+        if ready:
+            if self._wanted:
+                self._pump()
+            self.compute(seconds * len(ready))
+            for key in ready:
+                state[key] = READY
+        while waiting or absent:
+            if absent:
+                self._demand(absent, waiting)
+            arrived = [key for key in waiting if state[key] == ARRIVED]
+            if not arrived:
+                self._stall(waiting)
+                arrived = [key for key in waiting if state[key] == ARRIVED]
+            if arrived:
+                for key in arrived:
+                    waiting.remove(key)
+                    state[key] = IN_USE
+                if self._wanted:
+                    self._pump()
+                self.compute(seconds * len(arrived))
+                for key in arrived:
+                    state[key] = READY
+
+    # ---- slots
+
+    def _demand(self, absent: list[int], waiting: list[int]) -> None:
+        """Load as many of these as slots can be had for."""
+        lacking = len(absent) - self._free
+        if lacking > 0:
+            candidates = self._states == READY
+            for victim in self.rule.victims(
+                min(lacking, int(np.count_nonzero(candidates))), candidates, self._position
+            ):
+                self._evict(victim)
+        batch = absent[: self._free]
+        if not batch:
+            return
+        del absent[: len(batch)]
+        self._free -= len(batch)
+        self._unplaced = len(absent)
+        for key in batch:
+            self._state[key] = AWAITED
+            self.rule.inserted(key)
+        self.rule.used(batch)
+        for key in batch:
+            self._submit(key, calm=False)
+        waiting += batch
+
+    def _evict(self, key: int) -> None:
+        self._state[key] = ABSENT
+        self._free += 1
+        self.rule.removed(key)
+        if self._by_wish[key]:
+            self._by_wish[key] = 0
+            self.counters.wasted_bytes += 1
+
+    def _pump(self) -> None:
+        """Submit wishes while the link has room for them."""
+        if self._unplaced:
+            return
+        queue, wanted, counters, rule = self._queue, self._wanted, self.counters, self.rule
+        while wanted and len(self._loading) < self._room:
+            rank = queue[0]
+            key = rank[2]
+            if wanted.get(key) is not rank:
+                heappop(queue)
+                continue
+            if self._state[key]:
+                counters.wishes_resident += 1
+                del wanted[key]
+                continue
+            if self.step_budget is not None and self._issued >= self.step_budget:
+                counters.wishes_over_budget += len(wanted)
+                wanted.clear()
+                queue.clear()
+                break
+            if not self._free:
+                victim = rule.victim(self._states == READY, rule.worth(key), rank[0])
+                if victim < 0:
+                    break
+                self._evict(victim)
+            self._free -= 1
+            del wanted[key]
+            self._issued += 1
+            counters.prefetch_loads += 1
+            counters.issued_bytes += 1
+            self._state[key] = LOADING
+            self._by_wish[key] = 1
+            rule.inserted(key)
+            self._submit(key, calm=True)
+
+    def _drop_passed(self, layer: int) -> None:
+        passed = [key for key, rank in self._wanted.items() if rank[0] <= layer]
+        for key in passed:
+            del self._wanted[key]
+        self.counters.wishes_stale += len(passed)
+
+    def _drop_all(self) -> None:
+        self.counters.wishes_stale += len(self._wanted)
+        self._wanted.clear()
+        self._queue.clear()
+
+    # ---- the link
+
+    def _submit(self, key: int, *, calm: bool) -> None:
+        self._number += 1
+        self._loading.append(key)
+        (self._calm if calm else self._urgent).append((self._number, key, self.machine.seconds_per_expert))
+        if self._flight < 0:
+            self._start_next()
+        elif not calm:
+            self._cut_short()
+
+    def _hurry(self, key: int) -> None:
+        """Somebody waits for this copy now."""
+        if self._flight == key:
+            self._flight_calm = False
+            return
+        for place, copy in enumerate(self._calm):
+            if copy[1] == key:
+                del self._calm[place]
+                self._urgent.append(copy)
+                self._urgent.sort()
+                self._cut_short()
+                return
+
+    def _cut_short(self) -> None:
+        """Let what is urgent begin when the chunks of wishes that are on the stream have moved."""
+        chunk = self.machine.chunk_seconds
+        if chunk is None or not self._flight_calm:
+            return
+        if self._committed <= self.now:
+            done = int((self.now - self._run_start) / chunk + 1e-9)
+            self._committed = self._run_start + (done + self.machine.window) * chunk
+        if self._committed < self._flight_end:
+            self._left += self._flight_end - self._committed
+            self._flight_end = self._committed
+
+    def _start_next(self) -> None:
+        now = self.now
+        if self._urgent and not (self._calm and now < self._committed):
+            number, key, seconds = self._urgent.pop(0)
+            self._flight_calm = False
+        elif self._calm:
+            number, key, seconds = self._calm.pop(0)
+            if not self._flight_calm or self._flight_end < now:
+                self._run_start = now
+            self._flight_calm = True
+        else:
+            self._flight, self._flight_end, self._flight_calm = -1, NEVER, False
+            return
+        self._flight, self._flight_number, self._flight_start = key, number, now
+        self._flight_end = now + seconds
+        self._left = 0.0
+        if self._flight_calm and self._urgent and self._committed < self._flight_end:
+            self._left, self._flight_end = self._flight_end - self._committed, self._committed
+
+    def _arrive(self) -> None:
+        """The copy under way has ended, or a part of it: the next begins, and wishes may follow."""
+        self.now = self._flight_end
+        key = self._flight
+        self.link_seconds += self.now - self._flight_start
+        if self.timeline is not None:
+            detail = f"{key // self.width}.{key % self.width}"
+            kind = Activity.PREFETCH if self._by_wish[key] else Activity.COPY
+            self.timeline.add(kind, self._flight_start, self.now, detail)
+        if self._left > 0.0:
+            rest = (self._flight_number, key, self._left)
+            if self._flight_calm:
+                self._calm.insert(0, rest)
+            else:  # it was told to hurry after it had been cut
+                self._urgent.append(rest)
+                self._urgent.sort()
+            self._start_next()
+            return
+        self._state[key] = ARRIVED if self._state[key] == AWAITED else READY
+        self._loading.remove(key)
+        self._start_next()
+        if self._wanted:
+            self._pump()
+
+    def _stall(self, waiting: list[int]) -> None:
+        """Wait for the oldest of these copies or, when none has a slot, for whatever holds one."""
+        own = [key for key in self._loading if key in waiting]
+        blocking = own[0] if own else self._loading[0]
+        started = self.now
+        while self._state[blocking] in (LOADING, AWAITED):
+            self._arrive()
+        self.counters.stall_seconds += self.now - started
+        if self.timeline is not None:
+            self.timeline.add(Activity.STALL, started, self.now)

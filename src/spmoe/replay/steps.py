@@ -1,0 +1,175 @@
+"""From a trace to steps that can be replayed: who is needed where, and what was foretold when, as flat expert numbers.
+
+Expert e of layer l is number l * width + e. All of this is worked out once per trace and K, before any replay.
+
+K smaller than recorded cuts each recorded step in several. Rows 0 to `accepted` of a step are tokens that were kept, so
+a step with K' drafts may start at any of them: the first takes rows 0 to K', keeps min(accepted, K') drafts, and the
+next starts at the token after those, until all that was accepted is used up. What is drafted across the end of a
+recorded step is not known, so the last piece has fewer drafts. A larger K than recorded cannot be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmoe.errors import UsageError
+from spmoe.replay.trace import Trace
+
+
+@dataclass(slots=True)
+class Foretold:
+    """Wishes that come together: experts, each once, with the best score it got."""
+
+    keys: np.ndarray  # int64 [wishes]
+    scores: np.ndarray  # float64 [wishes]
+    layers: np.ndarray  # int64, the layers spoken of
+    by_rank: list[tuple[int, float, int]]  # (layer, -score, key): as a queue takes them
+
+
+@dataclass(slots=True)
+class SlabPlan:
+    """Some layers of a draft pass."""
+
+    of_pass: int
+    seconds: float
+    wishes: Foretold
+
+
+@dataclass(slots=True)
+class ForwardPlan:
+    """One pass of the target."""
+
+    rows: int
+    front: list[float]  # by layer, seconds before its experts
+    per_expert: list[float]  # by layer, seconds of one of its experts
+    needed: list[list[int]]  # by layer
+    ahead: list[list[Foretold | None]]  # by depth and layer: what the layer's own state says of a later one
+
+    @property
+    def seconds(self) -> float:
+        """What it takes when nothing is waited for."""
+        experts = zip(self.per_expert, self.needed, strict=True)
+        return sum(self.front) + sum(seconds * len(needed) for seconds, needed in experts)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step: what the draft foretold, then what the target needed."""
+
+    request: int
+    drafted: int
+    accepted: int
+    slabs: list[SlabPlan]
+    forwards: list[ForwardPlan]
+    rest: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it produced."""
+        return self.accepted + 1
+
+
+def plan_steps(trace: Trace, draft_tokens: int | None = None) -> list[StepPlan]:
+    """The steps of a trace, cut to K draft tokens."""
+    recorded = trace.shape.draft_tokens
+    k = recorded if draft_tokens is None else draft_tokens
+    if not 0 <= k <= recorded:
+        raise UsageError(
+            f"the trace was recorded with {recorded} draft tokens per step, so {k} cannot be replayed; record one with "
+            f"--num-speculative-tokens {k}"
+        )
+    return list(_Planner(trace, k).steps())
+
+
+class _Planner:
+    def __init__(self, trace: Trace, k: int) -> None:
+        self._trace = trace
+        self._k = k
+        self._layers = trace.shape.layers
+        self._width = max(trace.shape.experts)
+        layer = np.arange(self._layers)[:, None] * self._width
+        self._chosen = trace.chosen + layer  # [rows, layers, top_k]
+        sizes = trace.slab_rows * (trace.slab_layers[:, 1] - trace.slab_layers[:, 0])
+        self._slab_at = np.concatenate(([0], np.cumsum(sizes)))
+        self._forward_at = np.concatenate(([0], np.cumsum(trace.forward_rows)))
+
+    def steps(self) -> Iterator[StepPlan]:
+        trace = self._trace
+        slab = forward = 0
+        for step in range(len(trace)):
+            slabs = range(slab, slab + int(trace.step_slabs[step]))
+            forwards = range(forward, forward + int(trace.step_forwards[step]))
+            slab, forward = slabs.stop, forwards.stop
+            drafted, accepted = int(trace.step_drafted[step]), int(trace.step_accepted[step])
+            request, rest = int(trace.step_request[step]), float(trace.step_rest[step])
+            if drafted <= self._k:
+                made = [self._slab(s, None) for s in slabs]
+                yield StepPlan(request, drafted, accepted, made, [self._forward(f, None) for f in forwards], rest)
+                continue
+            start = 0
+            while start <= accepted:
+                last = min(start + self._k, drafted)  # row of the last draft
+                kept = min(accepted - start, last - start)
+                yield StepPlan(
+                    request,
+                    last - start,
+                    kept,
+                    [self._slab(s, start) for s in slabs if start <= trace.slab_pass[s] <= last and last > start],
+                    [self._forward(f, (start, last + 1)) for f in forwards[-1:]],
+                    rest,
+                )
+                start += kept + 1
+
+    def _slab(self, slab: int, first: int | None) -> SlabPlan:
+        """A slab; in a step that was cut, passes count from the piece's first, and only a pass's last row is kept."""
+        trace = self._trace
+        low, high = (int(bound) for bound in trace.slab_layers[slab])
+        rows = int(trace.slab_rows[slab])
+        part = slice(self._slab_at[slab], self._slab_at[slab + 1])
+        experts = trace.foretold[part].reshape(high - low, rows, -1)
+        scores = trace.foretold_score[part].reshape(high - low, rows, -1)
+        if first is not None:
+            experts, scores = experts[:, -1:], scores[:, -1:]
+        wishes = foretell(np.arange(low, high), experts, scores, self._width)
+        return SlabPlan(int(trace.slab_pass[slab]) - (first or 0), float(trace.slab_seconds[slab]), wishes)
+
+    def _forward(self, forward: int, part: tuple[int, int] | None) -> ForwardPlan:
+        trace = self._trace
+        low, high = int(self._forward_at[forward]), int(self._forward_at[forward + 1])
+        if part is not None:
+            low, high = low + part[0], low + part[1]
+        chosen = self._chosen[low:high]  # [rows, layers, top_k]
+        needed = [np.unique(chosen[:, layer]).tolist() for layer in range(self._layers)]
+        ahead: list[list[Foretold | None]] = []
+        for depth in range(len(trace.ahead)):
+            experts, scores = trace.ahead[depth, low:high], trace.ahead_score[depth, low:high]
+            told: list[Foretold | None] = [None] * self._layers
+            for layer in range(self._layers - depth - 1):
+                later = layer + depth + 1
+                if len(experts) and experts[0, later, 0] >= 0:
+                    at = np.arange(later, later + 1)
+                    told[layer] = foretell(at, experts[None, :, later], scores[None, :, later], self._width)
+            ahead.append(told)
+        return ForwardPlan(high - low, trace.forward_front[forward].tolist(), self._per_expert(forward), needed, ahead)
+
+    def _per_expert(self, forward: int) -> list[float]:
+        chosen = self._chosen[self._forward_at[forward] : self._forward_at[forward + 1]]
+        counts = [max(1, len(np.unique(chosen[:, layer]))) for layer in range(self._layers)]
+        return [float(s) / n for s, n in zip(self._trace.forward_experts[forward], counts, strict=True)]
+
+
+def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
+    """Wishes from what gates picked: per layer each expert once, with its best score."""
+    # experts, scores: [layers, rows, top_k]
+    keys = (experts.astype(np.int64) + layers[:, None, None] * width).ravel()
+    flat = scores.astype(np.float64).ravel()
+    unique, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    best = np.zeros(len(unique))
+    np.maximum.at(best, place, flat)
+    order = np.argsort(first)  # as they were named
+    unique, best = unique[order], best[order]
+    ranked = [(key // width, -score, key) for key, score in zip(unique.tolist(), best.tolist(), strict=True)]
+    return Foretold(unique, best, layers, sorted(ranked))

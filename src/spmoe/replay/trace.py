@@ -1,0 +1,173 @@
+"""The trace file: what real generations routed, predicted and took, in one compact file.
+
+A trace is an uncompressed-or-deflated `.npz` of plain arrays (no pickle) whose entry `header` is JSON text. Three
+levels of records refer to each other by counts: steps have slabs (of the draft's passes) and forwards (of the target);
+slabs and forwards have rows. docs/traces.md describes every field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from spmoe.errors import UsageError
+
+FORMAT = "spmoe trace"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The target and the draft, as far as a replay must know them."""
+
+    experts: tuple[int, ...]  # by MoE layer
+    top_k: int
+    expert_bytes: int
+    draft_layers: int
+    draft_tokens: int  # K
+    depth: int  # copies that kept the transfer busy
+    chunk_bytes: int | None  # pieces in which wishes moved; None: whole
+    window: int  # such pieces that a demand waits for
+    slots: int
+    link_bytes_per_second: float
+
+    @property
+    def layers(self) -> int:
+        """MoE layers."""
+        return len(self.experts)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Arrays, each checked against the others when it is made. `-1` stands for no expert."""
+
+    shape: Shape
+    about: dict[str, Any]  # model, draft, settings, versions, profile, and the recorded run's own totals
+    # by step
+    step_request: np.ndarray  # int32 [steps]
+    step_drafted: np.ndarray  # int16
+    step_accepted: np.ndarray  # int16
+    step_slabs: np.ndarray  # int16
+    step_forwards: np.ndarray  # int16
+    step_rest: np.ndarray  # float32, seconds outside of slabs and layers
+    # by slab: layers whose experts the draft foretold together
+    slab_pass: np.ndarray  # int16, which pass of its step
+    slab_layers: np.ndarray  # int16 [slabs, 2], from and until
+    slab_seconds: np.ndarray  # float32, since the slab before it
+    slab_rows: np.ndarray  # int32
+    # by foretold row and layer: all rows of slab 0, layer after layer, then those of slab 1
+    foretold: np.ndarray  # int16 [.., top_k]
+    foretold_score: np.ndarray  # float16 [.., top_k]
+    # by forward
+    forward_rows: np.ndarray  # int32 [forwards]
+    forward_front: np.ndarray  # float32 [forwards, layers], seconds before the experts
+    forward_experts: np.ndarray  # float32 [forwards, layers], seconds of the experts, waiting not included
+    # by row
+    chosen: np.ndarray  # int16 [rows, layers, top_k]
+    weight: np.ndarray  # float16 [rows, layers, top_k]
+    ahead: np.ndarray  # int16 [depth, rows, layers, top_k], as the target's own state foretold 1, 2, .. layers before
+    ahead_score: np.ndarray  # float16 [depth, rows, layers, top_k]
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise UsageError(f"the trace contradicts itself ({problem}); record it anew")
+
+    def __len__(self) -> int:
+        return len(self.step_request)
+
+    @property
+    def verified(self) -> int:
+        """Steps that had a draft."""
+        return int((self.step_drafted > 0).sum())
+
+    def _problems(self) -> list[str]:
+        shape, found = self.shape, list[str]()
+        layers, top_k = shape.layers, shape.top_k
+        steps, slabs, forwards = len(self.step_request), len(self.slab_pass), len(self.forward_rows)
+        foretold = int((self.slab_rows * (self.slab_layers[:, 1] - self.slab_layers[:, 0])).sum()) if slabs else 0
+        rows = int(self.forward_rows.sum())
+        wanted = {
+            "step_request": (steps,), "step_drafted": (steps,), "step_accepted": (steps,), "step_slabs": (steps,),
+            "step_forwards": (steps,), "step_rest": (steps,), "slab_pass": (slabs,), "slab_layers": (slabs, 2),
+            "slab_seconds": (slabs,), "slab_rows": (slabs,), "foretold": (foretold, top_k),
+            "foretold_score": (foretold, top_k), "forward_rows": (forwards,), "forward_front": (forwards, layers),
+            "forward_experts": (forwards, layers), "chosen": (rows, layers, top_k), "weight": (rows, layers, top_k),
+            "ahead": (len(self.ahead), rows, layers, top_k), "ahead_score": (len(self.ahead), rows, layers, top_k),
+        }  # fmt: skip
+        for name, expected in wanted.items():
+            if getattr(self, name).shape != expected:
+                found.append(f"{name} is {getattr(self, name).shape}, not {expected}")
+        if self.step_slabs.sum() != slabs or self.step_forwards.sum() != forwards:
+            found.append("steps do not add up to their slabs and forwards")
+        for name in ("chosen", "ahead", "foretold"):
+            values = getattr(self, name)
+            if values.size and not (values.min() >= -1 and values.max() < max(shape.experts)):
+                found.append(f"{name} names experts that the model does not have")
+        for name in ("step_rest", "slab_seconds", "forward_front", "forward_experts"):
+            values = getattr(self, name)
+            if values.size and not (np.isfinite(values).all() and values.min() >= 0):
+                found.append(f"{name} holds times that are none")
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the file; it appears under its name when it is whole."""
+        header = {"format": FORMAT, "version": VERSION, "shape": asdict(self.shape), "about": self.about}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that `save` wrote; anything else is refused."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if "header" not in file.files:
+                    raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")
+                header = _header(path, file["header"])
+                missing = [name for name in _ARRAYS if name not in file.files]
+                if missing:
+                    raise UsageError(f"{path} lacks {', '.join(missing)}; record it anew")
+                arrays = {name: file[name] for name in _ARRAYS}
+        except OSError as error:
+            raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from error
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise UsageError(f"{path} is not a whole trace ({error}); record it anew") from error
+        return cls(_shape(path, header), header["about"], **arrays)
+
+
+_ARRAYS = [f.name for f in fields(Trace) if f.name not in ("shape", "about")]
+
+
+def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
+    try:
+        header = json.loads(str(text))
+        kind, version = header["format"], header["version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`") from error
+    if kind != FORMAT:
+        raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")
+    if version != VERSION:
+        raise UsageError(
+            f"{path} is a trace of version {version}, not {VERSION}; record it anew"
+        )
+    return header if isinstance(header.get("about"), dict) else {**header, "about": {}}
+
+
+def _shape(path: Path, header: dict[str, Any]) -> Shape:
+    values = header.get("shape")
+    names = {f.name for f in fields(Shape)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise UsageError(f"the header of {path} does not say what the model is like; record it anew")
+    return Shape(**{**values, "experts": tuple(values["experts"])})
