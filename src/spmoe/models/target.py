@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from spmoe.backends.base import Backend
+from spmoe.backends.graphs import Recorder
 from spmoe.experts.source import ExpertSource
 from spmoe.models.anatomy import MoeSite
 from spmoe.models.experts_port import attach
+from spmoe.models.fused_gates import FusedGates
 from spmoe.models.gates import StackedGates
 from spmoe.models.network import Network
 from spmoe.types import Routing
@@ -25,12 +27,18 @@ class Target(Network):
         self.moe: tuple[MoeSite, ...] = self.anatomy.moe
         self.layer_depths: Sequence[int] = [site.depth for site in self.moe]
         self.top_k = max(site.top_k for site in self.moe)
-        self._stacked = StackedGates.of(self.moe)
+        self._stacked: StackedGates | FusedGates | None = StackedGates.of(self.moe)
 
     @property
     def gates_found(self) -> bool:
         """Whether every MoE layer's norm and router can be called alone."""
         return all(site.norm is not None and site.router is not None for site in self.moe)
+
+    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
+        reason = super().record_forwards(recorder, rows)
+        if reason is None:  # kernels run here, and predictions will be recorded too
+            self._stacked = FusedGates.of(self.moe) or self._stacked
+        return reason
 
     def connect(self, source: ExpertSource, backend: Backend) -> None:
         """From now on experts come from this source."""
@@ -40,8 +48,12 @@ class Target(Network):
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         """The layers' own norms and routers on hidden states of any origin."""
         # residual: [layers, rows, hidden]
-        if self._stacked is not None and len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
-            experts, weights = self._stacked(range(layers[0], layers[-1] + 1), residual)
+        whole = range(layers[0], layers[-1] + 1)
+        in_a_row = list(layers) == list(whole)
+        if isinstance(self._stacked, FusedGates) and in_a_row:
+            return Routing(*self._stacked(whole, residual))
+        if self._stacked is not None and len(layers) > 1 and in_a_row:
+            experts, weights = self._stacked(whole, residual)
         else:
             answers = [self._ask_gate(layer, states) for layer, states in zip(layers, residual, strict=True)]
             experts, weights = torch.stack([a[0] for a in answers]), torch.stack([a[1] for a in answers])
