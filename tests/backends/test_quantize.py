@@ -42,7 +42,7 @@ MATRICES = {
 def within_half_a_step(scheme: Scheme, weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
     """No weight is further from what its code stands for than half a step of its group."""
     found = scheme.dequantize(codes, scales, weight.shape[1], torch.float32)
-    steps = scales[..., 0].float().repeat_interleave(scheme.group, dim=1)[:, : weight.shape[1]]
+    steps = scales[..., 0].float().T.repeat_interleave(scheme.group, dim=1)[:, : weight.shape[1]]
     rounding = 4 * torch.finfo(torch.float32).eps * weight.abs().max()
     return bool(((found - weight).abs() <= steps / 2 + rounding).all())
 
@@ -53,8 +53,8 @@ def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, name: str) ->
     weight = MATRICES[name]
     codes, scales = scheme.quantize(weight)
     groups = -(-weight.shape[1] // scheme.group)
-    assert (codes.dtype, codes.shape) == (torch.uint8, (len(weight), groups * scheme.group * scheme.bits // 8))
-    assert (scales.dtype, scales.shape) == (torch.bfloat16, (len(weight), groups, 2))
+    assert (codes.dtype, codes.shape) == (torch.uint8, (groups, len(weight), scheme.group * scheme.bits // 8))
+    assert (scales.dtype, scales.shape) == (torch.bfloat16, (groups, len(weight), 2))
     assert within_half_a_step(scheme, weight, codes, scales)
 
 
@@ -63,7 +63,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, name: str) ->
 def test_steps_are_no_coarser_than_the_spread_of_a_group_asks_for(scheme: Scheme, name: str) -> None:
     weight = MATRICES[name]
     _, scales = scheme.quantize(weight)
-    for row, parts in zip(weight, scales[..., 0].float(), strict=True):
+    for row, parts in zip(weight, scales[..., 0].float().T, strict=True):
         for group, step in zip(row.split(scheme.group), parts, strict=True):
             padded = torch.cat([group, torch.zeros(-len(group) % scheme.group)])
             spread = float(padded.max() - padded.min()) + 2**-7 * float(padded.abs().max())
@@ -80,17 +80,26 @@ def test_a_wrong_scale_does_not_pass(scheme: Scheme, part: int) -> None:
         wrong = scales.clone()
         wrong[..., part] *= change
         assert not within_half_a_step(scheme, weight, codes, wrong)
-    assert not within_half_a_step(scheme, weight, codes, scales.roll(1, dims=1))
+    assert not within_half_a_step(scheme, weight, codes, scales.roll(1, dims=0))
     assert not within_half_a_step(scheme, weight, codes, scales.flip(-1))
-    assert not within_half_a_step(scheme, weight, codes.roll(1, dims=1), scales)
+    assert not within_half_a_step(scheme, weight, codes.roll(1, dims=-1), scales)
 
 
-def test_two_codes_of_four_bits_share_a_byte_in_order() -> None:
-    weight = torch.arange(16.0).repeat(2)[None]  # one group that uses every code
-    codes, scales = Scheme(4).quantize(weight)
-    assert codes[0, 0] & 15 < codes[0, 0] >> 4 < codes[0, 1] & 15
-    found = Scheme(4).dequantize(codes, scales, 32, torch.float32)
-    assert torch.equal(found.round(), weight)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_codes_lie_in_words_as_kernels_read_them(scheme: Scheme) -> None:
+    weight = torch.arange(float(scheme.group)).repeat(2, 2) % (1 << scheme.bits)  # two outputs, two groups
+    weight[:, -1] = scheme.largest  # every group is spread from 0 to the largest code, so that they are the weights
+    weight[:, scheme.group - 1] = scheme.largest
+    codes, _ = scheme.quantize(weight)
+    words = codes.view(torch.int32)  # [groups, out, words]
+    places = torch.arange(0, 32, scheme.bits, dtype=torch.int32)
+    for group, row in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        found = [
+            int(words[group, row, w]) >> int(place) & scheme.largest for place in places for w in range(words.shape[-1])
+        ]
+        wanted = weight[row].split(scheme.group)[group]
+        assert max(abs(a - float(b)) for a, b in zip(found, wanted, strict=True)) <= 0.02 * scheme.largest
+        assert sorted(found) == found or scheme.group > scheme.largest
 
 
 def test_eight_bits_are_sixteen_times_as_fine_as_four() -> None:
