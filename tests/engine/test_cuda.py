@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -13,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from spmoe import LLM, SamplingParams
 from spmoe.errors import BudgetError, SpmoeError, TransferError
-from spmoe.models.shipped import sample_text
+from spmoe.models.shipped import sample_text, shipped_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,6 +121,40 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
             failing = False
             assert tokens(llm, prompts=PROMPTS[:1]) == expected()[:1]
         assert failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_context_of_32k_within_a_budget(tmp_path: Path, k: int) -> None:
+    """The pair that ships, told that it may read so far, against transformers on the same device."""
+    limit, longest = 6 * 2**30, 33_000
+    paths = [_reaching(path, longest, tmp_path) for path in shipped_pair()]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    with LLM(
+        *map(str, paths), dtype="float32", device="cuda", device_memory="6GiB", max_model_len=longest,
+        num_speculative_tokens=k, progress=False,
+    ) as llm:  # fmt: skip
+        text = sample_text()
+        text *= 1 + 200_000 // len(text)
+        prompt = llm.engine.tokenizer(text)["input_ids"][:32_700]
+        found = llm.generate([prompt], GREEDY)[0].token_ids
+        assert torch.cuda.max_memory_reserved() - before <= limit
+    model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).cuda().eval()
+    ids = torch.tensor([prompt], device="cuda")
+    with torch.inference_mode():
+        expected_ids = model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=-1)
+    assert found == expected_ids[0, len(prompt) :].tolist()
+
+
+def _reaching(checkpoint: Path, positions: int, into: Path) -> Path:
+    """The same model with another longest context in its configuration."""
+    copy = into / Path(checkpoint).name
+    shutil.copytree(checkpoint, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    return copy
 
 
 @pytest.mark.slow
