@@ -21,6 +21,7 @@ from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 from spmoe.backends.kernels.experts import Scratch, Tile, Tiles, add_up, add_up_plain
 
 _ENOUGH_PROGRAMS = 1024  # to keep a large device's memory busy
+_ONE = 0x3F800000  # the bits of 1.0; told to kernels as they start, since of two constants the compiler makes two steps
 
 
 class Codes(NamedTuple):
@@ -82,12 +83,12 @@ def run_coded(
         "PAIRED": rows > 1, "PAIRS": triton.next_power_of_2(pairs),
     }  # fmt: skip
     _up_kernel[pairs, triton.cdiv(geometry.ffn, tiles.up.n)](
-        hidden, index, blobs, scratch.up, pairs, **sizes, HIDDEN=gate_up.inputs, FFN=geometry.ffn,
+        hidden, index, blobs, scratch.up, pairs, _ONE, **sizes, HIDDEN=gate_up.inputs, FFN=geometry.ffn,
         CODES=gate_up.codes_at, SCALES=gate_up.scales_at, ACTIVATION=activation, BN=tiles.up.n, BG=tiles.up.k,
         num_warps=tiles.up.warps, num_stages=tiles.up.stages,
     )  # fmt: skip
     _down_kernel[pairs, triton.cdiv(geometry.hidden, 2 * tiles.down.n), tiles.splits](
-        scratch.up, index, weights, blobs, scratch.parts, pairs, **sizes, HIDDEN=geometry.hidden, FFN=geometry.ffn,
+        scratch.up, index, weights, blobs, scratch.parts, pairs, _ONE, **sizes, HIDDEN=geometry.hidden, FFN=geometry.ffn,
         CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n, BG=tiles.down.k,
         num_warps=tiles.down.warps, num_stages=tiles.down.stages,
     )  # fmt: skip
@@ -155,7 +156,7 @@ def _partner(index, pair, expert, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _code(words, i: tl.constexpr, BITS: tl.constexpr):
+def _code(words, one, i: tl.constexpr, BITS: tl.constexpr):
     """The i-th code of each word as 1 + code / 256; coarser, as 1 + code / 16, if it is of four bits and i is odd."""
     if BITS == 4:  # an odd one and that before it need the same shift
         SHIFT: tl.constexpr = 19 - 4 * (i | 1)
@@ -164,7 +165,7 @@ def _code(words, i: tl.constexpr, BITS: tl.constexpr):
         SHIFT: tl.constexpr = 15 - 8 * i
         MASK: tl.constexpr = 0x7F8000
     moved = words << SHIFT if SHIFT > 0 else words >> -SHIFT
-    return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
+    return ((moved & MASK) | one).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def _scaled(fine, coarse, scales, fine_inputs, coarse_inputs):
 
 @triton.jit
 def _products(
-    x, y, blob, n, m, first, last, K: tl.constexpr, OUT: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
+    x, y, blob, n, m, first, last, one, K: tl.constexpr, OUT: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
     SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAIRED: tl.constexpr,
     BN: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +212,7 @@ def _products(
         x_fine = tl.zeros((BG, WORDS), tl.float32)
         x_coarse, y_fine, y_coarse = x_fine, x_fine, x_fine
         for i in tl.static_range(32 // BITS):
-            code_n, code_m = _code(words_n, i, BITS), _code(words_m, i, BITS)
+            code_n, code_m = _code(words_n, one, i, BITS), _code(words_m, one, i, BITS)
             xi = _inputs(x, at, last, i, K, GROUP, WORDS)
             if BITS == 4 and i % 2 == 1:
                 xn_coarse += code_n * xi[:, None, :]
@@ -241,9 +242,9 @@ def _products(
     return tl.sum(xn, axis=0), tl.sum(xm, axis=0), tl.sum(yn, axis=0), tl.sum(ym, axis=0)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "one"])
 def _up_kernel(
-    hidden, index, blobs, up, pairs,
+    hidden, index, blobs, up, pairs, one,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOB: tl.constexpr, TOP_K: tl.constexpr, PAIRED: tl.constexpr,
     PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
@@ -260,16 +261,16 @@ def _up_kernel(
     # a last tile that is not whole reads on, from the gate's outputs into the others, and stores none of that
     gate, value, gate_2, value_2 = _products(
         hidden + pair // TOP_K * HIDDEN, hidden + other // TOP_K * HIDDEN, blobs + expert * BLOB, n, FFN + n, 0,
-        GROUPS, HIDDEN, 2 * FFN, 2 * FFN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
+        GROUPS, one, HIDDEN, 2 * FFN, 2 * FFN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
     )  # fmt: skip
     tl.store(up + pair * FFN + n, activate(gate, ACTIVATION) * value, mask=there)
     if PAIRED:
         tl.store(up + other * FFN + n, activate(gate_2, ACTIVATION) * value_2, mask=there & (other != pair))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "one"])
 def _down_kernel(
-    up, index, weights, blobs, parts, pairs,
+    up, index, weights, blobs, parts, pairs, one,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOB: tl.constexpr, TOP_K: tl.constexpr, PAIRED: tl.constexpr,
     PAIRS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
@@ -287,7 +288,7 @@ def _down_kernel(
     first = split * PART
     xn, xm, yn, ym = _products(
         up + pair * FFN, up + other * FFN, blobs + expert * BLOB, n, m, first, tl.minimum(first + PART, GROUPS),
-        FFN, HIDDEN, HIDDEN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
+        one, FFN, HIDDEN, HIDDEN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
     )  # fmt: skip
     weight = tl.load(weights + pair).to(tl.float32)
     place = parts + (split * pairs + pair) * HIDDEN
