@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from spmoe.bench.figures import ResidentStep, by_setting, differences, figures, resident_steps, sameness
-from spmoe.bench.runs import Run, Setting
+from spmoe.bench.figures import by_setting, differences, figures, resident_steps, sameness
+from spmoe.bench.runs import ResidentStep, Run
+from spmoe.bench.settings import Setting
 from spmoe.config import Size
 from spmoe.engine.llm import Completion
 from spmoe.engine.stats import Stats

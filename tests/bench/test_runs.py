@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +11,11 @@ import pytest
 from checkpoints import Pair, byte_tokenizer
 from spmoe.bench import runs
 from spmoe.bench.figures import differences, machine_record, records
-from spmoe.bench.runs import Bench, Job, Setting, parse_prompts, require_room, sample_prompts, settings_of
+from spmoe.bench.runs import Bench, Job, require_room
+from spmoe.bench.settings import Setting, System
+from spmoe.bench.settings import settings_of as all_settings_of
 from spmoe.config import Size
-from spmoe.errors import PromptError, UsageError
+from spmoe.errors import PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,6 @@ def job_for(pair: Pair, settings: list[Setting], **changes: Any) -> Job:
         "model": str(pair.target),
         "draft": str(pair.good),
         "shape": None,
-        "cutoff": "auto",
-        "eviction": "draft-informed",
         "link_gbps": None,
         "enforce_eager": False,
         "device": "cpu",
@@ -40,23 +38,12 @@ def job_for(pair: Pair, settings: list[Setting], **changes: Any) -> Job:
         **changes.pop("engine", {}),
     }
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
-    values = {"output_len": 8, "repeat": 2, "warmup": 1, "resident_known": frozenset(), **changes}
+    values = {"output_len": 8, "repeat": 2, "warmup": 1, **changes}
     return Job(engine, settings, prompts, **values)
 
 
-# ---- configurations
-
-
-def test_configurations_are_the_cross_product_in_the_order_given() -> None:
-    found = settings_of([HALF, WHOLE], ["on-demand", "draft-gate"], [4, 0])
-    assert [str(one) for one in found] == [
-        "50%, on-demand, K=4",
-        "50%, on-demand, K=0",
-        "50%, draft-gate, K=4",
-        "100%, on-demand, K=4",
-        "100%, on-demand, K=0",
-        "100%, draft-gate, K=4",
-    ]
+def settings_of(memories: list[Size], policies: list[str], draft_tokens: list[int]) -> list[Setting]:
+    return all_settings_of(memories, [System(policy) for policy in policies], draft_tokens)
 
 
 # ---- runs
@@ -92,7 +79,9 @@ def test_one_engine_serves_a_budget(finished: tuple[Bench, list[str]]) -> None:
     ]
     assert sum(words.startswith("warming up") for words in said) == 3 + 3 + 2
     assert "run 1 of 36: 50%, on-demand, K=0; prompt 1, repeat 1" in said
-    assert "run 36 of 36: 75%, draft-gate, K=3; prompt 3, repeat 2" in said
+    (last,) = [words for words in said if words.startswith("run 36 of 36: ")]
+    assert last.startswith("run 36 of 36: 75%, draft-gate, K=3; prompt 3, repeat 2; ")
+    assert last.endswith(" s left")
 
 
 def test_every_run_writes_the_same(finished: tuple[Bench, list[str]]) -> None:
@@ -115,12 +104,12 @@ def test_with_all_experts_in_slots_nothing_moves(finished: tuple[Bench, list[str
 def test_what_is_known_or_fits_in_a_budget_is_not_loaded_for(mixtral_pair: Pair) -> None:
     said: list[str] = []
     settings = settings_of([HALF, WHOLE], ["on-demand"], [0, 2])
-    options = {"output_len": 2, "repeat": 1, "warmup": 0, "resident_known": frozenset({2})}
+    options = {"output_len": 2, "repeat": 1, "warmup": 0, "resident": {2: 0.5}}
     bench = Bench(job_for(mixtral_pair, settings, **options), said.append)
     bench.run()
     assert sum(words.startswith("loading") for words in said) == 2, "the budget of 100% serves as well"
     assert {run.setting.draft_tokens for run in bench.resident} == {0}
-    sources = {row["num_speculative_tokens"]: row["resident_source"] for row in records(bench, {2: 0.5})}
+    sources = {row["num_speculative_tokens"]: row["resident_source"] for row in records(bench)}
     assert sources == {0: "measured", 2: "given"}
 
 
@@ -133,7 +122,7 @@ def test_what_does_not_fit_is_estimated(mixtral_pair: Pair, monkeypatch: pytest.
     bench.run()
     assert sum(words.startswith("loading") for words in said) == 1
     assert "estimate" in said[-1]
-    (row,) = records(bench, {})
+    (row,) = records(bench)
     assert row["resident_source"] == "estimated"
     compute = row["draft_seconds_per_step"] + row["verify_seconds_per_step"] - row["stall_seconds_per_step"]
     assert row["all_resident_step_seconds"] == pytest.approx(compute)
@@ -198,7 +187,7 @@ def test_a_stop_ends_it_and_keeps_what_there_is(mixtral_pair: Pair) -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.run()
     assert len(bench.runs) == 3
-    rows = records(bench, {})
+    rows = records(bench)
     assert [row["runs"] for row in rows] == [1, 2]
     assert {row["resident_source"] for row in rows} == {"estimated"}
 
@@ -214,48 +203,7 @@ def test_a_stop_in_the_last_step_counts_too(mixtral_pair: Pair) -> None:
         bench.run()
 
 
-# ---- prompts
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("own.jsonl", '{"prompt": "one\\nline"}\n\n{"prompt": "two", "question": "x"}\n', ["one\nline", "two"]),
-        ("humaneval.jsonl", '{"task_id": "HumanEval/0", "prompt": "def f():\\n", "test": ""}', ["def f():\n"]),
-        ("gsm8k.jsonl", '{"question": "How many?", "answer": "3"}', ["How many?"]),
-        ("mt_bench.jsonl", '{"question_id": 81, "turns": ["first", "second"]}', ["first"]),
-        ("no-suffix", '  {"prompt": "a\u2028b"}', ["a\u2028b"]),
-        ("text.txt", "\n\none\n  two\n \n\nthree\n", ["one\n  two", "three"]),
-        ("code.py", "def f():\n    pass\n\n\n    x = 1", ["def f():\n    pass", "    x = 1"]),
-    ],
-)
-def test_prompts_of_any_form(name: str, text: str, expected: list[str]) -> None:
-    assert parse_prompts(text, Path(name)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("empty.txt", " \n\n", "no prompt"),
-        ("empty.jsonl", "\n", "no prompt"),
-        ("bad.jsonl", '{"prompt": "x"}\n{"prompt"', "line 2 of bad.jsonl is not JSON"),
-        ("list.json", '["x"]', "line 1 of list.json is not a JSON object"),
-        ("none.jsonl", '{"text": "x"}', "line 1 of none.jsonl has no text under prompt"),
-        ("number.jsonl", '{"prompt": 3}', "has no text"),
-        ("blank.jsonl", '{"prompt": ""}', "has no text"),
-        ("turns.jsonl", '{"turns": [[]]}', "has no text"),
-    ],
-)
-def test_files_that_hold_no_prompts(name: str, text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        parse_prompts(text, Path(name))
-
-
-def test_there_is_a_sample() -> None:
-    prompts = sample_prompts()
-    assert len(set(prompts)) == 4
-    assert all(200 < len(prompt) < 2000 for prompt in prompts)
-    assert json.dumps(prompts)
+# ---- the room that prompts leave
 
 
 def test_prompts_must_leave_room() -> None:

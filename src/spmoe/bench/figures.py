@@ -11,24 +11,19 @@ where useful bytes are those of experts that were moved and used: wasted ones ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 import numpy
 
 from spmoe.bench.ceilings import machine
-from spmoe.bench.runs import Bench, Run, Setting
+from spmoe.bench.runs import Bench, Job, ResidentStep, Run
+from spmoe.bench.settings import Setting
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 
-
-@dataclass(frozen=True, slots=True)
-class ResidentStep:
-    """What a step takes with every expert in a slot."""
-
-    seconds: float
-    source: str  # "measured", "given" or "estimated"
-    host_seconds: float | None = None  # of them in which the device ran no recorded forward
+FORMAT = 2  # of the records
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +47,20 @@ class Totals:
         decoded = [one.decode_counters for one in stats]
         self.seconds = sum(one.decode_seconds for one in stats)
         self.tokens = sum(one.output_tokens - 1 for one in stats)
-        names = [f.name for f in fields(Counters) if not f.name.endswith("_at")]
-        self.ledger: dict[str, Any] = {name: sum(getattr(one, name) for one in decoded) for name in names}
+        self.ledger: dict[str, Any] = {
+            f.name: _sum([getattr(one, f.name) for one in decoded]) for f in fields(Counters)
+        }
         self.counters = Counters(**self.ledger)
         self.steps = self.counters.steps
 
 
-def resident_steps(runs: Sequence[Run], resident: Sequence[Run], given: Mapping[int, float]) -> dict[int, ResidentStep]:
-    """By K: as given, as measured, or what compute took in the runs where it took least."""
+def resident_steps(
+    runs: Sequence[Run],
+    resident: Sequence[Run],
+    given: Mapping[int, float],
+    stored: Mapping[int, ResidentStep] | None = None,
+) -> dict[int, ResidentStep]:
+    """By K: as given, as measured (now or before), or what compute took in the runs where it took least."""
     found: dict[int, ResidentStep] = {}
     for k in {run.setting.draft_tokens for run in runs}:
         measured = Totals([run for run in resident if run.setting.draft_tokens == k])
@@ -67,6 +68,8 @@ def resident_steps(runs: Sequence[Run], resident: Sequence[Run], given: Mapping[
             found[k] = ResidentStep(given[k], "given")
         elif measured.steps:
             found[k] = ResidentStep(measured.seconds / measured.steps, "measured", _host_seconds(resident, k))
+        elif stored is not None and k in stored:
+            found[k] = stored[k]
         else:
             groups = by_setting(run for run in runs if run.setting.draft_tokens == k)
             found[k] = ResidentStep(min(_compute_seconds(Totals(group)) for group in groups.values()), "estimated")
@@ -81,17 +84,33 @@ def by_setting(runs: Iterable[Run]) -> dict[Setting, list[Run]]:
     return groups
 
 
-def machine_record(bench: Bench) -> dict[str, Any]:
-    """Where, on what, and how it was measured."""
-    job, facts = bench.job, bench.facts
-    if facts is None:
-        raise ValueError("nothing was loaded")
-    ceilings = facts.ceilings
-    names = ("shape", "cutoff", "eviction", "link_gbps", "enforce_eager")
+def case_of(job: Job) -> dict[str, Any]:
+    """What all of a job's configurations have in common, and nothing that is only known later."""
     model, draft = job.engine["model"], job.engine["draft"]
     ships = (model, draft) == shipped_pair()
     return {
+        "model": "the pair that ships" if ships else model,
+        "draft": None if ships else draft,
+        **{name: job.engine.get(name) for name in ("shape", "link_gbps", "enforce_eager")},
+        "prompts": len(job.prompts),
+        "prompt_tokens": [len(prompt) for prompt in job.prompts],
+        "output_len": job.output_len,
+        "warmup": job.warmup,
+        **job.labels,
+    }
+
+
+def machine_record(bench: Bench) -> dict[str, Any]:
+    """Where, on what, and how it was measured."""
+    job, facts = bench.job, bench.facts
+    if bench.stored is not None:
+        return {**bench.stored.machine, "repeat": job.repeat, "command": job.labels.get("command")}
+    if facts is None:
+        raise ValueError("nothing was loaded")
+    ceilings = facts.ceilings
+    return {
         "type": "machine",
+        "format": FORMAT,
         **machine(facts.device),
         "link_bytes_per_second": ceilings.link,
         "link_source": ceilings.link_source,
@@ -100,28 +119,25 @@ def machine_record(bench: Bench) -> dict[str, Any]:
         "active_read_seconds": facts.active_bytes / ceilings.memory,
         "draft_bytes": facts.draft_bytes,
         "draft_read_seconds": facts.draft_bytes / ceilings.memory,
-        "model": "the pair that ships" if ships else model,
-        "draft": None if ships else draft,
-        **{name: job.engine[name] for name in names},
+        **case_of(job),
         "dtype": str(facts.dtype).removeprefix("torch."),
         "expert_bytes": facts.store.layout.nbytes,
         "experts": facts.store.count,
         "layers": len(facts.store.experts),
         "top_k": facts.top_k,
-        "prompts": len(job.prompts),
-        "prompt_tokens": [len(prompt) for prompt in job.prompts],
-        "output_len": job.output_len,
         "repeat": job.repeat,
-        "warmup": job.warmup,
     }
 
 
-def records(bench: Bench, given: Mapping[int, float]) -> list[dict[str, Any]]:
-    """One record per configuration that has run, in the order asked for; `given` are all-resident steps by K."""
-    if bench.facts is None:
+def records(bench: Bench) -> list[dict[str, Any]]:
+    """One record per configuration that has run, in the order asked for."""
+    if not bench.runs or (bench.facts is None and bench.stored is None):
         return []
-    groups, residents = by_setting(bench.runs), resident_steps(bench.runs, bench.resident, given)
-    link, order = bench.facts.ceilings.link, {id(run): number for number, run in enumerate(bench.runs)}
+    stored = bench.stored.resident if bench.stored is not None else None
+    groups = by_setting(bench.runs)
+    residents = resident_steps(bench.runs, bench.resident, bench.job.resident, stored)
+    link: float = machine_record(bench)["link_bytes_per_second"]
+    order = {id(run): number for number, run in enumerate(bench.runs)}
     settings = [setting for setting in bench.job.settings if setting in groups]
     by_row = [run for setting in settings for run in groups[setting]]  # what the first row wrote is the reference
     found: list[dict[str, Any]] = []
@@ -133,7 +149,7 @@ def records(bench: Bench, given: Mapping[int, float]) -> list[dict[str, Any]]:
                 "type": "configuration",
                 **figures(runs, residents[k], link),
                 **sameness(runs, by_row, same_k),
-                "samples": [{"order": order[id(run)], **_sample(run)} for run in runs],
+                "samples": [{"order": order[id(run)], **sample_of(run)} for run in runs],
             }
         )
     return found
@@ -148,9 +164,7 @@ def figures(runs: Sequence[Run], resident: ResidentStep, link: float) -> dict[st
     ideal = max(useful / steps / link, resident.seconds)
     settled = c.used_bytes + c.wasted_bytes + c.failed_bytes
     return {
-        "expert_memory": str(runs[0].setting.memory),
-        "prefetch": runs[0].setting.prefetch,
-        "num_speculative_tokens": runs[0].setting.draft_tokens,
+        **runs[0].setting.record,
         "slots": last.slots,
         "cutoff_layers": last.cutoff_layers,
         "layers": last.layers,
@@ -161,6 +175,7 @@ def figures(runs: Sequence[Run], resident: ResidentStep, link: float) -> dict[st
         "output_tokens": all_of.tokens,
         "steps": all_of.steps,
         "mean_acceptance_length": 1 + c.accepted / c.verified if c.verified else None,
+        "acceptance_by_position": c.acceptance_by_position,
         "hit_rate": c.hit_rate,
         "bytes_moved_per_token": moved / max(1, all_of.tokens),
         "bytes_moved_per_step": moved / steps,
@@ -230,17 +245,28 @@ def _compute_seconds(totals: Totals) -> float:
     return max(0.0, c.draft_seconds + c.verify_seconds - c.stall_seconds) / max(1, totals.steps)
 
 
-def _sample(run: Run) -> dict[str, Any]:
+def sample_of(run: Run) -> dict[str, Any]:
+    """All that is needed of one run to make its part of the figures again."""
     stats, decoded = run.completion.stats, run.completion.stats.decode_counters
     return {
         "prompt": run.prompt,
         "repeat": run.repeat,
         "ttft_seconds": stats.ttft_seconds,
         "tpot_seconds": stats.tpot_seconds,
+        "latency_seconds": stats.latency_seconds,
         "steps": decoded.steps,
         "bytes_moved": decoded.demand_bytes + decoded.issued_bytes,
         "cutoff_layers": stats.cutoff_layers,
+        "ledger": {name: value for name, value in asdict(decoded).items() if value},
+        "tokens": run.completion.token_ids,
     }
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """A total; of lists, place by place."""
+    if values and isinstance(values[0], list):
+        return [sum(column) for column in zip_longest(*values, fillvalue=0)]
+    return sum(values)
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -1,11 +1,127 @@
-"""Line plots as SVG, written by hand: a few lines over layers need no plotting library."""
+"""Plots as SVG, written by hand: a few lines and bars need no plotting library.
+
+`line_plot` is a document of its own. The others are pieces of a page, which says what their colours are: they take the
+page's text colour and its variables --c0, --c1, ... Bars are placed in percents and their words are not scaled, so that
+they can be read on any screen.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 _COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#bf8700", "#8250df", "#57606a")
+COLOURS = 8  # that a page has
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A labelled value, in parts where it has several."""
+
+    label: str
+    parts: tuple[tuple[float, int], ...]  # lengths, and the number of each one's colour
+    shown: str  # the value, for people
+    spread: tuple[float, float] | None = None
+    mark: float | None = None  # a line across: what could have been
+
+    @property
+    def length(self) -> float:
+        """All parts together."""
+        return sum(value for value, _ in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points in order of x, under a name."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: int
+    marked: tuple[float, ...] = ()  # values of x to point at
+
+
+def bar_chart(title: str, bars: Sequence[Bar]) -> str:
+    """Horizontal bars from zero, each under its label."""
+    row, bar = 40, 12
+    most = max([1e-12, *(max(one.length, *(one.spread or ()), one.mark or 0.0) for one in bars)])
+
+    def at(value: float) -> str:
+        return f"{100 * value / most:.2f}%"
+
+    parts = [_opening(title, f'width="100%" height="{row * len(bars) + 2}"', "bars")]
+    for number, one in enumerate(bars):
+        y = row * number
+        parts.append(f'<text x="0" y="{y + 14}">{escape(one.label)}</text>')
+        parts.append(f'<text class="value" x="100%" y="{y + 14}" text-anchor="end">{escape(one.shown)}</text>')
+        parts.append(f'<rect class="track" x="0" y="{y + 20}" width="100%" height="{bar}"/>')
+        start = 0.0
+        for value, colour in one.parts:
+            place = f'x="{at(start)}" y="{y + 20}" width="{at(value)}" height="{bar}"'
+            parts.append(f'<rect {place} fill="var(--c{colour % COLOURS})"/>')
+            start += value
+        if one.spread is not None:
+            low, high = one.spread
+            parts.append(f'<line class="spread" x1="{at(low)}" x2="{at(high)}" y1="{y + 26}" y2="{y + 26}"/>')
+        if one.mark is not None:
+            parts.append(f'<line class="mark" x1="{at(one.mark)}" x2="{at(one.mark)}" y1="{y + 17}" y2="{y + 35}"/>')
+    return "".join([*parts, "</svg>"])
+
+
+def line_chart(
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], floor: float | None = None, top: float | None = None
+) -> str:
+    """Lines over a common x, from `floor` (by default a little below the least) to `top`."""
+    width, height, left, right, above, below = 480, 290, 52, 12, 14, 46
+    inner_w, inner_h = width - left - right, height - above - below
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    first, last = min(xs), max(max(xs), min(xs) + 1e-9)
+    low, step = _scale(min(ys) if floor is None else floor, max(ys) if top is None else top)
+    high = max(ys) if top is None else top
+    high = low + step * max(1, math.ceil((high - low) / step - 1e-9))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + inner_w * (x - first) / (last - first), above + inner_h * (1 - (y - low) / (high - low))
+
+    parts = [_opening(title, f'viewBox="0 0 {width} {height}"', "lines")]
+    for tick in range(round((high - low) / step) + 1):
+        _, y = place(first, low + tick * step)
+        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{low + tick * step:.4g}</text>')
+    every = sorted(set(xs))
+    for x in every[:: max(1, math.ceil(len(every) / 9))]:
+        parts.append(f'<text x="{place(x, low)[0]:.1f}" y="{height - below + 18}" text-anchor="middle">{x:g}</text>')
+    middle = left + inner_w / 2
+    parts.append(f'<text x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    turned = f'transform="rotate(-90)" x="{-(above + inner_h / 2):.1f}" y="13" text-anchor="middle"'
+    parts.append(f"<text {turned}>{escape(y_label)}</text>")
+    for line in lines:
+        colour = f"var(--c{line.colour % COLOURS})"
+        for x in line.marked:
+            at = place(x, low)[0]
+            parts.append(
+                f'<line class="marked" x1="{at:.1f}" x2="{at:.1f}" y1="{above}" y2="{above + inner_h}" '
+                f'stroke="{colour}"/>'
+            )
+        points = [place(x, y) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points]
+    return "".join([*parts, "</svg>"])
+
+
+def _opening(title: str, size: str, kind: str) -> str:
+    return f'<svg class="{kind}" {size} role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+
+
+def _scale(low: float, high: float) -> tuple[float, float]:
+    """Where a scale starts, at or below `low`, and its step: one, two or five times a power of ten."""
+    rough = max(high - low, 1e-12) / 4
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    return math.floor(low / step + 1e-9) * step, step
 
 
 def line_plot(title: str, x_label: str, lines: Mapping[str, Sequence[float]], floor: float = 0.0) -> str:

@@ -9,46 +9,32 @@ which goes through the slots layer by layer and is not counted.
 from __future__ import annotations
 
 import gc
-import json
-import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spmoe.backends.devices import forget_freed
-from spmoe.bench.ceilings import Ceilings, all_experts_fit, measure_ceilings
-from spmoe.config import SamplingParams, Size
+from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
+from spmoe.bench.settings import Setting
+from spmoe.config import CutoffMode, SamplingParams, Size
 from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
-from spmoe.models.shipped import sample_text
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
 
-_SAMPLES, _SAMPLE_LINES = 4, 20  # prompts cut from the sample text
 _ALL = Size(share=1.0)
+_SAME_MACHINE = ("device", "processor", "torch", "transformers", "spmoe", "commit")  # or figures do not belong together
 
 Watch = Callable[[Generation], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One configuration: a row of the table."""
-
-    memory: Size
-    prefetch: str
-    draft_tokens: int  # K
-
-    def __str__(self) -> str:
-        return f"{self.memory}, {self.prefetch}, K={self.draft_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +48,15 @@ class Run:
     device_seconds: float | None = None  # that recorded forwards took on the device, where every expert is in a slot
 
 
+@dataclass(frozen=True, slots=True)
+class ResidentStep:
+    """What a step takes with every expert in a slot."""
+
+    seconds: float
+    source: str  # "measured", "given" or "estimated"
+    host_seconds: float | None = None  # of them in which the device ran no recorded forward
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be run."""
@@ -72,7 +67,23 @@ class Job:
     output_len: int
     repeat: int
     warmup: int  # runs of each configuration that do not count
-    resident_known: frozenset[int]  # values of K whose all-resident step need not be measured
+    resident: Mapping[int, float] = field(default_factory=dict)  # seconds of an all-resident step by K, where known
+    labels: Mapping[str, Any] = field(default_factory=dict)  # what a record says besides: scenario, prompt set, command
+
+    @property
+    def total(self) -> int:
+        """How many runs there are."""
+        return len(self.settings) * len(self.prompts) * self.repeat
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What an earlier benchmark has measured of a job."""
+
+    machine: dict[str, Any]
+    runs: list[Run]
+    resident: dict[int, ResidentStep]
+    others: list[dict[str, Any]] = field(default_factory=list)  # records of configurations that the job does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +109,53 @@ class Bench:
     """Runs a job. What has been measured is there at any time, also after an interruption.
 
     `tell` says what is under way; `watch` is entered around every generation, and may stop it, which ends the benchmark
-    as Ctrl-C does.
+    as Ctrl-C does. What is `stored` is not run again. `keep` is called after every run.
     """
 
-    def __init__(self, job: Job, tell: Callable[[str], None], watch: Watch = lambda generation: nullcontext()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tell: Callable[[str], None],
+        watch: Watch = lambda generation: nullcontext(),
+        stored: Stored | None = None,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
         self.job = job
-        self.runs: list[Run] = []
+        self.stored = stored
+        self.runs: list[Run] = list(stored.runs) if stored is not None else []
         self.resident: list[Run] = []  # with every expert in a slot
         self.facts: Facts | None = None
         self._tell = tell
         self._watch = watch
+        self._keep = keep
         self._told: set[str] = set()
         self._store: HostStore | None = None
+        self._pace = Pace()
 
     def run(self) -> None:
         """Load one engine after the other, which share the host store, and run everything."""
+        memories = list(dict.fromkeys(setting.memory for setting in self.job.settings))
         try:
-            for memory in dict.fromkeys(setting.memory for setting in self.job.settings):
-                self._on_engine(self._run_budget, memory)
+            for memory in memories:
+                if any(self._left(setting) for setting in self.job.settings if setting.memory == memory):
+                    self._on_engine(self._run_budget, memory)
+            if self.facts is None and self._unknown():
+                self._on_engine(lambda llm, memory: None, memories[0])
             self._run_all_resident()
         finally:
             self._close_store()
 
     def _run_budget(self, llm: LLM, memory: Size) -> None:
-        settings = [setting for setting in self.job.settings if setting.memory == memory]
+        settings = [setting for setting in self.job.settings if setting.memory == memory and self._left(setting)]
         self._take_turns(llm, settings, self.runs, "run")
         if llm.engine.slots == llm.engine.store.count and llm.engine.config.link_gbps is None:
             self._run_resident(llm, memory)
+
+    def _left(self, setting: Setting) -> list[tuple[int, int]]:
+        """Repeats and prompts of a configuration that have not been run, in the order in which they would be."""
+        done = {(run.repeat, run.prompt) for run in self.runs if run.setting == setting}
+        every = product(range(self.job.repeat), range(len(self.job.prompts)))
+        return [one for one in every if one not in done]
 
     def _run_all_resident(self) -> None:
         """Measure what steps take when nothing is missing, in an engine with slots for all experts if one fits."""
@@ -145,7 +176,8 @@ class Bench:
 
     def _unknown(self) -> list[int]:
         """Values of K whose all-resident step is neither given nor measured."""
-        known = self.job.resident_known | {run.setting.draft_tokens for run in self.resident}
+        known = {*self.job.resident, *(run.setting.draft_tokens for run in self.resident)}
+        known |= self.stored.resident.keys() if self.stored is not None else set()
         return [k for k in dict.fromkeys(setting.draft_tokens for setting in self.job.settings) if k not in known]
 
     def _on_engine(self, work: Callable[[LLM, Size], None], memory: Size, **options: Any) -> None:
@@ -178,6 +210,8 @@ class Bench:
         self._tell_notices(llm)
         require_room(job.prompts, job.output_len, engine.max_model_len)
         if self.facts is None:
+            if self.stored is not None:
+                _require_same(self.stored.machine, machine(engine.device))
             self._tell("measuring the link and the memory")
             ceilings = measure_ceilings(engine)
             draft = engine.draft.network.resident_bytes if isinstance(engine.draft, DraftModel) else 0
@@ -187,21 +221,34 @@ class Bench:
             )  # fmt: skip
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
-        job = self.job
+        job, counted = self.job, runs is self.runs
+        self._profile(llm, settings)
         for setting in settings:
             self._tell(f"warming up: {setting}")
             self._warm_up(llm, setting)
         self._tell_notices(llm)
-        count = len(job.settings) if runs is self.runs else len(settings)
-        total = count * len(job.prompts) * job.repeat
+        total = job.total if counted else len(settings) * len(job.prompts) * job.repeat
         for turn, (repeat, prompt) in enumerate(product(range(job.repeat), range(len(job.prompts)))):
             first = turn % len(settings)
             for setting in settings[first:] + settings[:first]:
-                self._tell(f"{what} {len(runs) + 1} of {total}: {setting}; prompt {prompt + 1}, repeat {repeat + 1}")
+                if counted and (repeat, prompt) not in self._left(setting):
+                    continue
+                left = self._pace.left({one: len(self._left(one)) for one in job.settings}) if counted else ""
+                where = f"{setting}; prompt {prompt + 1}, repeat {repeat + 1}"
+                self._tell(f"{what} {len(runs) + 1} of {total}: {where}{left}")
                 timed = runs is self.resident and llm.engine.room.recorder is not None
                 device_seconds = self._start_timing(llm) if timed else None
+                started = time.perf_counter()
                 completion = self._generate(llm, setting, job.prompts[prompt], job.output_len)
+                self._pace.took(setting, time.perf_counter() - started)
                 runs.append(Run(setting, prompt, repeat, completion, device_seconds() if device_seconds else None))
+                self._keep()
+
+    def _profile(self, llm: LLM, settings: list[Setting]) -> None:
+        """Where cutoffs are fixed, have the profile made that tells all depths alike whether a last pass pays."""
+        for setting in settings:
+            if setting.cutoff.mode is CutoffMode.FIXED:
+                llm.engine.reconfigure(**{**setting.changes, "cutoff": llm.engine.config.cutoff})
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
         """Time recorded forwards on the device until what is returned is called, which gives the seconds."""
@@ -228,7 +275,7 @@ class Bench:
                 self._generate(llm, setting, prompts[-1], tokens)
 
     def _generate(self, llm: LLM, setting: Setting, prompt: list[int], tokens: int) -> Completion:
-        llm.engine.reconfigure(prefetch=setting.prefetch, num_speculative_tokens=setting.draft_tokens)
+        llm.engine.reconfigure(**setting.changes)
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
         with self._watch(generation):
             completion = generation.run()
@@ -248,11 +295,38 @@ class Bench:
             self._store = None
 
 
-def settings_of(memories: list[Size], policies: list[str], draft_tokens: list[int]) -> list[Setting]:
-    """The cross product, in the order given. Without a draft it predicts nothing: K = 0 is on demand, and once."""
-    every = product(memories, policies, draft_tokens)
-    draftless = {policy: "next-gate" if "next-gate" in policy else "on-demand" for policy in policies}
-    return list(dict.fromkeys(Setting(memory, policy if k else draftless[policy], k) for memory, policy, k in every))
+class Pace:
+    """How long runs take, and so how long is left."""
+
+    def __init__(self) -> None:
+        self._took: dict[Setting, list[float]] = {}
+
+    def took(self, setting: Setting, seconds: float) -> None:
+        """One run is over."""
+        self._took.setdefault(setting, []).append(seconds)
+
+    def left(self, runs: Mapping[Setting, int]) -> str:
+        """Words for the time that so many more runs of each configuration take; none before there was one."""
+        every = [seconds for one in self._took.values() for seconds in one]
+        if not every:
+            return ""
+        typical = sum(every) / len(every)
+        seconds = sum(count * _mean(self._took.get(setting, ()), typical) for setting, count in runs.items())
+        minutes = round(seconds / 60)
+        return f"; {minutes} min left" if minutes > 1 else f"; {seconds:.0f} s left"
+
+
+def _mean(values: Sequence[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in _SAME_MACHINE:
+        if before.get(name) != now[name]:
+            raise UsageError(
+                f"these results are of {name} {before.get(name)}, and this is {now[name]}; continue them there, or "
+                "choose another file"
+            )
 
 
 def require_room(prompts: list[list[int]], output_len: int, context: int) -> None:
@@ -263,37 +337,3 @@ def require_room(prompts: list[list[int]], output_len: int, context: int) -> Non
                 f"prompt {number + 1} has {len(prompt)} tokens, which with --output-len {output_len} is more than the "
                 f"context of {context}; lower --output-len or leave that prompt out"
             )
-
-
-def sample_prompts() -> list[str]:
-    """A few pieces of the sample text."""
-    lines = sample_text().splitlines(keepends=True)
-    starts = [number * len(lines) // _SAMPLES for number in range(_SAMPLES)]
-    return ["".join(lines[start : start + _SAMPLE_LINES]) for start in starts]
-
-
-def parse_prompts(text: str, path: Path) -> list[str]:
-    """Prompts from JSON lines, of any of the forms that well-known sets have, or from the paragraphs of plain text."""
-    if path.suffix in (".json", ".jsonl") or text.lstrip().startswith("{"):
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        prompts = [_prompt_of(line, f"line {number} of {path}") for number, line in lines]
-    else:
-        prompts = [part.strip("\n") for part in re.split(r"\n(?:[ \t]*\n)+", text) if part.strip()]
-    if not prompts:
-        raise UsageError(f"{path} holds no prompt; write JSON lines or paragraphs of text")
-    return prompts
-
-
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON; write one object per line, or plain text") from error
-    if not isinstance(record, dict):
-        raise UsageError(f"{where} is not a JSON object; write one per line, with a prompt")
-    turns = record.get("turns")
-    first = turns[0] if isinstance(turns, list) and turns else None
-    prompt = next((value for value in (record.get("prompt"), record.get("question"), first) if value), None)
-    if not isinstance(prompt, str):
-        raise UsageError(f"{where} has no text under prompt, question or turns; name it prompt")
-    return prompt

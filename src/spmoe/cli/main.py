@@ -15,6 +15,7 @@ from spmoe import __version__
 from spmoe.cli.bench import bench
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
+from spmoe.cli.evaluation import report
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability, fit_predictor, families, bench):
+for verb in (demo, run, chat, info, predictability, fit_predictor, families, bench, report):
     app.command()(verb)
 
 

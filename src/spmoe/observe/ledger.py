@@ -105,5 +105,5 @@ class Counters:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of drafts whose first i+1 tokens were all kept."""
-        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+        """Share of drafts, of those that were as long, whose first i+1 tokens were all kept."""
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]

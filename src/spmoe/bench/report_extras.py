@@ -1,0 +1,173 @@
+"""Sections of a report that need runs made for them, and the one that says where and how all was measured."""
+
+from __future__ import annotations
+
+from html import escape
+
+from spmoe.bench import page
+from spmoe.bench.comparison import Comparison, Row, milliseconds, model_name, tpot
+from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
+from spmoe.bench.settings import ABLATIONS, ALL_ON
+from spmoe.config import format_bytes
+
+
+def acceptance_section(found: Comparison) -> str:
+    """How far drafts are kept."""
+    lines: dict[str, Line] = {}
+    rows = []
+    for case, row in found.main_rows():
+        if not (shares := row["acceptance_by_position"]):
+            continue
+        name = ", ".join([*([case] if case else []), f"K={row['num_speculative_tokens']}"])
+        if name in lines:
+            continue  # drafts do not depend on the policy
+        points = tuple((place + 1.0, 100 * share) for place, share in enumerate(shares))
+        lines[name] = Line(name, points, len(lines))
+        rows.append([name, *(f"{100 * share:.1f} %" for share in shares)])
+    if not lines:
+        return page.missing("Nothing was drafted.", "spmoe bench -k 4 --json results.jsonl")
+    most = max(len(row) for row in rows) - 1
+    data = page.table(["", *map(str, range(1, most + 1))], ([*row, *[""] * (most + 1 - len(row))] for row in rows))
+    chart = line_chart("Accepted draft tokens", "position in the draft", "% kept", list(lines.values()), 0.0, 100.0)
+    return page.figure(
+        chart, "Share of drafts that were kept up to and with this position.",
+        page.legend([(line.name, line.colour) for line in lines.values()]) if len(lines) > 1 else "", data,
+    )  # fmt: skip
+
+
+def cutoff_section(found: Comparison) -> str:
+    """Time over depth, for every place that was swept."""
+    sweeps: dict[tuple[str, str, int], dict[int, Row]] = {}
+    chosen: dict[tuple[str, str, int], dict[str, Row]] = {}
+    for case, row in found.rows():
+        if row["ablation"] not in (None, ALL_ON) or row["cutoff_layers"] is None:
+            continue
+        where = (
+            f"{case}: {found.system(row)}" if case else found.system(row),
+            row["expert_memory"],
+            row["num_speculative_tokens"],
+        )
+        if row["cutoff"].isdecimal():
+            sweeps.setdefault(where, {})[row["cutoff_layers"]] = row
+        else:
+            chosen.setdefault(where, {})[row["cutoff"]] = row
+    sweeps = {where: rows for where, rows in sweeps.items() if len(rows) > 2}
+    if not sweeps:
+        return page.missing(
+            "No cutoffs were swept in these runs.", "spmoe bench --scenario scenarios/ushape.toml --json results.jsonl"
+        )
+    parts = [
+        page.paragraph(
+            "How many layers, from the first, the draft stage may prefetch for. The dashed line is what the latency "
+            "model chose by itself."
+        )
+    ]
+    for (name, memory, k), by_depth in sweeps.items():
+        own = chosen.get((name, memory, k), {})
+        automatic = own.get("auto")
+        depths = sorted(by_depth)
+        line = Line(
+            name, tuple((depth, 1e3 * tpot(by_depth[depth])) for depth in depths), 0,
+            (automatic["cutoff_layers"],) if automatic is not None else (),
+        )  # fmt: skip
+        best = min(depths, key=lambda depth: tpot(by_depth[depth]))
+        caption = f"{name}, {memory}, K={k}. Least: {milliseconds(tpot(by_depth[best]))} at {best} layers."
+        if automatic is not None:
+            caption += f" Chosen: {automatic['cutoff_layers']} layers, {milliseconds(tpot(automatic))}."
+        rows = [[f"{depth} layers", *_times(by_depth[depth])] for depth in depths]
+        rows += [[f"{word} ({row['cutoff_layers']} layers)", *_times(row)] for word, row in own.items()]
+        title = f"Time per output token over the cutoff, {memory}, K={k}"
+        chart = line_chart(title, "layers prefetched for", "ms per token", [line])
+        parts.append(page.figure(chart, caption, data=page.table(["", "10 %", "median", "90 %"], rows)))
+    return "".join(parts)
+
+
+def _times(row: Row) -> list[str]:
+    return [milliseconds(row["tpot_seconds"][key]) for key in ("p10", "median", "p90")]
+
+
+def ablation_section(found: Comparison) -> str:
+    """What is lost where one part is switched off."""
+    places: dict[tuple[str, str, str, int], dict[str, Row]] = {}
+    for case, row in found.rows():
+        if row["ablation"] is not None:
+            system = str(row["system"] or row["eviction"])
+            places.setdefault((case, system, row["expert_memory"], row["num_speculative_tokens"]), {})[
+                row["ablation"]
+            ] = row
+    places = {where: rows for where, rows in places.items() if ALL_ON in rows and len(rows) > 1}
+    if not places:
+        return page.missing(
+            "Nothing was switched off in these runs.",
+            "spmoe bench --scenario scenarios/ablation.toml --json results.jsonl",
+        )
+    parts = [
+        page.paragraph(
+            "The same system with one part switched off. No asynchrony: every prefetch is waited for when the draft is "
+            "over; no batching: one copy per submission; no cutoff: all layers are prefetched for."
+        )
+    ]
+    for (case, _, memory, k), rows in places.items():
+        whole = tpot(rows[ALL_ON])
+        bars, data = [], []
+        for name in (one for one in ABLATIONS if one in rows):
+            row = rows[name]
+            more = "" if name == ALL_ON else f" ({100 * (tpot(row) / whole - 1):+.1f} %)"
+            spread = (row["tpot_seconds"]["p10"], row["tpot_seconds"]["p90"])
+            bars.append(
+                Bar(name, ((tpot(row), 0 if name == ALL_ON else 6),), milliseconds(tpot(row)) + more, spread, whole)
+            )
+            data.append([name, *_times(row), f"{tpot(row) / whole:.3f}x"])
+        name = ", ".join([*([case] if case else []), memory, f"K={k}"])
+        numbers = page.table(["", "10 %", "median", "90 %", "of all on"], data)
+        parts.append(page.figure(bar_chart(f"Ablation, {name}", bars), name, data=numbers))
+    return "".join(parts)
+
+
+def machine_section(found: Comparison) -> str:
+    """Where, on what, with what, and the commands."""
+    rows: dict[str, list[str]] = {}
+    for group in found.groups:
+        for name, value in _facts(group.machine).items():
+            rows.setdefault(name, []).append(value)
+    names = [case or "measured" for case in found.cases]
+    alike = [name for name, values in rows.items() if len(set(values)) == 1]
+    parts = [page.table(["", ""], ([name, rows[name][0]] for name in alike))]
+    if differing := [name for name in rows if name not in alike]:
+        parts.append(page.table(["", *names], ([name, *rows[name]] for name in differing)))
+    commands = dict.fromkeys(
+        str(group.machine.get("command")) for group in found.groups if group.machine.get("command")
+    )
+    if commands:
+        parts.append("<h3>Commands</h3><pre><code>" + escape("\n".join(commands)) + "</code></pre>")
+    texts = {
+        str(m["scenario"]): str(m["scenario_text"]) for m in (g.machine for g in found.groups) if m.get("scenario_text")
+    }
+    parts += [
+        f"<details><summary>Scenario: {escape(name)}</summary><pre><code>{escape(text)}</code></pre></details>"
+        for name, text in texts.items()
+    ]
+    return "".join(parts)
+
+
+def _facts(machine: Row) -> dict[str, str]:
+    link = f"{machine['link_bytes_per_second'] / 1e9:.3g} GB/s ({machine['link_source']})"
+    memory = machine["device_memory_bytes"]
+    versions = f"spmoe {machine['spmoe']}, torch {machine['torch']}, transformers {machine['transformers']}"
+    return {
+        "device": str(machine["device"]) + (f", {format_bytes(memory)}" if memory else ""),
+        "driver": str(machine["driver"] or "-"),
+        "processor": str(machine["processor"]),
+        "system": str(machine["platform"]),
+        "versions": f"{versions}, Python {machine['python']}",
+        "commit": str(machine["commit"] or "-"),
+        "model": model_name(machine),
+        "experts": f"{machine['experts']} in {machine['layers']} layers, top {machine['top_k']}, "
+        f"{format_bytes(machine['expert_bytes'])} each, {machine['dtype']}",
+        "link, at best": link,
+        "memory, at best": f"{machine['memory_bytes_per_second'] / 1e9:.3g} GB/s",
+        "reading one row's weights once": milliseconds(machine["active_read_seconds"]),
+        "reading the draft once": milliseconds(machine["draft_read_seconds"]),
+        "prompts": f"{machine['prompts']} ({machine.get('prompt_set')}, {machine.get('prompt_form')}), each "
+        f"{machine['repeat']} times after {machine['warmup']} to warm up, {machine['output_len']} tokens",
+    }
