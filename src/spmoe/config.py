@@ -12,8 +12,9 @@ from typing import Any, Literal, Self
 
 from spmoe.errors import UsageError
 
-PREFETCH_POLICIES = ("draft-gate", "draft-gate+next-gate", "next-gate", "on-demand")
-EVICTIONS = ("draft-informed", "lru")
+PREFETCH_POLICIES = ("activation", "adaptive", "draft-gate", "draft-gate+next-gate", "next-gate", "on-demand", "oracle")
+EVICTION_RULES = ("activation", "adaptive", "draft-informed", "lfru", "lfu", "lru", "lru-per-layer")
+EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -148,7 +149,7 @@ class EngineConfig:
     prefetch: str = "draft-gate"
     cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
     fitted: bool = True  # use the maps fitted for the pair, where there are such
-    eviction: str = "draft-informed"
+    eviction: str = "auto"
     expert_memory: Size = Size(share=0.25)
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -179,6 +180,20 @@ class EngineConfig:
         draft = options.get("draft")
         options["draft"] = None if draft in (None, "none") else str(draft)
         return cls(**options)
+
+    @property
+    def eviction_rule(self) -> str:
+        """The eviction asked for or, where that is left to the policy, the one that it was published with, if any."""
+        own = self.prefetch if self.prefetch in EVICTION_RULES else "draft-informed"
+        return own if self.eviction == "auto" else self.eviction
+
+    def refuse_oracle(self) -> None:
+        """Refuse the policy that knows a request in advance, where none has been recorded."""
+        _require(
+            self.prefetch != "oracle",
+            "prefetch oracle knows the routing of a request that has been run before and recorded, which only `spmoe "
+            "bench` does; choose another policy",
+        )
 
     @property
     def own_draft(self) -> str | None:

@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 )
 
 from spmoe.backends.cuda_transfer import CudaTicket
-from spmoe.config import EVICTIONS
+from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.source import ExpertSource
@@ -843,21 +843,26 @@ some_experts = st.integers(1, 255).map(lambda n: [e for e in range(8) if n >> e 
 some_steps = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 10_000])
 
 
+rules_in_turn = pytest.mark.parametrize("evictions", [EVICTION_RULES[::2], EVICTION_RULES[1::2]], ids=", ".join)
+
+
 class Programs(RuleBasedStateMachine):
     """A host that runs ahead, two streams at any speed, a thread that comes late, and refusals; in any order."""
 
-    eviction: str
+    evictions: Sequence[str]
     room: Room
 
     @initialize(
+        rule=numbers,
         slots=st.integers(1, 4),
         shape=st.sampled_from(SHAPES),
         experts=st.lists(st.integers(1, 3), min_size=1, max_size=2),
         by_label=st.booleans(),
         seed=st.integers(0, 3),
     )
-    def build(self, slots: int, shape: Shape, experts: list[int], by_label: bool, seed: int) -> None:
-        self.room = Room(self.eviction, slots, shape, [*experts, LAST_LAYER], by_label=by_label, seed=seed)
+    def build(self, rule: int, slots: int, shape: Shape, experts: list[int], by_label: bool, seed: int) -> None:
+        eviction = self.evictions[rule % len(self.evictions)]
+        self.room = Room(eviction, slots, shape, [*experts, LAST_LAYER], by_label=by_label, seed=seed)
 
     def key(self, layer: int, expert: int) -> ExpertKey:
         layer %= len(self.room.experts)
@@ -937,8 +942,8 @@ class Programs(RuleBasedStateMachine):
             self.room.finish()
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
-def test_whatever_compute_was_given_it_finds(eviction: str) -> None:
+@rules_in_turn
+def test_whatever_compute_was_given_it_finds(evictions: Sequence[str]) -> None:
     modest = settings(
         max_examples=200,
         stateful_step_count=40,
@@ -946,7 +951,7 @@ def test_whatever_compute_was_given_it_finds(eviction: str) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    machine = type("Program", (Programs,), {"eviction": eviction})
+    machine = type("Program", (Programs,), {"evictions": evictions})
     within(lambda: run_state_machine_as_test(machine, settings=modest))
 
 
@@ -995,14 +1000,14 @@ def run_steps(room: Room, seed: int, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("_restless")
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@rules_in_turn
 @pytest.mark.parametrize("by_label", [False, True], ids=["by slot", "by label"])
 @pytest.mark.parametrize("fault_rate", [0.0, 0.05])
-def test_with_threads_too(eviction: str, by_label: bool, fault_rate: float) -> None:
+def test_with_threads_too(evictions: Sequence[str], by_label: bool, fault_rate: float) -> None:
     before = own_threads()
     faults = 0
     for seed, shape in enumerate(SHAPES):
-        slots = 1 + seed % 4
+        slots, eviction = 1 + seed % 4, evictions[seed % len(evictions)]
         room = Room(eviction, slots, shape, EXPERTS, by_label=by_label, seed=seed, threaded=True)
         room.device.fault_rate = fault_rate
         with room.device.running():

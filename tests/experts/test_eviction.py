@@ -9,7 +9,7 @@ from experts_helpers import BLOB, MarkedSlots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmoe.config import EVICTIONS
+from spmoe.config import EVICTION_RULES
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import DraftInformed, Eviction, LeastRecentlyUsed, make_eviction
 from spmoe.experts.link import VirtualTransfer
@@ -23,7 +23,7 @@ KEYS = [ExpertKey(layer, e) for layer, count in enumerate(EXPERTS) for e in rang
 INFINITY = float("inf")
 
 modest = settings(max_examples=150, deadline=None, derandomize=True)
-rules = pytest.mark.parametrize("name", EVICTIONS)
+rules = pytest.mark.parametrize("name", EVICTION_RULES)
 events = st.one_of(
     st.tuples(st.sampled_from(["insert", "remove", "use"]), st.sampled_from(KEYS)),
     st.tuples(st.just("wish"), st.tuples(st.sampled_from(KEYS), st.sampled_from([0.0, 0.2, 1.0]))),
@@ -356,5 +356,5 @@ def test_a_cyclic_scan_defeats_lru_but_not_draft_informed(told: bool) -> None:
 
 
 def test_when_everything_fits_both_load_once() -> None:
-    for name in EVICTIONS:
+    for name in EVICTION_RULES:
         assert loads_per_step(name, 8, 4, told=True) == [8, 0, 0, 0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from experts_helpers import LAYOUT, blob_of, fill, own_threads, spec_of, within
 
-from spmoe.config import EVICTIONS
+from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer
@@ -185,7 +185,7 @@ def stand(tmp_path: Path) -> Iterator[Callable[..., Stand]]:
     assert own_threads() == before
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", EVICTION_RULES)
 @pytest.mark.parametrize("slots", [1, 2, 7])
 @pytest.mark.parametrize(("fault_rate", "throttled"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_every_wave_is_right_whatever_happens(

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import EngineConfig, SamplingParams
+from spmoe.config import EVICTIONS, PREFETCH_POLICIES, EngineConfig, SamplingParams
 from spmoe.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
+
+_POLICIES = ", ".join(policy for policy in PREFETCH_POLICIES if policy != "oracle")  # which is for benchmarks
 
 
 def _engine(
@@ -35,7 +37,7 @@ def _engine(
         int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")
     ] = 4,
     prefetch: Annotated[
-        str, typer.Option(help="Prefetch policy: draft-gate, next-gate, draft-gate+next-gate or on-demand.")
+        str, typer.Option(help=f"Which experts are fetched ahead: {_POLICIES}; docs/policies.md tells them apart.")
     ] = "draft-gate",
     cutoff: Annotated[
         str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
@@ -43,7 +45,9 @@ def _engine(
     fitted: Annotated[
         bool, typer.Option("--fitted/--no-fitted", help="Predict through maps that `spmoe fit-predictor` fitted.")
     ] = True,
-    eviction: Annotated[str, typer.Option(help="What leaves full slots: draft-informed or lru.")] = "draft-informed",
+    eviction: Annotated[
+        str, typer.Option(help=f"What leaves full slots: {', '.join(EVICTIONS)}; auto: what suits the policy.")
+    ] = "auto",
     expert_memory: Annotated[
         str, typer.Option(help="Memory for experts: a size (6GiB) or a share of all experts (25%).")
     ] = "25%",
@@ -73,7 +77,7 @@ def _engine(
     ] = False,
 ) -> dict[str, Any]:
     options = dict(locals())
-    EngineConfig.make(**{**options, "model": model or ""})  # refuses bad values before anything heavy is imported
+    EngineConfig.make(**{**options, "model": model or ""}).refuse_oracle()  # before anything heavy is imported
     return options
 
 

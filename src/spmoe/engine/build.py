@@ -43,6 +43,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
 
     `store`: the experts, already in host memory, given up by the room of an engine that is closed.
     """
+    config.refuse_oracle()
     device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
@@ -67,7 +68,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     timeline, transfer = Timeline(), room.transfer
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
-    eviction = make_eviction(config.eviction, spec.experts)
+    eviction = make_eviction(config.eviction_rule, spec.experts)
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
     source.batching = transfer.batched = config.batching
     source.synchronous = config.synchronous
@@ -85,7 +86,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
-            budget, checkpoint, draft_checkpoint, drafter, make_policy, {config.eviction: eviction}, fitted,
+            budget, checkpoint, draft_checkpoint, drafter, make_policy, {config.eviction_rule: eviction}, fitted,
             notices=notices,
         )  # fmt: skip
         loop.policy = make_policy(engine)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import Profile, last_pass_pays
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
+from spmoe.predict.oracle import Recording, RoutingRecorder
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
@@ -63,6 +65,8 @@ class Engine:
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
     learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by policy and K, and what it is from
+    policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
+    recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
     def reconfigure(self, **changes: Any) -> None:
@@ -76,13 +80,15 @@ class Engine:
         k = config.num_speculative_tokens
         if k and self.draft is None:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
+        if self.recording is None:
+            config.refuse_oracle()
         if config == self.config:
             return
         self._keep_learnt()
-        if config.eviction != self.config.eviction:
-            if config.eviction not in self.evictions:
-                self.evictions[config.eviction] = make_eviction(config.eviction, self.store.experts)
-            self.source.change_eviction(self.evictions[config.eviction])
+        if (rule := config.eviction_rule) != self.config.eviction_rule:
+            if rule not in self.evictions:
+                self.evictions[rule] = make_eviction(rule, self.store.experts)
+            self.source.change_eviction(self.evictions[rule])
         self.config = config
         self.source.batching = self.room.transfer.batched = config.batching
         self.source.synchronous = config.synchronous
@@ -90,6 +96,16 @@ class Engine:
         self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()
         self.profile = self.profile_file = self.cutoff = self.source.step_budget = None
         self.loop.policy = self.make_policy(self)
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Run one request inside, on demand, to have its routing recorded; set it as `recording` for the oracle."""
+        policy, recorder = self.loop.policy, RoutingRecorder()
+        self.loop.policy = recorder
+        try:
+            yield recorder.recording
+        finally:
+            self.loop.policy = policy
 
     def learn_cutoff(self) -> None:
         """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""

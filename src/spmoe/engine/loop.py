@@ -60,7 +60,8 @@ class Loop:
     def step(self, sequence: Sequence, room: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; the new tokens, of which there are at most `room`."""
         started, loaded = self._clock.now(), self.counters.useful_loads
-        self.source.begin_step()
+        self.source.begin_step(sequence.id, self.policy.on_routed)
+        self.source.wish(self.policy.begin_step(sequence.id))
         k = self._draft_length(sequence, room)
 
         (draft,) = self.drafter.propose([sequence], k, self._lookout(Stage.DRAFT))
@@ -131,7 +132,7 @@ class Loop:
         def tell(depths: range, residual: torch.Tensor, routing: Routing | None) -> None:
             lookout(Seen(Stage.VERIFY, depths, count, residual, routing))
 
-        return Watch(count, lookout.ask, tell, at_once=True)
+        return Watch(count, lookout.ask, tell, at_once=True, question=self.policy.name)
 
     def _rewind(self, sequence: Sequence, length: int) -> None:
         self.states[sequence.id].rewind(length)

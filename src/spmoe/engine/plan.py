@@ -134,9 +134,9 @@ def make_plan(config: EngineConfig) -> Plan:
 
 def _prefetch(config: EngineConfig, fits: bool) -> str:
     """What is left of the policy where the draft has nothing to predict from."""
-    if fits or config.prefetch == "next-gate":
+    if fits or "draft-gate" not in config.prefetch:
         return config.prefetch
-    own_signals = "next-gate" in config.prefetch or (config.draft == "ngram" and config.prefetch != "on-demand")
+    own_signals = "next-gate" in config.prefetch or config.draft == "ngram"
     return "next-gate" if own_signals else "on-demand"
 
 

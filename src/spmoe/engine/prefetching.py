@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spmoe.config import CutoffMode
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
@@ -12,18 +14,46 @@ from spmoe.engine.profiling import measure, profile_path, read_profile, write_pr
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
+from spmoe.predict.activation import Activation
+from spmoe.predict.adaptive import Adaptive
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import last_pass_pays
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import Both, NextGate
 from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.oracle import Oracle
 
 
 def make_policy(engine: Engine) -> PrefetchPolicy:
     """The policy asked for, or what is left of it; what is missing becomes a notice."""
-    wanted, target, drafter = engine.config.prefetch, engine.target, engine.loop.drafter
+    wanted, target = engine.config.prefetch, engine.target
     own_signals = target.gates_found and target.has_taps
+    if wanted == "oracle":
+        return Oracle(lambda: engine.recording or [])  # without a budget: what it wishes for is needed
+    if wanted == "activation":
+        policy = _kept(engine, lambda: Activation(engine.store.experts))
+    elif wanted == "adaptive" and own_signals:
+        policy = _kept(engine, lambda: Adaptive(target))
+    else:
+        policy = _by_gates(engine, own_signals)
+    if not isinstance(policy, OnDemand):
+        # more than the slots can hold at once would push itself out again within the step
+        engine.source.step_budget = engine.slots * engine.store.layout.nbytes
+    return policy
+
+
+def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
+    """A policy with what it learnt when it ran before."""
+    name = (engine.config.prefetch, engine.loop.draft_tokens)
+    if name not in engine.policies:
+        engine.policies[name] = make()
+    return engine.policies[name]
+
+
+def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
+    """Prediction by the target's gates, of the draft's states, of the target's own, or both."""
+    wanted, target, drafter = engine.config.prefetch, engine.target, engine.loop.drafter
     first = second = None
     if "draft-gate" in wanted and isinstance(drafter, DraftModel):
         first = _draft_gate(engine, drafter)
@@ -33,10 +63,8 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
         second = NextGate(target) if own_signals else None
     if "next-gate" in wanted and own_signals:
         second = NextGate(target)
-    elif "next-gate" in wanted:
+    elif "next-gate" in wanted or wanted == "adaptive":
         _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
-    # more than the slots can hold at once would push itself out again within the step
-    engine.source.step_budget = engine.slots * engine.store.layout.nbytes if first or second else None
     if first is not None and second is not None:
         return Both(first, second)
     return first or second or OnDemand()

@@ -79,19 +79,24 @@ class ExpertCache:
         evicted = None
         if not self._free:
             below = self._eviction.worth(key) if prefetched else float("inf")
-            victims = self._eviction.victims(1, self._held, below)
+            victims = self._eviction.victims(1, self._held, below, key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])
         return self._place(key, prefetched, evicted)
 
     def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> list[Reservation]:
-        """Slots for as many of these ABSENT keys, from the first, as can be had; their victims are chosen together."""
+        """Slots for as many of these ABSENT keys of a layer, from the first, as can be had.
+
+        Their victims are chosen together.
+        """
         if any(key in self._entries for key in keys):
             raise ValueError("one of these already has a slot")
         lacking = len(keys) - len(self._free)
         evictable = len(self._entries) - len(self._held)
-        victims = self._eviction.victims(min(lacking, evictable), self._held, float("inf")) if lacking > 0 else []
+        victims: list[ExpertKey] | None = []
+        if lacking > 0:
+            victims = self._eviction.victims(min(lacking, evictable), self._held, float("inf"), keys[0].layer)
         evicted: list[Entry | None] = [None] * (len(keys) - lacking) if lacking > 0 else [None] * len(keys)
         evicted += [self._remove(victim) for victim in victims or ()]
         return [self._place(key, False, left) for key, left in zip(keys, evicted, strict=False)]

@@ -1,4 +1,4 @@
-"""Draft-informed eviction: how likely each resident expert is to be used at its layer's next turn, and how far off that is.
+"""Draft-informed eviction: how likely is each resident expert's use at its layer's next turn, and how far off is that.
 
 Layers run in a fixed cycle, so when one step's experts outnumber the slots, least-recently-used throws out exactly
 what the next layers need. Here habit, and what the draft foretells, say what will be needed.

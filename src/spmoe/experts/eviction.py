@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from spmoe.experts.activation_aware import ActivationAware
 from spmoe.experts.draft_informed import DraftInformed
+from spmoe.experts.frequency import FrequencyOverRecency, LeastFrequentlyUsed
 from spmoe.experts.lru import LeastRecentlyUsed
+from spmoe.experts.quotas import AdaptiveQuotas, EqualQuotas
 from spmoe.types import ExpertKey, Wish
 
 
@@ -46,8 +49,13 @@ class Eviction(Protocol):
 
 
 _RULES: dict[str, Callable[[Sequence[int]], Eviction]] = {
+    "activation": ActivationAware,
+    "adaptive": AdaptiveQuotas,
     "draft-informed": DraftInformed,
+    "lfru": FrequencyOverRecency,
+    "lfu": LeastFrequentlyUsed,
     "lru": lambda experts: LeastRecentlyUsed(),
+    "lru-per-layer": EqualQuotas,
 }
 
 

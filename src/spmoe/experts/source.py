@@ -6,7 +6,7 @@ One lock guards the bookkeeping; nobody waits for bytes while holding it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from spmoe.errors import SpmoeError, TransferError
@@ -20,6 +20,8 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey, Residency, Wish
+
+OnRouted = Callable[[int, Sequence[int]], Iterable[Wish]]  # layer, experts that its router has chosen
 
 
 class ExpertSource:
@@ -57,16 +59,21 @@ class ExpertSource:
         self._issued_in_step = 0
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
+        self._on_routed: OnRouted | None = None
         self._closed = False
         self._worker = PrefetchWorker(self.pump) if threaded else None
 
     # ---- the step, as the loop tells it
 
-    def begin_step(self) -> None:
-        """A draft is about to start: wishes of the last step are void."""
+    def begin_step(self, request: int = 0, on_routed: OnRouted | None = None) -> None:
+        """A draft is about to start: wishes of the last step are void.
+
+        In this step `on_routed` is told what each layer's router has chosen, once all of it is there or on its way.
+        """
         with self._lock:
             self._queue.drop_all()
-            self._eviction.begin_step()
+            self._on_routed = on_routed
+            self._eviction.begin_step(request)
             self._issued_in_step = 0
             self._position = -1
 
@@ -142,6 +149,8 @@ class ExpertSource:
                     self.shut(opened)
                 self._unplaced += len(absent)
                 self._demand(absent, waiting, held)
+            if self._on_routed is not None:
+                self.wish(self._on_routed(layer, experts))
             if ready:
                 yield self._wave(layer, ready)
                 self._release(ready, held)
@@ -171,6 +180,7 @@ class ExpertSource:
         """The step is over: what is still wished for is void."""
         with self._lock:
             self._queue.drop_all()
+            self._on_routed = None
         self.book_stalls()
 
     def book_stalls(self) -> None:

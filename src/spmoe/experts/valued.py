@@ -1,4 +1,4 @@
-"""What eviction rules share that give every expert a number: the least worth goes first, of equals the longest unused."""
+"""What eviction rules share that give every expert a number: the least goes first, of equals the longest unused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Valued:
     def victims(
         self, n: int, pinned: Collection[ExpertKey], below: float, layer: int | None = None
     ) -> list[ExpertKey] | None:
-        candidates = self._candidates(below)
+        candidates = self._resident.copy()
         if pinned:
             candidates[tuple(np.array(list(pinned)).T)] = False
         if n == 1:
@@ -63,10 +63,6 @@ class Valued:
     def _value(self) -> np.ndarray:
         """What every expert is worth now."""  # [layers, experts]
         raise NotImplementedError
-
-    def _candidates(self, below: float) -> np.ndarray:
-        """Residents that may leave at all, as a mask of the caller's own."""  # [layers, experts]
-        return self._resident.copy()
 
     def _distance(self) -> np.ndarray:
         """Layers until each layer's next turn; what the running one did not ask for waits a whole cycle."""  # [layers]

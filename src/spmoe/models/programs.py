@@ -7,6 +7,7 @@ choice in a chain that the next one reads, and the host looks at predictions and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from spmoe.backends.graphs import Recorder
 from spmoe.backends.kernels.inputs import chosen, go_on, new_chain, stage, stage_chained
 from spmoe.models.attention import device_length
 from spmoe.models.kv import KvState
-from spmoe.models.taps import Taps, Watch
+from spmoe.models.taps import OnSlab, Watch
 from spmoe.types import Routing
+
+Watching = Callable[[Watch | None, OnSlab], AbstractContextManager[None]]  # what shows slabs of a forward inside
 
 
 class ProgramKey(NamedTuple):
@@ -30,6 +33,7 @@ class ProgramKey(NamedTuple):
     slabs: int  # 0: nobody watches
     choices: int | None = None  # entries of the vocabulary that the greedy choice is among; None: no choice is made
     place: int = 0  # in a chain; those behind the first take their token from it
+    question: str = ""  # what the watch asks
 
 
 @dataclass
@@ -46,10 +50,9 @@ class Slab:
 class Programs:
     """Records and replays a model's forwards."""
 
-    def __init__(self, model: Any, taps: Taps, depth_count: int, recorder: Recorder) -> None:
+    def __init__(self, model: Any, watching: Watching, recorder: Recorder) -> None:
         self.model = model
-        self.taps = taps
-        self.depth_count = depth_count
+        self.watching = watching
         self.recorder = recorder
         self.chain = new_chain(model.device)
         self._chain_here = page_locked(len(self.chain))
@@ -57,7 +60,8 @@ class Programs:
 
     def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
         """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
-        program = self._program(ProgramKey(len(tokens), keep, watch.slabs if watch is not None else 0), kv, watch)
+        slabs, question = (0, "") if watch is None else (watch.slabs, watch.question)
+        program = self._program(ProgramKey(len(tokens), keep, slabs, question=question), kv, watch)
         program.launch(watch, tokens, kv.length)
         program.report()
         kv.advance(len(tokens))
@@ -81,9 +85,10 @@ class Programs:
         return chosen(self._chain_here, len(chain))
 
     def _program(self, key: ProgramKey, kv: KvState, watch: Watch | None) -> Program:
-        if key not in kv.programs:
-            kv.programs[key] = Program(self, key, kv, watch)
-        program: Program = kv.programs[key]
+        whose = (self, key)  # a target and its quantized self run over the same states
+        if whose not in kv.programs:
+            kv.programs[whose] = Program(self, key, kv, watch)
+        program: Program = kv.programs[whose]
         return program
 
 
@@ -99,7 +104,6 @@ class Program:
         self._answers: list[Routing | None] = []
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
-        on_tap = watch.tap(owner.depth_count, self._on_slab(watch.ask, watch.at_once)) if watch is not None else None
 
         def forward() -> Tensor:
             self._slabs.clear()
@@ -107,7 +111,8 @@ class Program:
                 stage_chained(owner.chain, ids, positions, length)
             else:
                 stage(self._inbox, owner.chain, ids, positions, length)
-            with torch.inference_mode(), device_length(length), owner.taps.listen(on_tap):
+            on_slab = self._on_slab(watch is not None and watch.at_once)
+            with torch.inference_mode(), device_length(length), owner.watching(watch, on_slab):
                 output = model(
                     input_ids=ids,
                     position_ids=positions,
@@ -141,11 +146,8 @@ class Program:
         if self._watch is not None:
             self._watch.tell(slab.depths, slab.residual, slab.answer)
 
-    def _on_slab(
-        self, ask: Callable[[range, Tensor], Routing | None], at_once: bool
-    ) -> Callable[[range, Tensor], None]:
-        def on_slab(depths: range, residual: Tensor) -> None:
-            asked = ask(depths, residual)
+    def _on_slab(self, at_once: bool) -> OnSlab:
+        def on_slab(depths: range, residual: Tensor, asked: Routing | None) -> None:
             number = len(self._slabs)
             if number == len(self._answers):  # page-locked memory cannot be had while recording
                 self._answers.append(

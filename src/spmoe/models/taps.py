@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spmoe.types import Routing
 
+OnSlab = Callable[[range, Tensor, Routing | None], None]  # decoder layers, residual streams, what was asked of them
 OnTap = Callable[[int, Tensor], None]  # decoder layer, residual stream after attention [rows, hidden]
 
 
@@ -24,7 +25,8 @@ class Watch:
 
     slabs: int
     ask: Callable[[range, Tensor], Routing | None]
-    tell: Callable[[range, Tensor, Routing | None], None]
+    tell: OnSlab
+    question: str = ""  # who asks otherwise over the same layers, so that recorded forwards are told apart by it
     at_once: bool = False  # whether it is told while the forward is under way, before what it asked about is past
 
     def tap(self, depth_count: int, on_slab: Callable[[range, Tensor], None]) -> OnTap:

@@ -22,30 +22,29 @@ class Gates(Protocol):
         ...
 
 
-class PrefetchPolicy(Protocol):
-    """Turns what a model has produced into wishes."""
+class PrefetchPolicy:
+    """Turns what has been seen into wishes. As it stands it looks at nothing and wishes for nothing."""
 
-    @property
-    def name(self) -> str:
-        """As options and reports call it."""
-        ...
+    name: str  # as options and reports call it
+    stages: frozenset[Stage] = frozenset()  # the stages it wants to see; nothing is tapped for the others
+    last_pass = False  # whether seeing the last draft token too is worth one more pass of the draft
 
-    stages: frozenset[Stage]  # the stages it wants to see; nothing is tapped for the others
-
-    @property
-    def last_pass(self) -> bool:
-        """Whether seeing the last draft token too is worth one more pass of the draft."""
-        ...
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        """Called before anything of a step runs; a request's first step reads its prompt."""
+        return ()
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
         # residual: [depths, rows, hidden]
-        ...
+        return None
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         """Called for every slab of layers, in order."""
-        ...
+        return ()
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        """Called as the target runs: its own router has chosen these experts, and what is missing is on its way."""
+        return ()
 
     def on_accept(self, accepted: Accepted) -> None:
         """Called when a step has been judged."""
-        ...

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from spmoe.predict.base import Gates
+from spmoe.predict.base import Gates, PrefetchPolicy
 from spmoe.predict.fitted import Fitted
-from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
+from spmoe.types import ExpertKey, Routing, Seen, Stage, Wish
 
 
-class DraftGate:
+class DraftGate(PrefetchPolicy):
     """Wishes for what the draft's states route to; beyond the cutoff only to be kept, not to be fetched."""
 
     name = "draft-gate"
@@ -46,9 +46,6 @@ class DraftGate:
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
         routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
         return () if routing is None else wishes(layers, routing, self.cutoff)
-
-    def on_accept(self, accepted: Accepted) -> None:
-        pass
 
 
 def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Iterator[Wish]:

@@ -6,8 +6,9 @@ draft it corrects, layer by layer, what the draft foretold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates, PrefetchPolicy
@@ -15,12 +16,11 @@ from spmoe.predict.draft_gate import DraftGate, wishes
 from spmoe.types import Accepted, Routing, Seen, Stage, Wish
 
 
-class NextGate:
+class NextGate(PrefetchPolicy):
     """Wishes for what the next layers' gates make of this layer's states."""
 
     name = "next-gate"
     stages = frozenset({Stage.VERIFY})
-    last_pass = False
 
     def __init__(self, gates: Gates, ahead: int = 1) -> None:
         self._gates = gates
@@ -33,7 +33,8 @@ class NextGate:
         rows = [row for row, depth in enumerate(depths) for _ in self._next[depth]]
         if stage is not Stage.VERIFY or not rows:
             return None
-        return self._gates.route(self._layers(depths), residual[rows])
+        # stacked, not indexed by a list, which would be copied to the device while a forward is recorded
+        return self._gates.route(self._layers(depths), torch.stack([residual[row] for row in rows]))
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         if seen.stage is not Stage.VERIFY:
@@ -41,14 +42,11 @@ class NextGate:
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         return () if routing is None else wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
 
-    def on_accept(self, accepted: Accepted) -> None:
-        pass
-
     def _layers(self, depths: range) -> list[int]:
         return [layer for depth in depths for layer in self._next[depth]]
 
 
-class Both:
+class Both(PrefetchPolicy):
     """The draft's word first, and the target's own signals as its pass proceeds."""
 
     def __init__(self, first: PrefetchPolicy, second: PrefetchPolicy) -> None:
@@ -57,15 +55,21 @@ class Both:
         self.stages = first.stages | second.stages
 
     @property
-    def last_pass(self) -> bool:
+    def last_pass(self) -> bool:  # type: ignore[override]
         """As either wants."""
         return self.first.last_pass or self.second.last_pass
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        return [*self.first.begin_step(request), *self.second.begin_step(request)]
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         return self._for(stage).ask(stage, depths, residual)
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
         return self._for(seen.stage).on_seen(seen)
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        return [*self.first.on_routed(layer, experts), *self.second.on_routed(layer, experts)]
 
     def on_accept(self, accepted: Accepted) -> None:
         self.first.on_accept(accepted)

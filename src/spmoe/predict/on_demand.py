@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
-from spmoe.types import Accepted, Seen, Stage, Wish
+from spmoe.predict.base import PrefetchPolicy
 
 
-class OnDemand:
+class OnDemand(PrefetchPolicy):
     """The baseline that prefetching is measured against."""
 
     name = "on-demand"
-    stages: frozenset[Stage] = frozenset()
-    last_pass = False
-
-    def ask(self, stage: Stage, depths: range, residual: Tensor) -> None:
-        pass
-
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
-        return ()
-
-    def on_accept(self, accepted: Accepted) -> None:
-        pass

@@ -1,0 +1,98 @@
+"""Activation matrices: which experts requests have used, and what the past ones that are like this one went on to use.
+
+A request's matrix holds, for every layer and expert, the share of its steps that used it. The step under way is
+compared, by the layers that have run, with every request's matrix; the nearest say what the layers to come will use.
+The step that reads a prompt is left out: it uses nearly everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmoe.types import ExpertKey
+
+
+class Activations:
+    """A bounded collection of requests' matrices, the running one's among them."""
+
+    def __init__(self, experts: Sequence[int], capacity: int = 128, neighbours: int = 3) -> None:
+        shape = (len(experts), max(experts))
+        self._neighbours = neighbours
+        self._matrices = np.zeros((capacity, *shape), dtype=np.float32)  # share of steps
+        self._squares = np.zeros((capacity, shape[0]))  # of each layer's row
+        self._steps = np.zeros(capacity, dtype=int)
+        self._places: dict[int, int] = {}  # by request, the oldest first
+        self._here: int | None = None  # the running request's place
+        self._counts = False  # whether the running step does
+        self._step = np.zeros(shape, dtype=bool)  # what it has used
+        self._layers = np.zeros(shape[0], dtype=bool)  # those that have run in it
+        self._products = np.zeros(capacity)  # of the step so far with every matrix
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def begin_step(self, request: int) -> None:
+        """The last step is over and joins its request's matrix; one of this request begins."""
+        if self._here is not None and self._counts and self._layers.any():
+            here, steps = self._here, self._steps[self._here]
+            self._matrices[here] = (self._matrices[here] * steps + self._step) / (steps + 1)
+            self._squares[here] = np.square(self._matrices[here], dtype=float).sum(axis=1)
+            self._steps[here] += 1
+        self._counts = request in self._places
+        if not self._counts:
+            self._places[request] = self._make_room()
+        self._here = self._places[request]
+        self._step[:] = False
+        self._layers[:] = False
+        self._products[:] = 0.0
+
+    def note(self, keys: Sequence[ExpertKey]) -> None:
+        """The running step uses these."""
+        new = [key for key in dict.fromkeys(keys) if not self._step[key]]
+        if new:
+            layers, experts = np.array(new).T
+            self._step[layers, experts] = True
+            self._layers[layers] = True
+            self._products += self._matrices[:, layers, experts].sum(axis=1)
+
+    def similarities(self) -> np.ndarray:
+        """The cosine between the step so far and every matrix, over the layers that have run."""  # [capacity]
+        sizes = np.sqrt(self._squares[:, self._layers].sum(axis=1) * self._step.sum())
+        found: np.ndarray = np.divide(self._products, sizes, out=np.zeros_like(sizes), where=sizes > 0)
+        return found
+
+    def expected(self) -> np.ndarray:
+        """How likely this step is to use each expert, by the nearest matrices, weighed by how near they are.
+
+        Before the first layer it is what the request itself has used so far or, if that is nothing, what all have.
+        """
+        # [layers, experts]
+        known = np.flatnonzero(self._steps)
+        near = self.similarities()[known]
+        if near.any():
+            best = np.argsort(-near, kind="stable")[: self._neighbours]
+            known, weights = known[best], near[best]
+        elif self._here is not None and self._steps[self._here]:
+            known, weights = np.array([self._here]), np.ones(1)
+        else:
+            weights = np.ones(len(known))
+        if not len(known):
+            return np.zeros(self._step.shape)
+        found: np.ndarray = np.tensordot(weights / weights.sum(), self._matrices[known], axes=1)
+        return found
+
+    def _make_room(self) -> int:
+        """A free place, else that of the older of the two requests that are most alike."""
+        if len(self._places) < len(self._steps):
+            return len(self._places)
+        flat = self._matrices.reshape(len(self._steps), -1)
+        unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-30)
+        alike = unit @ unit.T
+        np.fill_diagonal(alike, -np.inf)
+        pair = divmod(int(alike.argmax()), len(alike))
+        request, place = next((request, place) for request, place in self._places.items() if place in pair)
+        del self._places[request]
+        self._matrices[place], self._squares[place], self._steps[place] = 0.0, 0.0, 0
+        return place

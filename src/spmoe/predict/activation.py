@@ -1,0 +1,51 @@
+"""Request-level prediction: what requests like this one went on to use, by the experts that it has used so far.
+
+It looks at no hidden state: the routers' choices, layer by layer as the target runs, are matched with those of past
+requests. It needs neither a draft nor gates that can be asked, and knows nothing before requests have shown it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from spmoe.observe.activations import Activations
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.types import ExpertKey, Wish
+
+
+class Activation(PrefetchPolicy):
+    """Wishes, for each layer to come, for as many of its likeliest experts as a step uses of it, each once a step.
+
+    An expert's score is the share of steps that are expected to use it, the less the more layers come before.
+    """
+
+    name = "activation"
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        self._activations = Activations(experts)
+        self._wished = np.zeros((len(experts), max(experts)), dtype=bool)  # in this step
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        self._activations.begin_step(request)
+        self._wished[:] = False
+        return self._wishes(0)
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        self._activations.note([ExpertKey(layer, expert) for expert in experts])
+        return self._wishes(layer + 1)
+
+    def _wishes(self, start: int) -> Iterable[Wish]:
+        """For the layers from this one on, which is the next to run."""
+        expected = self._activations.expected()[start:]  # [layers to come, experts]
+        likeliest = np.argsort(-expected, axis=1, kind="stable")
+        likely = np.zeros(expected.shape, dtype=bool)
+        usual = np.arange(expected.shape[1]) < np.ceil(expected.sum(axis=1))[:, None]
+        np.put_along_axis(likely, likeliest, usual, axis=1)
+        new = likely & (expected > 0) & ~self._wished[start:]
+        self._wished[start:] |= new
+        count = len(self._wished)
+        for ahead, expert in zip(*(places.tolist() for places in np.nonzero(new)), strict=True):
+            score = float(expected[ahead, expert]) * (1 - ahead / count)
+            yield Wish(ExpertKey(start + ahead, expert), score, deadline=start + ahead)

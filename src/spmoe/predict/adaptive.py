@@ -1,0 +1,69 @@
+"""Next-gate prediction as deep as it proves right: several layers ahead, each distance believed by its own record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from spmoe.predict.base import Gates
+from spmoe.predict.draft_gate import wishes
+from spmoe.predict.next_gate import NextGate
+from spmoe.types import Seen, Stage, Wish
+
+
+class Adaptive(NextGate):
+    """Wishes for the next layer and, as far as guesses over that distance came true of late, for those behind it.
+
+    The queue serves nearer layers first, so deeper wishes only move while all that is nearer is there or on its way.
+    """
+
+    name = "adaptive"
+    _DEEPEST = 3  # layers ahead that are guessed at
+    _ENOUGH = 0.7  # of the guesses over a distance must have come true
+    _MEMORY = 0.98  # of a step, one step later
+    _DOUBT = 8.0  # guesses that count as wrong, to begin with
+
+    def __init__(self, gates: Gates) -> None:
+        super().__init__(gates, ahead=self._DEEPEST)
+        self._given = np.full(self._DEEPEST, self._DOUBT)  # guesses, by distance
+        self._true = np.zeros(self._DEEPEST)
+        self._guessed: dict[int, dict[int, frozenset[int]]] = {}  # by layer and distance, in this step
+
+    @property
+    def depth(self) -> int:
+        """How many layers ahead are prefetched for; the next one always is."""
+        good = self._true / self._given >= self._ENOUGH
+        good[0] = True
+        return int(np.logical_and.accumulate(good).sum())
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        self._guessed.clear()
+        self._given *= self._MEMORY
+        self._true *= self._MEMORY
+        return ()
+
+    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+        if seen.stage is not Stage.VERIFY:
+            return
+        routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
+        if routing is None:
+            return
+        depth, start = self.depth, 0
+        for place in seen.depths:
+            layers = self._next[place]
+            part = type(routing)(*(answer[start : start + len(layers)] for answer in routing))
+            start += len(layers)
+            for wish in wishes(layers, part, fetch_below=len(self._next)):
+                distance = layers.index(wish.key.layer)
+                known = self._guessed.setdefault(wish.key.layer, {})
+                known[distance] = known.get(distance, frozenset()) | {wish.key.expert}
+                if distance < depth:
+                    yield wish
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        chosen = frozenset(experts)
+        for distance, guess in self._guessed.pop(layer, {}).items():
+            self._given[distance] += len(guess)
+            self._true[distance] += len(guess & chosen)
+        return ()

@@ -1,0 +1,49 @@
+"""The oracle: every step's routing, recorded when the same request ran before. A bound for benchmarks, not a policy.
+
+Greedy decoding takes the same steps every time, so what a step's routers chose in one run they will choose in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.on_demand import OnDemand
+from spmoe.types import ExpertKey, Wish
+
+Recording = list[dict[int, set[int]]]  # of each step of a request, every layer's experts
+
+
+class RoutingRecorder(OnDemand):
+    """Notes what the routers choose in one request."""
+
+    def __init__(self) -> None:
+        self.recording: Recording = []
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        self.recording.append({})
+        return ()
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        self.recording[-1].setdefault(layer, set()).update(experts)
+        return ()
+
+
+class Oracle(PrefetchPolicy):
+    """Wishes, as a step begins, for all that it will use, in the order of layers; `recorded` gives the recording."""
+
+    name = "oracle"
+
+    def __init__(self, recorded: Callable[[], Recording]) -> None:
+        self._recorded = recorded
+        self._request: int | None = None
+        self._steps = 0
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        self._steps = self._steps + 1 if request == self._request else 0
+        self._request = request
+        recording = self._recorded()
+        step = recording[self._steps] if self._steps < len(recording) else {}
+        for layer, experts in sorted(step.items()):
+            for expert in sorted(experts):
+                yield Wish(ExpertKey(layer, expert), 1.0, deadline=layer)
