@@ -20,6 +20,7 @@ import torch
 
 from spmoe.backends.devices import forget_freed
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
+from spmoe.bench.rehearsal import Rehearsals
 from spmoe.bench.settings import Setting
 from spmoe.config import CutoffMode, SamplingParams, Size
 from spmoe.draft.model import DraftModel
@@ -130,6 +131,7 @@ class Bench:
         self._keep = keep
         self._told: set[str] = set()
         self._store: HostStore | None = None
+        self._rehearsals = Rehearsals(self._complete)
         self._pace = Pace()
 
     def run(self) -> None:
@@ -275,7 +277,11 @@ class Bench:
                 self._generate(llm, setting, prompts[-1], tokens)
 
     def _generate(self, llm: LLM, setting: Setting, prompt: list[int], tokens: int) -> Completion:
+        self._rehearsals.prepare(llm, setting, prompt, tokens)
         llm.engine.reconfigure(**setting.changes)
+        return self._complete(llm, prompt, tokens)
+
+    def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> Completion:
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
         with self._watch(generation):
             completion = generation.run()
