@@ -56,7 +56,8 @@ def _gates_kernel(
         v = tl.load(x + row * K + start + k, mask=start + k < K, other=0.0).to(tl.float32)
         squares += v * v
     scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    kind, router = x.dtype.element_ty, routers + layer * E * K
+    kind = x.dtype.element_ty
+    router = routers + layer * E * K
     sums = tl.zeros((WIDE, BK), tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         w = _load(router + e[:, None] * K + (start + k)[None, :], e[:, None], (start + k)[None, :], E, K, WIDE, BK)
