@@ -25,7 +25,7 @@ from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recording
-from spmoe.backends.kernels import attention, experts, inputs
+from spmoe.backends.kernels import attention, experts, inputs, quantized
 from spmoe.engine import build
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
@@ -148,9 +148,12 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
         ("backends.cuda", inputs, ("take_mask",)),
         ("models.programs", inputs, ("stage", "stage_chained", "go_on")),
         ("backends.kernels.attention", attention, ("append", "decode_attention")),
+        ("backends.kernels.quantized", quantized, ("run_coded",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
+
+    monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
 
     def make_room(config: Any, materials: Any, count: int, store: Any = None) -> Room:
         slots = DeviceSlots(count, materials.spec, torch.device("cpu"))
@@ -206,6 +209,34 @@ def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pai
             found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
     assert found[0] == found[1]
     assert found[0][1][0] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_memory": memory_for(2)}, {"expert_memory": "100%"}], ids=str)
+@pytest.mark.parametrize("name", ["self:int4", "self:int8"])
+def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, options: dict[str, Any]) -> None:
+    """Recorded, over the target's own states, with what its routers choose as prediction, as when not recorded."""
+    found = []
+    for eager in (False, True):
+        given = {**options, "num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager}
+        with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
+            assert not [notice for notice in llm.notices if "recorded" in notice]
+            assert llm.engine.draft.network.records != eager
+            completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
+            found.append(completions[0].token_ids)
+            counters = completions[0].stats.counters
+            found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
+            assert completions[1].token_ids == completions[0].token_ids
+    assert found[:2] == found[2:]
+    assert found[0] == greedy(reference(pair.target), PROMPT, COUNT)
+    assert found[1][1][0] > 0
+    assert found[1][2] > 0
+
+
+def test_drafting_for_itself_and_verifying_are_recorded_apart(double: Double, mixtral_pair: Pair) -> None:
+    with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
+        llm.generate(PROMPT, GREEDY)
+        (kv,) = llm.engine.target._spare
+        assert {owner for owner, _ in kv.programs} == {llm.engine.target._programs, llm.engine.draft.network._programs}
 
 
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:

@@ -21,7 +21,7 @@ from spmoe.draft.model import DraftModel
 from spmoe.models.experts_port import attach
 from spmoe.models.kv import KvState
 from spmoe.models.network import Network
-from spmoe.models.taps import OnTap, Watch
+from spmoe.models.taps import OnSlab, Watch
 from spmoe.models.target import Target
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ class SelfNetwork(Network):
     def __init__(self, target: Target, experts: QuantizedExperts) -> None:
         super().__init__(target.model)
         self.anatomy = replace(self.anatomy, kv_bytes_per_token=0)  # there is but the target's own state
+        self._target = target
         self._experts = experts
         self._sites = [(site.experts, _Port(self, layer)) for layer, site in enumerate(self.anatomy.moe)]
-        self._watch: Watch | None = None
+        self._on_slab: OnSlab | None = None
+        self._slab = 0  # layers that are told of together
         self._routed: list[tuple[Tensor, Tensor]] = []  # by MoE layer, since the last slab
 
     @property
@@ -44,46 +46,40 @@ class SelfNetwork(Network):
         """Of the quantized experts; all else is the target's."""
         return self._experts.nbytes
 
-    def forward(
-        self, tokens: list[int], kv: KvState, keep: int, on_tap: OnTap | None = None, watch: Watch | None = None
-    ) -> Tensor:
-        """As any network's; a watch is told what the routers chose, and sees no states."""
-        with self._quantized(watch):
-            return super().forward(tokens, kv, keep, on_tap)
-
     def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
-        """Never: the modules, and what is recorded of them, are the target's."""
-        return "they share the target's modules"
+        """As any network's; but the modules are the target's, which comes first."""
+        return super().record_forwards(recorder, rows) if self._target.records else "those of the target are not"
 
     def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """One layer's experts, after telling of the choice."""
-        if self._watch is not None:
+        if self._on_slab is not None:
             self._routed.append((index, weights))
-            slab = -(-len(self._sites) // self._watch.slabs)
-            if len(self._routed) == slab or layer == len(self._sites) - 1:
-                self._tell(self._watch, layer)
+            if len(self._routed) == self._slab or layer == len(self._sites) - 1:
+                self._tell(self._on_slab, layer)
         return self._experts.run(layer, experts, hidden, index, weights)
 
-    def _tell(self, watch: Watch, layer: int) -> None:
+    def _tell(self, on_slab: OnSlab, layer: int) -> None:
         sites, count = self.anatomy.moe, len(self._routed)
         depths = range(sites[layer + 1 - count].depth, sites[layer].depth + 1)
         scores = torch.stack([weights for _, weights in self._routed]).float()
         scores = scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         routing = types.Routing(torch.stack([index for index, _ in self._routed]), scores)
         self._routed.clear()
-        watch.tell(depths, scores.new_empty(0), routing)
+        on_slab(depths, scores.new_empty(0), routing)
 
     @contextmanager
-    def _quantized(self, watch: Watch | None) -> Iterator[None]:
+    def watching(self, watch: Watch | None, on_slab: OnSlab | None = None) -> Iterator[None]:
+        """Run with quantized experts inside; nothing is asked of a watch, and states are not shown: routers choose."""
         before: list[Any] = [experts.spmoe_port for experts, _ in self._sites]
-        self._watch = watch
+        if watch is not None:
+            self._on_slab, self._slab = on_slab or watch.tell, -(-len(self._sites) // watch.slabs)
         self._routed.clear()
         for experts, port in self._sites:
             attach(experts, port)
         try:
             yield
         finally:
-            self._watch = None
+            self._on_slab = None
             for (experts, _), other in zip(self._sites, before, strict=True):
                 attach(experts, other)
 

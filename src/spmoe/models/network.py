@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from spmoe.models import attention
 from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.fusion import fuse
 from spmoe.models.kv import KvState, can_rewind
-from spmoe.models.taps import OnTap, Taps, Watch
+from spmoe.models.taps import OnSlab, OnTap, Taps, Watch
 
 if TYPE_CHECKING:
     from spmoe.backends.graphs import Recorder
@@ -44,6 +45,11 @@ class Network:
         return self._taps.complete
 
     @property
+    def records(self) -> bool:
+        """Whether forwards of few rows are recorded and replayed."""
+        return self._programs is not None
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that stay in memory; tied ones count once."""
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.model.parameters()}
@@ -73,13 +79,19 @@ class Network:
         # -> [keep, vocabulary]
         if (programs := self._usable_programs(tokens, kv)) is not None and on_tap is None:
             return programs.forward(tokens, kv, keep, watch)
-        if watch is not None:
-            on_tap = watch.tap(self.depth_count, lambda depths, slab: watch.tell(depths, slab, watch.ask(depths, slab)))
         ids = torch.tensor([tokens], device=self.model.device)
-        with torch.inference_mode(), self._taps.listen(on_tap), attention.quick_to_start():
+        raw = self._taps.listen(on_tap) if on_tap is not None else nullcontext()
+        with torch.inference_mode(), self.watching(watch), raw, attention.quick_to_start():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
+
+    def watching(self, watch: Watch | None, on_slab: OnSlab | None = None) -> AbstractContextManager[None]:
+        """While a forward runs inside, ask what a watch asks, and hand slabs and answers on: to it, or elsewhere."""
+        if watch is None:
+            return self._taps.listen(None)
+        tell = on_slab or watch.tell
+        return self._taps.listen(watch.tap(self.depth_count, lambda d, slab: tell(d, slab, watch.ask(d, slab))))
 
     def greedy(self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[int]:
         """Append tokens and, one after the other, all but the last of the most likely ones that follow.
@@ -108,7 +120,7 @@ class Network:
             from spmoe.models.programs import Programs
 
             attention.use(self.model)
-            self._programs = Programs(self.model, self._taps, self.depth_count, recorder)
+            self._programs = Programs(self.model, self.watching, recorder)
             self._recorded_rows = 2
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code cannot do with it

@@ -88,8 +88,8 @@ def run_coded(
         num_warps=tiles.up.warps, num_stages=tiles.up.stages,
     )  # fmt: skip
     _down_kernel[pairs, triton.cdiv(geometry.hidden, 2 * tiles.down.n), tiles.splits](
-        scratch.up, index, weights, blobs, scratch.parts, pairs, _ONE, **sizes, HIDDEN=geometry.hidden, FFN=geometry.ffn,
-        CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n, BG=tiles.down.k,
+        scratch.up, index, weights, blobs, scratch.parts, pairs, _ONE, **sizes, HIDDEN=geometry.hidden,
+        FFN=geometry.ffn, CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n, BG=tiles.down.k,
         num_warps=tiles.down.warps, num_stages=tiles.down.stages,
     )  # fmt: skip
     return add_up(scratch, torch.empty_like(hidden))
@@ -158,12 +158,9 @@ def _partner(index, pair, expert, pairs, PAIRS: tl.constexpr):
 @triton.jit
 def _code(words, one, i: tl.constexpr, BITS: tl.constexpr):
     """The i-th code of each word as 1 + code / 256; coarser, as 1 + code / 16, if it is of four bits and i is odd."""
-    if BITS == 4:  # an odd one and that before it need the same shift
-        SHIFT: tl.constexpr = 19 - 4 * (i | 1)
-        MASK: tl.constexpr = 0x780000 if i % 2 else 0x78000
-    else:
-        SHIFT: tl.constexpr = 15 - 8 * i
-        MASK: tl.constexpr = 0x7F8000
+    # of four bits, an odd one and that before it need the same shift
+    SHIFT: tl.constexpr = 19 - 4 * (i | 1) if BITS == 4 else 15 - 8 * i
+    MASK: tl.constexpr = (0x780000 if i % 2 else 0x78000) if BITS == 4 else 0x7F8000
     moved = words << SHIFT if SHIFT > 0 else words >> -SHIFT
     return ((moved & MASK) | one).to(tl.float32, bitcast=True)
 
