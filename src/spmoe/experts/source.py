@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.cache import Entry, ExpertCache, Reservation
+from spmoe.experts.cache import Entry, ExpertCache
 from spmoe.experts.eviction import Eviction
+from spmoe.experts.loads import Loads, wait_for
 from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
 from spmoe.experts.slots import Slots
-from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.experts.transfer import Ticket, Transfer
 from spmoe.experts.waves import Opened, Wave
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
@@ -46,7 +46,6 @@ class ExpertSource:
         self.timeline = timeline or Timeline()
         self.counters = counters
         self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
-        self.batching = True  # copies that are ready to go together are submitted together
         self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
@@ -55,7 +54,7 @@ class ExpertSource:
         self._clock = clock
         self._queue = WishQueue(counters)
         self._lock = threading.RLock()
-        self._loading: list[Entry] = []  # oldest first
+        self._loads = Loads(transfer, self.cache, blob_bytes, counters)
         self._issued_in_step = 0
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
@@ -109,12 +108,22 @@ class ExpertSource:
             self.cache.change_eviction(eviction)
             self._eviction = eviction
 
+    @property
+    def batching(self) -> bool:
+        """Whether copies that are ready to go together are submitted together."""
+        return self._loads.batching
+
+    @batching.setter
+    def batching(self, batching: bool) -> None:
+        with self._lock:
+            self._loads.batching = self._transfer.batched = batching
+
     def open(self, layer: int) -> Opened:
         """Pin what a layer has READY. Compute may be given it at once; `use` or `shut` lets go of it."""
         with self._lock:
             if self._closed:
                 raise TransferError("the engine was closed")
-            self._reap()
+            self._loads.reap()
             opened = Opened(layer, self.cache.ready_of(layer))
             for entry in opened.entries:
                 self.cache.pin(entry)
@@ -135,11 +144,13 @@ class ExpertSource:
         absent: list[ExpertKey] = []
         try:
             with self._lock:
-                self._reap()
+                self._loads.reap()
                 self._position = layer
                 self._queue.drop_passed(layer)
                 self._eviction.reached(layer)
-                ready, waiting, absent = self._claim([ExpertKey(layer, e) for e in dict.fromkeys(experts)])
+                ready, waiting, absent = self._loads.claim(
+                    [ExpertKey(layer, e) for e in dict.fromkeys(experts)], self._eviction
+                )
                 held += ready + waiting
                 if opened is not None:
                     given = set(opened.entries)
@@ -200,10 +211,10 @@ class ExpertSource:
         """
         room = self.depth
         with self._lock:
-            self._reap()
+            self._loads.reap()
             batch: list[Entry] = []
             while not self._closed and not self._unplaced and (wish := self._queue.first()) is not None:
-                if len(self._loading) + len(batch) >= room:
+                if len(self._loads) + len(batch) >= room:
                     break
                 if self.cache.get(wish.key) is not None:
                     self.counters.wishes_resident += 1
@@ -219,13 +230,13 @@ class ExpertSource:
                 self._issued_in_step += self.blob_bytes
                 self.counters.prefetch_loads += 1
                 self.counters.issued_bytes += self.blob_bytes
-                batch.append(self._take(reservation))
+                batch.append(self._loads.begin(reservation))
             try:
-                self._submit(batch, urgent=False)
+                self._loads.submit(batch, urgent=False)
             except SpmoeError:
                 return None  # booked as failed; the error is raised where an expert is used
-            full = len(self._loading) >= room
-            return self._loading[0].ticket if full and len(self._queue) else None
+            full = len(self._loads) >= room
+            return self._loads.entries[0].ticket if full and len(self._queue) else None
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""
@@ -242,84 +253,19 @@ class ExpertSource:
 
     # ---- under the lock
 
-    def _claim(self, keys: list[ExpertKey]) -> tuple[list[Entry], list[Entry], list[ExpertKey]]:
-        """Pin what has a slot; book every key as hit, late or demanded."""
-        ready: list[Entry] = []
-        waiting: list[Entry] = []
-        absent: list[ExpertKey] = []
-        for key in keys:
-            entry = self.cache.get(key)
-            if entry is None:
-                self.counters.demand_loads += 1
-                self.counters.demand_bytes += self.blob_bytes
-                absent.append(key)
-                continue
-            self.cache.pin(entry)
-            self._eviction.used(key)
-            if entry.state is Residency.READY:
-                self.counters.hits += 1
-                ready.append(entry)
-            else:
-                self.counters.late += 1
-                waiting.append(entry)
-                if entry.ticket is not None:
-                    entry.ticket.hurry()
-            if entry.prefetched:
-                entry.prefetched = False
-                self.counters.prefetch_used += 1
-                self.counters.used_bytes += self.blob_bytes
-                self.counters.late_bytes += self.blob_bytes if entry.state is Residency.LOADING else 0
-        return ready, waiting, absent
-
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
         if absent and self._closed:
             raise TransferError("the engine was closed")
-        batch = [self._take(reservation) for reservation in self.cache.reserve_for_demand(absent)]
+        batch = [self._loads.begin(reservation) for reservation in self.cache.reserve_for_demand(absent)]
         del absent[: len(batch)]
         self._unplaced -= len(batch)
         for entry in batch:
             self.cache.pin(entry)
             self._eviction.used(entry.key)
-        self._submit(batch, urgent=True)
+        self._loads.submit(batch, urgent=True)
         waiting += batch
         held += batch
-
-    def _take(self, reservation: Reservation) -> Entry:
-        if reservation.evicted is not None and reservation.evicted.prefetched:
-            self.counters.wasted_bytes += self.blob_bytes
-        return reservation.entry
-
-    def _submit(self, batch: list[Entry], *, urgent: bool) -> None:
-        size = len(batch) if self.batching else 1
-        for start in range(0, len(batch), max(1, size)):
-            part = batch[start : start + size]
-            try:
-                tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
-            except SpmoeError:
-                for entry in batch[start:]:
-                    self._fail(entry)
-                raise
-            for entry, ticket in zip(part, tickets, strict=True):
-                entry.ticket = ticket
-                self._loading.append(entry)
-
-    def _reap(self) -> None:
-        """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
-        for entry in list(self._loading):
-            if entry.ticket is not None and entry.ticket.ready():
-                self._loading.remove(entry)
-                try:
-                    entry.ticket.wait()
-                except SpmoeError:
-                    self._fail(entry)
-                else:
-                    self.cache.loaded(entry)
-
-    def _fail(self, entry: Entry) -> None:
-        if entry.prefetched:
-            self.counters.failed_bytes += self.blob_bytes
-        self.cache.failed(entry)
 
     # ---- the compute thread, outside the lock
 
@@ -329,11 +275,11 @@ class ExpertSource:
         With nothing of its own under way, it waits for whatever copy holds the slot that is needed next.
         """
         with self._lock:
-            self._reap()
+            self._loads.reap()
             self._demand(absent, waiting, held)
             arrived = [e for e in waiting if e.state is Residency.READY]
-            own = [e for e in self._loading if e in waiting] or waiting  # the next to arrive, else one that failed
-            blocking = next(iter(own or self._loading), None)
+            own = [e for e in self._loads.entries if e in waiting] or waiting  # the next, else one that failed
+            blocking = next(iter(own or self._loads.entries), None)
             ticket = blocking.ticket if blocking is not None else None
         if not arrived:
             if blocking is None or ticket is None:
@@ -343,9 +289,7 @@ class ExpertSource:
                 ticket.order()
             except SpmoeError:
                 with self._lock:
-                    if blocking in self._loading:
-                        self._loading.remove(blocking)
-                        self._fail(blocking)
+                    self._loads.give_up(blocking)
                 if blocking in waiting:
                     raise
             finally:
@@ -353,7 +297,7 @@ class ExpertSource:
                 self.counters.stall_seconds += now - started
                 self.timeline.add(Activity.STALL, started, now)
             with self._lock:
-                self._reap()
+                self._loads.reap()
                 arrived = [e for e in waiting if e.state is Residency.READY]
         for entry in arrived:
             waiting.remove(entry)
@@ -365,12 +309,10 @@ class ExpertSource:
         while full:
             full = self.pump() is not None
             with self._lock:
-                tickets = [entry.ticket for entry in self._loading if entry.ticket is not None]
-            for ticket in tickets:
-                with suppress(SpmoeError):  # told where the expert is used, if it ever is
-                    ticket.wait()
+                tickets = self._loads.tickets
+            wait_for(tickets)
         with self._lock:
-            self._reap()
+            self._loads.reap()
         now = self._clock.now()
         self.counters.stall_seconds += now - started
         self.timeline.add(Activity.STALL, started, now)

@@ -1,0 +1,112 @@
+"""Loads: what is there, coming or absent when it is asked for, and copies until they have ended, well or badly."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from spmoe.errors import SpmoeError
+from spmoe.experts.cache import Entry, ExpertCache, Reservation
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.observe.ledger import Counters
+from spmoe.types import ExpertKey, Residency
+
+
+class Loads:
+    """Entries that are LOADING, oldest first. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, transfer: Transfer, cache: ExpertCache, blob_bytes: int, counters: Counters) -> None:
+        self.entries: list[Entry] = []
+        self.batching = True  # what is ready to go together is submitted together
+        self._transfer = transfer
+        self._cache = cache
+        self._blob_bytes = blob_bytes
+        self._counters = counters
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """One for each copy under way."""
+        return [entry.ticket for entry in self.entries if entry.ticket is not None]
+
+    def claim(self, keys: list[ExpertKey], eviction: Eviction) -> tuple[list[Entry], list[Entry], list[ExpertKey]]:
+        """Pin what has a slot; book every key as hit, late or demanded."""
+        ready: list[Entry] = []
+        waiting: list[Entry] = []
+        absent: list[ExpertKey] = []
+        for key in keys:
+            entry = self._cache.get(key)
+            if entry is None:
+                self._counters.demand_loads += 1
+                self._counters.demand_bytes += self._blob_bytes
+                absent.append(key)
+                continue
+            self._cache.pin(entry)
+            eviction.used(key)
+            if entry.state is Residency.READY:
+                self._counters.hits += 1
+                ready.append(entry)
+            else:
+                self._counters.late += 1
+                waiting.append(entry)
+                if entry.ticket is not None:
+                    entry.ticket.hurry()
+            if entry.prefetched:
+                entry.prefetched = False
+                self._counters.prefetch_used += 1
+                self._counters.used_bytes += self._blob_bytes
+                self._counters.late_bytes += self._blob_bytes if entry.state is Residency.LOADING else 0
+        return ready, waiting, absent
+
+    def begin(self, reservation: Reservation) -> Entry:
+        """The entry of a slot that was had; what had to leave it may have been fetched in vain."""
+        if reservation.evicted is not None and reservation.evicted.prefetched:
+            self._counters.wasted_bytes += self._blob_bytes
+        return reservation.entry
+
+    def submit(self, batch: list[Entry], *, urgent: bool) -> None:
+        """Have these copied; where that is refused, they have failed."""
+        size = len(batch) if self.batching else 1
+        for start in range(0, len(batch), max(1, size)):
+            part = batch[start : start + size]
+            try:
+                tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
+            except SpmoeError:
+                for entry in batch[start:]:
+                    self._failed(entry)
+                raise
+            for entry, ticket in zip(part, tickets, strict=True):
+                entry.ticket = ticket
+                self.entries.append(entry)
+
+    def reap(self) -> None:
+        """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
+        for entry in list(self.entries):
+            if entry.ticket is not None and entry.ticket.ready():
+                self.entries.remove(entry)
+                try:
+                    entry.ticket.wait()
+                except SpmoeError:
+                    self._failed(entry)
+                else:
+                    self._cache.loaded(entry)
+
+    def give_up(self, entry: Entry) -> None:
+        """A copy is known to have failed; nothing happens where that has been settled."""
+        if entry in self.entries:
+            self.entries.remove(entry)
+            self._failed(entry)
+
+    def _failed(self, entry: Entry) -> None:
+        if entry.prefetched:
+            self._counters.failed_bytes += self._blob_bytes
+        self._cache.failed(entry)
+
+
+def wait_for(tickets: list[Ticket]) -> None:
+    """Wait for copies to end, however they do: a failure is told where the expert is used, if it ever is."""
+    for ticket in tickets:
+        with suppress(SpmoeError):
+            ticket.wait()
