@@ -264,6 +264,22 @@ def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
     assert rates["self:int4"] > rates[None]  # type: ignore[index]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("memory", ["10%", "100%"])
+@pytest.mark.parametrize("draft", ["self:int8", "self:int4"])
+def test_on_a_device_it_is_recorded_and_tokens_are_the_cpus(draft: str, memory: str) -> None:
+    prompts, params = [sample_text()[:400], "import os\n"], SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
+        expected = [completion.token_ids for completion in llm.generate(prompts, params)]
+    with LLM(draft=draft, dtype="float32", device="cuda", expert_memory=memory, progress=False) as llm:
+        for _ in range(2):
+            assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
+        counters = llm.engine.loop.counters
+        assert own(llm).records
+        assert counters.accepted > 0.8 * counters.drafted
+
+
 # ---- on disk, in plans and in options
 
 

@@ -211,8 +211,15 @@ def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pai
     assert found[0][1][0] > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"expert_memory": memory_for(2)}, {"expert_memory": "100%"}], ids=str)
-@pytest.mark.parametrize("name", ["self:int4", "self:int8"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("self:int4", {}),
+        ("self:int4", {"expert_memory": memory_for(2)}),
+        ("self:int8", {"expert_memory": "100%"}),
+    ],
+    ids=str,
+)
 def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, options: dict[str, Any]) -> None:
     """Recorded, over the target's own states, with what its routers choose as prediction, as when not recorded."""
     found = []

@@ -89,8 +89,8 @@ def run_coded(
     )  # fmt: skip
     _down_kernel[pairs, triton.cdiv(geometry.hidden, 2 * tiles.down.n), tiles.splits](
         scratch.up, index, weights, blobs, scratch.parts, pairs, _ONE, **sizes, HIDDEN=geometry.hidden,
-        FFN=geometry.ffn, CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n, BG=tiles.down.k,
-        num_warps=tiles.down.warps, num_stages=tiles.down.stages,
+        FFN=geometry.ffn, CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n,
+        BG=tiles.down.k, num_warps=tiles.down.warps, num_stages=tiles.down.stages,
     )  # fmt: skip
     return add_up(scratch, torch.empty_like(hidden))
 
