@@ -1,4 +1,4 @@
-"""The eviction contract, for every rule; and what makes the draft-informed one better than LRU."""
+"""The eviction contract, for every rule; what each is worth, and what makes the draft-informed one better than LRU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.config import EVICTION_RULES
+from spmoe.experts.activation_aware import ActivationAware
 from spmoe.experts.cache import ExpertCache
-from spmoe.experts.eviction import DraftInformed, Eviction, LeastRecentlyUsed, make_eviction
+from spmoe.experts.draft_informed import DraftInformed
+from spmoe.experts.eviction import Eviction, make_eviction
+from spmoe.experts.frequency import FrequencyOverRecency, LeastFrequentlyUsed
 from spmoe.experts.link import VirtualTransfer
+from spmoe.experts.lru import LeastRecentlyUsed
 from spmoe.experts.source import ExpertSource
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
@@ -311,6 +315,94 @@ def test_a_wish_takes_only_from_what_is_clearly_worth_less() -> None:
         wished = cache.reserve(ExpertKey(1, 1), prefetched=True)
         assert (wished is None) == predicted_too
         assert (cache.get(ExpertKey(1, 0)) is not None) == predicted_too
+
+
+# ---- by frequency
+
+
+def counting(rule: LeastFrequentlyUsed | FrequencyOverRecency, *steps: Sequence[int]) -> None:
+    """Experts 0, 1 and 2 of layer 0 are resident; each step uses some of them."""
+    for expert in range(3):
+        rule.inserted(ExpertKey(0, expert))
+    for used in steps:
+        rule.begin_step()
+        rule.reached(0)
+        for expert in used:
+            rule.used(ExpertKey(0, expert))
+
+
+def worths(rule: LeastFrequentlyUsed | FrequencyOverRecency) -> list[float]:
+    return [float(worth) for worth in rule._all_worths()[0, :3]]
+
+
+def test_lfu_is_the_decayed_share_of_steps() -> None:
+    rule = LeastFrequentlyUsed((4, 4), decay=0.5)
+    counting(rule, [0, 1], [0], [2])
+    assert worths(rule) == pytest.approx([0.375, 0.125, 0.5])
+    assert order(rule) == [(0, 1), (0, 0), (0, 2)]
+    rule.used(ExpertKey(0, 2))
+    assert worths(rule) == pytest.approx([0.375, 0.125, 0.5]), "twice in a step counts once"
+    rule.begin_step()
+    assert worths(rule) == pytest.approx([0.1875, 0.0625, 0.25])
+
+
+def test_lfru_is_uses_over_the_steps_since_the_last() -> None:
+    rule = FrequencyOverRecency((4, 4))
+    counting(rule, [0, 1], [0], [0], [2])
+    assert worths(rule) == pytest.approx([3 / 2, 1 / 4, 1 / 1])
+    assert order(rule) == [(0, 1), (0, 2), (0, 0)]
+    for _ in range(2):
+        rule.begin_step()
+    assert worths(rule) == pytest.approx([3 / 4, 1 / 6, 1 / 3])
+
+
+@pytest.mark.parametrize("make", [LeastFrequentlyUsed, FrequencyOverRecency])
+def test_counting_rules_keep_what_was_wished_for_until_its_turn(make: type[LeastFrequentlyUsed]) -> None:
+    rule = make((4, 4))
+    counting(rule, [0, 1], [0])
+    bound = rule.worth(ExpertKey(1, 0))
+    assert bound < INFINITY
+    rule.begin_step()
+    rule.wished([Wish(ExpertKey(0, 2), 0.1, 0)])
+    assert order(rule, bound) == [(0, 1), (0, 0)]
+    assert order(rule) == [(0, 1), (0, 0), (0, 2)], "it goes last, but a demand takes any"
+    rule.reached(1)
+    assert order(rule, bound) == [(0, 2), (0, 1), (0, 0)], "its turn is over"
+
+
+# ---- activation-aware
+
+
+def test_what_like_requests_use_next_is_kept() -> None:
+    rule = ActivationAware((4, 4, 4, 4))
+    for request, expert in ((1, 0), (2, 3)):
+        for _ in range(3):  # the first of them reads the prompt
+            rule.begin_step(request)
+            for layer in range(4):
+                rule.reached(layer)
+                rule.used(ExpertKey(layer, expert))
+    for key in ((1, 0), (1, 3), (3, 0), (3, 3)):
+        rule.inserted(ExpertKey(*key))
+    rule.begin_step(3)
+    rule.reached(0)
+    rule.used(ExpertKey(0, 3))
+    assert rule.worth(ExpertKey(1, 3)) == pytest.approx(1.0), "it is next"
+    assert rule.worth(ExpertKey(3, 3)) == pytest.approx(0.5), "two of four layers come before"
+    assert rule.worth(ExpertKey(1, 0)) == 0.0
+    assert order(rule) == [(1, 0), (3, 0), (3, 3), (1, 3)]
+
+
+def test_a_wish_is_worth_its_score_where_nothing_more_is_known() -> None:
+    rule = ActivationAware((4, 4))
+    rule.begin_step(1)
+    rule.wished([Wish(ExpertKey(1, 0), 0.6, 1), Wish(ExpertKey(1, 0), 0.2, 1)])
+    assert rule.worth(ExpertKey(1, 0)) == pytest.approx(0.6 / 2)
+    rule.reached(0)
+    assert rule.worth(ExpertKey(1, 0)) == pytest.approx(0.6)
+    rule.reached(1)
+    assert rule.worth(ExpertKey(1, 0)) == 0.0, "its turn has come"
+    rule.begin_step(1)
+    assert rule.worth(ExpertKey(1, 0)) == 0.0
 
 
 # ---- a cyclic scan, larger than the slots

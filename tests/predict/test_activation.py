@@ -1,0 +1,75 @@
+"""Prediction from what requests like this one used."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmoe.predict.activation import Activation
+from spmoe.types import Stage, Wish
+
+Layers = list[list[int]]
+PROMPT = [[0, 1, 2, 3]] * 3
+
+
+def run_step(policy: Activation, request: int, layers: Layers) -> list[list[Wish]]:
+    """What it wishes for as the step begins, and after each layer."""
+    found = [list(policy.begin_step(request))]
+    return found + [list(policy.on_routed(layer, experts)) for layer, experts in enumerate(layers)]
+
+
+def scores(wishes: list[Wish]) -> dict[tuple[int, int], float]:
+    assert all(wish.fetch and wish.deadline == wish.key.layer for wish in wishes)
+    return {(wish.key.layer, wish.key.expert): wish.score for wish in wishes}
+
+
+def test_it_needs_no_hidden_states() -> None:
+    policy = Activation([4, 4, 4])
+    assert policy.stages == frozenset()
+    assert Stage.VERIFY not in policy.stages
+    assert not policy.last_pass
+
+
+def test_before_anything_was_seen_it_is_silent() -> None:
+    policy = Activation([4, 4, 4])
+    assert run_step(policy, 1, PROMPT) == [[], [], [], []]
+
+
+def test_a_request_foretells_itself_the_less_the_farther() -> None:
+    policy = Activation([4, 4, 4])
+    run_step(policy, 1, PROMPT)
+    run_step(policy, 1, [[0], [1], [2]])
+    at_first, *later = run_step(policy, 1, [[0], [1], [2]])
+    assert scores(at_first) == pytest.approx({(0, 0): 1.0, (1, 1): 2 / 3, (2, 2): 1 / 3})
+    assert later == [[], [], []], "what has been wished for is not wished for again in the step"
+    assert scores(list(policy.begin_step(1))) == scores(at_first), "but in the next"
+
+
+def test_it_wishes_for_as_many_experts_as_a_step_uses() -> None:
+    policy = Activation([4, 4])
+    run_step(policy, 1, [[0, 1, 2, 3]] * 2)
+    for step in ([[0, 1], [0]], [[0, 2], [0]], [[0, 3], [1]], [[0, 3], [0]]):
+        run_step(policy, 1, step)
+    # layer 0 uses two: the constant one, and the most usual of the others; layer 1 one
+    assert scores(list(policy.begin_step(1))) == pytest.approx({(0, 0): 1.0, (0, 3): 0.5, (1, 0): 0.75 / 2})
+
+
+def test_the_first_layers_tell_which_past_request_it_is_like() -> None:
+    policy = Activation([4, 4, 4])
+    for request, expert in ((1, 0), (2, 3)):
+        run_step(policy, request, PROMPT)
+        for _ in range(4):
+            run_step(policy, request, [[expert], [expert], [expert]])
+    run_step(policy, 3, PROMPT)
+    wishes = run_step(policy, 3, [[3], [3], [3]])
+    assert {(1, 3), (2, 3)} <= scores(wishes[0] + wishes[1]).keys()
+    assert scores(wishes[1])[1, 3] == pytest.approx(1.0), "the next layer is not discounted"
+    assert scores(wishes[1])[2, 3] == pytest.approx(2 / 3)
+
+
+def test_layers_that_have_run_are_not_wished_for() -> None:
+    policy = Activation([4, 4, 4])
+    run_step(policy, 1, PROMPT)
+    for step in ([[0], [1], [2]], [[3], [0], [1]]) * 3:
+        _, *after = run_step(policy, 1, step)
+        for layer, wishes in enumerate(after):
+            assert all(wish.key.layer > layer for wish in wishes)

@@ -1,0 +1,59 @@
+"""Perfect knowledge: what was recorded of a request is wished for when it runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.oracle import Oracle, Recording, RoutingRecorder
+
+STEPS: list[list[list[int]]] = [[[3, 1], [0, 2]], [[1], [2]], [[0], [0, 1, 3]]]
+
+
+def run(policy: PrefetchPolicy, request: int, steps: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int, int]]]:
+    found = []
+    for layers in steps:
+        wishes = list(policy.begin_step(request))
+        assert all((wish.score, wish.deadline, wish.fetch) == (1.0, wish.key.layer, True) for wish in wishes)
+        found.append([tuple(wish.key) for wish in wishes])
+        for layer, experts in enumerate(layers):
+            assert list(policy.on_routed(layer, experts)) == []
+    return found
+
+
+def recorded() -> Recording:
+    recorder = RoutingRecorder()
+    assert run(recorder, 5, STEPS) == [[], [], []], "it looks, and wishes for nothing"
+    return recorder.recording
+
+
+def test_what_is_recorded_is_each_steps_routing() -> None:
+    assert recorded() == [{0: {1, 3}, 1: {0, 2}}, {0: {1}, 1: {2}}, {0: {0}, 1: {0, 1, 3}}]
+
+
+def test_a_prompt_in_several_chunks_is_one_step() -> None:
+    recorder = RoutingRecorder()
+    list(recorder.begin_step(1))
+    for experts in ([0, 2], [1, 2]):
+        list(recorder.on_routed(0, experts))
+    assert recorder.recording == [{0: {0, 1, 2}}]
+
+
+def test_all_that_a_step_uses_is_wished_for_in_the_order_of_layers() -> None:
+    oracle = Oracle(recorded)
+    assert run(oracle, 9, STEPS) == [
+        [(0, 1), (0, 3), (1, 0), (1, 2)],
+        [(0, 1), (1, 2)],
+        [(0, 0), (1, 0), (1, 1), (1, 3)],
+    ]
+
+
+def test_every_request_begins_with_the_first_step() -> None:
+    oracle = Oracle(recorded)
+    assert run(oracle, 1, STEPS[:1]) == run(oracle, 2, STEPS[:1])
+
+
+def test_beyond_the_recording_it_knows_nothing() -> None:
+    oracle = Oracle(recorded)
+    assert run(oracle, 1, [*STEPS, [[0], [0]]])[-1] == []
+    assert run(Oracle(list), 1, STEPS) == [[], [], []]
