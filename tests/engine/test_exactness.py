@@ -33,6 +33,7 @@ from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
+from spmoe.config import EVICTION_RULES
 from spmoe.engine.engine import Engine
 from spmoe.experts.waves import Wave
 from spmoe.models.kv import KvState
@@ -50,12 +51,13 @@ PROMPTS = (SHORT, LONG)
 
 SLOTS = {family: (TOP_K, TOP_K + 1, LAYERS * n // 2, LAYERS * n) for family, n in EXPERTS.items()}
 AXES: Mapping[str, Sequence[Any]] = {
-    "prefetch": ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate"),
+    "family": ("mixtral", "qwen3_moe"),
+    "prefetch": ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate", "activation", "adaptive"),
     "num_speculative_tokens": (0, 1, 3, 5),
     "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
     "cutoff": ("none", "1", "auto"),
     "draft": ("good", "random"),
-    "eviction": ("lru", "draft-informed"),
+    "eviction": ("auto", *EVICTION_RULES),
     "prefill_chunk": (3, 512),
 }
 
@@ -107,10 +109,10 @@ def build(target: Path, draft: Path | None = None, **options: Any) -> LLM:
     return LLM(str(target), None if draft is None else str(draft), progress=False, **options)
 
 
-def settings(row: Mapping[str, Any], family: str, pair: Pair) -> dict[str, Any]:
+def settings(row: Mapping[str, Any], pair: Pair) -> dict[str, Any]:
     """The row as engine options."""
     options = {**row, "draft": getattr(pair, row["draft"]), "target": pair.target}
-    options["expert_memory"] = memory_for(SLOTS[family][options.pop("slots")])
+    options["expert_memory"] = memory_for(SLOTS[options.pop("family")][options.pop("slots")])
     return options
 
 
@@ -131,16 +133,16 @@ def test_every_pair_of_settings_is_run() -> None:
     for a, b in combinations(AXES, 2):
         for x, y in product(AXES[a], AXES[b]):
             assert (a, x, b, y) in run
-    assert len(ROWS) < 36, "a covering subset, not the product"
+    assert len(ROWS) < 60, "a covering subset, not the product"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_greedy_output_is_that_of_transformers(
-    family: str, row: Mapping[str, Any], mixtral_pair: Pair, qwen_pair: Pair, expected: Any
+    row: Mapping[str, Any], mixtral_pair: Pair, qwen_pair: Pair, expected: Any
 ) -> None:
+    family = row["family"]
     pair = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family]
-    with build(**settings(row, family, pair)) as llm:
+    with build(**settings(row, pair)) as llm:
         engine: Engine = llm.engine
         assert_exact(llm, expected(pair.target))
         drafting = row["num_speculative_tokens"] > 0
@@ -149,6 +151,8 @@ def test_greedy_output_is_that_of_transformers(
         assert engine.source.cache.peak <= engine.slots
         assert engine.notices == []
         assert engine.loop.draft_tokens == row["num_speculative_tokens"]
+        own = row["prefetch"] if row["prefetch"] in EVICTION_RULES else "draft-informed"
+        assert engine.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
         assert (draft_gate_of(engine.loop.policy) is not None) == predicting
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting
@@ -156,8 +160,27 @@ def test_greedy_output_is_that_of_transformers(
             assert engine.cutoff == (LAYERS if row["cutoff"] == "none" else 1)
             assert counters.wishes > 0
         if not predicting:
-            assert (counters.wishes > 0) == ("next-gate" in row["prefetch"])
+            assert (counters.wishes > 0) == (row["prefetch"] not in ("on-demand", "draft-gate"))
             assert counters.prefetch_loads <= counters.wishes
+
+
+def test_the_oracle_is_exact_and_knows_everything(pair: Pair, expected: Any) -> None:
+    """Each prompt is run and recorded, then run again by one who knows what comes."""
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    with build(pair.target, pair.good, num_speculative_tokens=3, prefetch="on-demand", expert_memory="50%") as llm:
+        for prompt, tokens in zip(PROMPTS, expected(pair.target), strict=True):
+            llm.engine.reconfigure(prefetch="on-demand")
+            with llm.engine.record() as recording:
+                assert llm.generate(prompt, params)[0].token_ids == tokens
+            llm.engine.recording = recording
+            llm.engine.reconfigure(prefetch="oracle")
+            completion = llm.generate(prompt, params)[0]
+            assert completion.token_ids == tokens
+            counters = completion.stats.counters
+            assert completion.stats.prefetch == "oracle"
+            assert counters.steps == len(recording)
+            assert counters.wishes == sum(len(experts) for step in recording for experts in step.values())
+            assert counters.prefetch_used > 0
 
 
 def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
