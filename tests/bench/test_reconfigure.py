@@ -11,6 +11,7 @@ import pytest
 
 from checkpoints import Pair
 from spmoe import LLM, SamplingParams
+from spmoe.config import Cutoff
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.engine.profiling import read_profile
@@ -88,6 +89,45 @@ def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
     llm.engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
     assert llm.engine.loop.policy is policy
     assert isinstance(llm.engine.loop.drafter, DraftModel)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batching": False},
+        {"synchronous": True},
+        {"eviction": "lru"},
+        {"cutoff": Cutoff.parse(1)},
+        {"cutoff": Cutoff.parse("none"), "batching": False, "synchronous": True},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) -> None:
+    expected = llm.generate(PROMPT, PARAMS)[0]
+    rule = llm.engine.source._eviction
+    llm.engine.reconfigure(**changes)
+    found = llm.generate(PROMPT, PARAMS)[0]
+    assert found.token_ids == expected.token_ids
+    assert found.stats.counters.wishes > 0
+    source = llm.engine.source
+    assert source.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
+    assert source.synchronous is changes.get("synchronous", False)
+    if source.synchronous:
+        assert found.stats.counters.late == 0, "nothing is on its way when it is asked for"
+        assert found.stats.counters.stall_seconds > 0
+    assert (source._eviction is not rule) == ("eviction" in changes)
+    if changes.get("cutoff") == Cutoff.parse(1):
+        assert found.stats.cutoff_layers == 1
+    llm.engine.reconfigure(
+        batching=True, synchronous=False, eviction="auto", cutoff=Cutoff.parse("auto")
+    )  # fmt: skip
+    assert llm.engine.source._eviction is rule, "with what it has learnt"
+    assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected.token_ids
+
+
+def test_only_some_things_can_be_changed(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="dtype cannot be changed"):
+        llm.engine.reconfigure(dtype="bfloat16")
 
 
 def test_what_cannot_be_is_refused(llm: LLM, mixtral_pair: Pair) -> None:

@@ -53,9 +53,13 @@ class Comparison:
             yield from ((case, row) for row in group.rows)
 
     def main_rows(self) -> list[tuple[str, Row]]:
-        """Those that compare systems: no part switched off, no cutoff swept."""
+        """Those that compare systems: no part switched off, no cutoff swept, where there is anything to compare."""
         whole = [(case, row) for case, row in self.rows() if row["ablation"] in (None, ALL_ON)]
-        return [(case, row) for case, row in whole if not row["cutoff"].isdecimal()] or whole
+        whole = [(case, row) for case, row in whole if not row["cutoff"].isdecimal()] or whole
+        systems: dict[str, set[str]] = {}
+        for case, row in whole:
+            systems.setdefault(case, set()).add(self.system(row))
+        return [(case, row) for case, row in whole if len(systems[case]) > 1] or whole
 
     def system(self, row: Row) -> str:
         """What a row's way of prefetching is called."""

@@ -41,6 +41,8 @@ svg .mark { stroke: var(--ink); stroke-width: 2.5 } svg .marked { stroke-width: 
 .scroll { overflow-x: auto; margin: .5rem 0 1rem } table { border-collapse: collapse; font-size: .9rem }
 th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums } th:first-child, td:first-child { text-align: left }
+.facts th, .facts td { text-align: left; white-space: normal; vertical-align: top }
+.facts tbody th { color: var(--dim); white-space: nowrap } .facts thead:not(:has(th:not(:empty))) { display: none }
 thead th { vertical-align: bottom; color: var(--dim); font-weight: 600 }
 tbody th { font-weight: 500 } tr.ours th, tr.ours td { font-weight: 700; background: var(--card) }
 td .best { color: var(--good); font-weight: 700 } td small { color: var(--dim); display: block; font-weight: 400 }
@@ -98,6 +100,11 @@ def legend(entries: Sequence[tuple[str, int | str]]) -> str:
 
 def _swatch(colour: int | str) -> str:
     return f'class="{colour}"' if isinstance(colour, str) else f'style="background:var(--c{colour})"'
+
+
+def facts(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of words."""
+    return table(head, rows).replace("<table>", '<table class="facts">', 1)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], ours: str | None = None, raw: bool = False) -> str:

@@ -31,6 +31,11 @@ class Bar:
         """All parts together."""
         return sum(value for value, _ in self.parts)
 
+    @property
+    def end(self) -> float:
+        """How far it reaches, with all that belongs to it."""
+        return max(self.length, *(self.spread or ()), self.mark or 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -42,10 +47,10 @@ class Line:
     marked: tuple[float, ...] = ()  # values of x to point at
 
 
-def bar_chart(title: str, bars: Sequence[Bar]) -> str:
-    """Horizontal bars from zero, each under its label."""
+def bar_chart(title: str, bars: Sequence[Bar], most: float | None = None) -> str:
+    """Horizontal bars from zero, each under its label; the longest possible is `most`."""
     row, bar = 40, 12
-    most = max([1e-12, *(max(one.length, *(one.spread or ()), one.mark or 0.0) for one in bars)])
+    most = max(1e-12, *(one.end for one in bars)) if most is None else max(1e-12, most)
 
     def at(value: float) -> str:
         return f"{100 * value / most:.2f}%"
@@ -117,10 +122,10 @@ def _opening(title: str, size: str, kind: str) -> str:
 
 
 def _scale(low: float, high: float) -> tuple[float, float]:
-    """Where a scale starts, at or below `low`, and its step: one, two or five times a power of ten."""
+    """Where a scale starts, at or below `low`, and its step: 1, 2, 2.5 or 5 times a power of ten."""
     rough = max(high - low, 1e-12) / 4
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough)
     return math.floor(low / step + 1e-9) * step, step
 
 

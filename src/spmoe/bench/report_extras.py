@@ -132,9 +132,9 @@ def machine_section(found: Comparison) -> str:
             rows.setdefault(name, []).append(value)
     names = [case or "measured" for case in found.cases]
     alike = [name for name, values in rows.items() if len(set(values)) == 1]
-    parts = [page.table(["", ""], ([name, rows[name][0]] for name in alike))]
+    parts = [page.facts(["", ""], ([name, rows[name][0]] for name in alike))]
     if differing := [name for name in rows if name not in alike]:
-        parts.append(page.table(["", *names], ([name, *rows[name]] for name in differing)))
+        parts.append(page.facts(["", *names], ([name, *rows[name]] for name in differing)))
     commands = dict.fromkeys(
         str(group.machine.get("command")) for group in found.groups if group.machine.get("command")
     )

@@ -240,7 +240,7 @@ class _Benchmark:
         if not self._to_stdout:
             from spmoe.cli.bench_table import print_table
 
-            print_table(group.machine, group.rows)
+            print_table(group.machine, group.rows, legend=len(self._done) == 1)
         differs = next((row["differs"] for row in group.rows if row["differs"]), None)
         return differs if group.machine["dtype"] == "float32" else None
 
@@ -275,9 +275,12 @@ class _Benchmark:
 
 
 def _name(job: Job) -> str:
-    model = job.engine["shape"] or Path(job.engine["model"]).name
-    link = job.engine["link_gbps"]
-    return f"{model}, {job.labels['prompt_set']}" + (f", {link:g} GB/s" if link is not None else "")
+    from spmoe.bench.comparison import model_name
+    from spmoe.bench.figures import case_of
+
+    case, link = case_of(job), job.engine["link_gbps"]
+    words = [case["matrix"], model_name(case), f"prompts: {case['prompt_set']}"]
+    return ", ".join([word for word in words if word] + ([f"{link:g} GB/s"] if link is not None else []))
 
 
 def _group(running: Bench, interrupted: bool) -> Group | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-def print_table(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: bool) -> None:
     """Show the figures of one case."""
     table, console = _table(rows), Console(highlight=False, markup=False, emoji=False)
     wide = Console(width=10 * sum(map(len, _COLUMNS)) + 10 * sum(map(len, _WHERE_THEY_DIFFER)))
@@ -23,7 +23,8 @@ def print_table(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         soft_wrap=True,
     )
     console.print(table)
-    console.print(_LEGEND, style="dim", soft_wrap=True)
+    if legend:
+        console.print(_LEGEND, style="dim", soft_wrap=True)
     steps = {row["num_speculative_tokens"]: row for row in rows}
     told = [
         f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']}{_host(row)})"
