@@ -25,7 +25,8 @@ from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recording
-from spmoe.backends.kernels import attention, experts, inputs, quantized
+from spmoe.backends.kernels import attention, experts, gates, inputs, quantized
+from spmoe.config import Cutoff
 from spmoe.engine import build
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
@@ -149,6 +150,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
         ("models.programs", inputs, ("stage", "stage_chained", "go_on")),
         ("backends.kernels.attention", attention, ("append", "decode_attention")),
         ("backends.kernels.quantized", quantized, ("run_coded",)),
+        ("backends.kernels.gates", gates, ("route_layers",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
@@ -189,6 +191,9 @@ def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
         {"num_speculative_tokens": 3, "enforce_eager": True},
         {"num_speculative_tokens": 3, "prefetch": "next-gate"},
         {"num_speculative_tokens": 2, "prefetch": "draft-gate+next-gate"},
+        {"num_speculative_tokens": 3, "prefetch": "activation", "expert_memory": memory_for(3)},
+        {"num_speculative_tokens": 3, "prefetch": "adaptive", "expert_memory": memory_for(3)},
+        {"num_speculative_tokens": 2, "prefetch": "next-gate", "eviction": "lru-per-layer"},
     ],
     ids=str,
 )
@@ -209,6 +214,26 @@ def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pai
             found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
     assert found[0] == found[1]
     assert found[0][1][0] > 0
+
+
+def test_policies_in_turn_see_what_they_would_see_alone(double: Double, mixtral_pair: Pair) -> None:
+    """Forwards recorded for what one policy asks are not replayed for another; routers tell what they tell eagerly."""
+    expected, found = greedy(reference(mixtral_pair.target), PROMPT, COUNT), []
+    for eager in (False, True):
+        options = {"num_speculative_tokens": 3, "prefetch": "on-demand", "enforce_eager": eager, "progress": False}
+        with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+            with llm.engine.record() as recording:
+                assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+            llm.engine.recording = recording
+            wishes = {}
+            for prefetch in ("next-gate", "adaptive", "activation", "oracle", "draft-gate+next-gate", "next-gate"):
+                llm.engine.reconfigure(prefetch=prefetch, cutoff=Cutoff.parse("none"))
+                completion = llm.generate(PROMPT, GREEDY)[0]
+                assert completion.token_ids == expected
+                wishes[prefetch] = completion.stats.counters.wishes
+            found.append((recording, wishes))
+    assert found[0] == found[1]
+    assert all(found[0][1].values())
 
 
 @pytest.mark.parametrize(
