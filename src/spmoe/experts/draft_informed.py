@@ -52,16 +52,16 @@ class Reliability:
 
 
 class DraftInformed(Valued):
-    """Expected use at the next turn, discounted by the distance to it.
+    """Expected use at the next turn and, if not then, at later ones, discounted by the distance to them.
 
-    The expectation starts from habit, the decayed frequency of use. For a layer that this step has still to run and the
+    The expectation of the next turn starts from habit, the decayed frequency of use. For a layer that this step has still to run and the
     draft has spoken of, its word counts instead, as much as its words have lately turned out to be true: what it names
     is needed that often, and what it does not name that much less than usual, the more so the more of its passes are
     over. `reluctance` is what a wish must overcome: a swap among two equally likely experts only costs bytes.
     """
 
     def __init__(
-        self, experts: Sequence[int], decay: float = 0.9, discount: float = 0.6, reluctance: float = 0.4
+        self, experts: Sequence[int], decay: float = 0.9, discount: float = 0.8, reluctance: float = 0.8
     ) -> None:
         super().__init__(experts)
         self._decay = decay
@@ -112,5 +112,16 @@ class DraftInformed(Valued):
             expected[told] *= (1 - spoken * (1 - self._reliability.silence))[:, None]
             word = self._reliability.of(self._named[told], self._score[told])
             expected[told] = np.where(self._named[told] > 0, np.maximum(word, expected[told]), expected[told])
-        worths: np.ndarray = expected * (self._discount ** (self._distance() / count))[:, None]
-        return worths
+        return first_use(expected, self._frequency, self._distance() / count, self._discount)
+
+
+def first_use(expected: np.ndarray, habit: np.ndarray, cycles: np.ndarray, discount: float) -> np.ndarray:
+    """The discounted chance of being used first at the next turn, the one after it, and so on.
+
+    What is not needed in its layer's next turn is not worthless: by habit it is needed in a later one. Else an expert
+    of daily use would leave for good whenever one draft does not name it.
+    """
+    # expected, habit: [layers, experts]; cycles until the next turn: [layers]
+    later = habit / (1 - (1 - habit) * discount)
+    worths: np.ndarray = (expected + (1 - expected) * discount * later) * (discount**cycles)[:, None]
+    return worths

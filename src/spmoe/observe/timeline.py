@@ -11,6 +11,7 @@ class Activity(Enum):
 
     DRAFT = "draft"
     VERIFY = "verify"
+    LAYER = "layer"  # of the target, within VERIFY
     COPY = "copy"  # demanded, or for whatever reason where that is not known
     PREFETCH = "prefetch"  # a copy for a wish
     STALL = "stall"

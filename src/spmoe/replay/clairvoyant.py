@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmoe.experts.draft_informed import first_use
 from spmoe.replay.informed import DraftInformed, Habit
 from spmoe.replay.rule import NEVER, Rule
 from spmoe.replay.steps import StepPlan
@@ -31,10 +32,9 @@ class OneStepPerfect(Habit):
     def worths(self) -> np.ndarray:
         if self._worths is None:
             layer, habit = np.arange(self.layers), self.frequency.reshape(self.layers, self.width)
-            distance = ((layer - self.position - 1) % self.layers / self.layers)[:, None]
-            coming = (layer > self.position)[:, None]
-            later = habit * self.discount ** (distance + coming)  # not needed in this turn: a whole cycle more
-            self._worths = np.where(coming & self._needed, self.discount**distance, later).ravel()
+            cycles = (layer - self.position - 1) % self.layers / self.layers
+            expected = np.where((layer > self.position)[:, None], self._needed, habit)
+            self._worths = first_use(expected, habit, cycles, self.discount).ravel()
         return self._worths
 
 

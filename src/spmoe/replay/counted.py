@@ -10,6 +10,8 @@ from spmoe.experts import frequency
 from spmoe.replay.rule import NEVER, Rule, Valued, live_default
 from spmoe.replay.steps import Foretold, StepPlan
 
+_ANY = float(np.finfo(float).max)  # above whatever counts come to
+
 
 class LeastRecentlyUsed(Rule):
     """As the live rule: a wish spares what was wished for in the same step and has not had its turn."""
@@ -49,7 +51,7 @@ class LeastRecentlyUsed(Rule):
 
 
 class Counting(Valued):
-    """Counts the steps that used each expert; a wish spares what was wished for in the same step, as with `lru`."""
+    """Counts the steps that used each expert; what was wished for stays until its turn, if anything else can go."""
 
     def __init__(self, layers: int, width: int, steps: Sequence[StepPlan]) -> None:
         super().__init__(layers, width, steps)
@@ -65,10 +67,12 @@ class Counting(Valued):
 
     def wished(self, wishes: Foretold, keys: np.ndarray, scores: np.ndarray, layers: np.ndarray) -> None:
         self.promised[keys] = True
+        self._worths = None
 
     def reached(self, layer: int) -> None:
         super().reached(layer)
         self.promised[: layer * self.width] = False
+        self._worths = None
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
@@ -77,19 +81,16 @@ class Counting(Valued):
         self._worths = None
 
     def worth(self, key: int) -> float:
-        return float(np.finfo(float).max)
+        return _ANY
 
     def worths(self) -> np.ndarray:
         if self._worths is None:
-            self._worths = self.value()
+            self._worths = np.where(self.promised, _ANY, self.count())
         return self._worths
 
-    def value(self) -> np.ndarray:
-        """What every expert is worth now."""
+    def count(self) -> np.ndarray:
+        """What use alone makes of every expert."""
         raise NotImplementedError
-
-    def victim(self, candidates: np.ndarray, below: float, layer: int) -> int:
-        return super().victim(candidates & ~self.promised if below < NEVER else candidates, below, layer)
 
 
 class LeastFrequentlyUsed(Counting):
@@ -102,10 +103,10 @@ class LeastFrequentlyUsed(Counting):
         self.frequency = np.zeros(layers * width)
 
     def begin_step(self, step: int) -> None:
-        self.frequency = self.value()
+        self.frequency = self.count()
         super().begin_step(step)
 
-    def value(self) -> np.ndarray:
+    def count(self) -> np.ndarray:
         return self.decay * self.frequency + (1 - self.decay) * self.seen
 
 
@@ -116,14 +117,15 @@ class FrequencyOverRecency(Counting):
         super().__init__(layers, width, steps)
         self.uses = np.zeros(layers * width)
         self.last = np.zeros(layers * width)
-        self.count = 0
+        self.steps_begun = 0
 
     def begin_step(self, step: int) -> None:
         self.uses += self.seen
-        self.last[self.seen] = self.count
-        self.count += 1
+        self.last[self.seen] = self.steps_begun
+        self.steps_begun += 1
         super().begin_step(step)
 
-    def value(self) -> np.ndarray:
-        age = np.where(self.seen, 0, self.count - self.last)
-        return (self.uses + self.seen) / (1 + age)
+    def count(self) -> np.ndarray:
+        age = np.where(self.seen, 0, self.steps_begun - self.last)
+        worths: np.ndarray = (self.uses + self.seen) / (1 + age)
+        return worths

@@ -6,12 +6,15 @@ added to `POLICIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import torch
 
 from spmoe.errors import UsageError
+from spmoe.predict import activation, adaptive
 from spmoe.replay.steps import Foretold, ForwardPlan, SlabPlan, StepPlan
+from spmoe.types import Routing, Seen, Stage, Wish
 
 
 class Foresight:
@@ -34,8 +37,9 @@ class Foresight:
         """When the target has reached a layer's gate."""
         return None
 
-    def at_end(self, step: StepPlan) -> None:
-        """The step is over."""
+    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
+        """When a layer's router has chosen, and what is missing has been demanded."""
+        return None
 
 
 class DraftGate(Foresight):
@@ -67,6 +71,70 @@ class Oracle(Foresight):
         return Foretold(np.array(keys), np.ones(len(keys)), layers, [(key // self.width, -1.0, key) for key in keys])
 
 
+class Activation(Foresight):
+    """The live policy: what requests like this one went on to use, by what it has used so far."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__(layers, width)
+        self._live = activation.Activation((width,) * layers)
+
+    def at_begin(self, step: StepPlan) -> Foretold | None:
+        return self._told(self._live.begin_step(step.request))
+
+    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
+        return self._told(self._live.on_routed(layer, [key % self.width for key in needed]))
+
+    def _told(self, wishes: Iterable[Wish]) -> Foretold | None:
+        return from_wishes(list(wishes), self.width)
+
+
+class Adaptive(Foresight):
+    """The live policy: as many layers ahead as such guesses have come true of late."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__(layers, width)
+        self._live = adaptive.Adaptive(_NoGates(layers))
+
+    def at_begin(self, step: StepPlan) -> Foretold | None:
+        return from_wishes(list(self._live.begin_step(step.request)), self.width)
+
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+        later = range(layer + 1, min(layer + 1 + len(forward.ahead_experts), self.layers))
+        if not later or forward.ahead_experts[0, 0, layer + 1, 0] < 0:
+            return None
+        experts = np.stack([forward.ahead_experts[at - layer - 1, :, at] for at in later])  # [later, rows, top_k]
+        scores = np.stack([forward.ahead_scores[at - layer - 1, :, at] for at in later])
+        routing = Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
+        seen = Seen(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
+        return from_wishes(list(self._live.on_seen(seen)), self.width)
+
+    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
+        return from_wishes(list(self._live.on_routed(layer, [key % self.width for key in needed])), self.width)
+
+
+class _NoGates:
+    """Where layers are; nobody asks them anything."""
+
+    hidden_size = 0
+
+    def __init__(self, layers: int) -> None:
+        self.layer_depths: Sequence[int] = range(layers)
+        self.depth_count = layers
+
+    def route(self, layers: Sequence[int], residual: torch.Tensor) -> Routing:
+        raise NotImplementedError("everything was asked when the trace was recorded")
+
+
+def from_wishes(wishes: list[Wish], width: int) -> Foretold | None:
+    """A live policy's wishes as a replay takes them."""
+    if not wishes:
+        return None
+    keys = np.array([wish.key.layer * width + wish.key.expert for wish in wishes])
+    scores = np.array([wish.score for wish in wishes])
+    ranked = sorted((wish.deadline, -wish.score, int(key)) for wish, key in zip(wishes, keys, strict=True))
+    return Foretold(keys, scores, np.unique(keys // width), ranked)
+
+
 Maker = Callable[[int, int], Foresight]
 
 POLICIES: dict[str, Maker] = {
@@ -74,6 +142,8 @@ POLICIES: dict[str, Maker] = {
     "draft-gate": DraftGate,
     "next-gate": NextGate,
     "draft-gate+next-gate": DraftAndNextGate,
+    "activation": Activation,
+    "adaptive": Adaptive,
     "oracle": Oracle,
 }
 

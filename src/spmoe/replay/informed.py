@@ -33,7 +33,7 @@ class Habit(Valued):
 
 
 class DraftInformed(Habit):
-    """The live rule: expected use at the layer's next turn, discounted by the distance to it."""
+    """The live rule: the discounted chance of use, at the layer's next turn or a later one."""
 
     discount = live_default(draft_informed.DraftInformed, "discount")
     reluctance = live_default(draft_informed.DraftInformed, "reluctance")
@@ -50,9 +50,7 @@ class DraftInformed(Habit):
         self._any_stale = False
         self._worths: np.ndarray | None = None
         count = np.arange(layers)
-        self._discounts = [
-            (self.discount ** (((count - at - 1) % layers) / layers))[:, None] for at in range(-1, layers)
-        ]
+        self._cycles = [(count - at - 1) % layers / layers for at in range(-1, layers)]
 
     def wished(self, wishes: Foretold, keys: np.ndarray, scores: np.ndarray, layers: np.ndarray) -> None:
         if not len(keys):
@@ -94,7 +92,9 @@ class DraftInformed(Habit):
         if self._worths is None:
             if self._any_stale:
                 self._renew()
-            self._worths = (self._expected * self._discounts[self.position + 1]).ravel()
+            habit = self.frequency.reshape(self.layers, self.width)
+            cycles = self._cycles[self.position + 1]
+            self._worths = draft_informed.first_use(self._expected, habit, cycles, self.discount).ravel()
         return self._worths
 
     def _renew(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from spmoe.backends.cuda_transfer import CHUNK_BYTES, WINDOW
 from spmoe.config import SamplingParams
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM
+from spmoe.engine.llm import LLM, Completion
+from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_port import attach
 from spmoe.predict.base import PrefetchPolicy
@@ -26,7 +27,7 @@ from spmoe.predict.next_gate import NextGate, draft_gate_of
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import Accepted, Routing, Seen, Stage, Wish
 
-AHEAD = 2  # layers ahead for which the target's own states are asked
+AHEAD = 3  # layers ahead for which the target's own states are asked
 
 
 @dataclass
@@ -54,7 +55,7 @@ class _Notes:
     ahead_score: list[np.ndarray] = field(default_factory=list)
 
 
-class TraceRecorder:
+class TraceRecorder(PrefetchPolicy):
     """Stands between an engine's loop and its policy, and between its target and the experts.
 
     The policy's wishes are what they were; besides, the draft makes its last pass and the target's layers are asked
@@ -84,21 +85,17 @@ class TraceRecorder:
         asks = target.gates_found and target.has_taps
         self._next = NextGate(target, AHEAD) if asks else None
         self._notes = _Notes()
-        self._request = -1
+        self._request = 0
         self._mark = self._own = 0.0
         self._at_step = (0, 0)  # slabs and forwards noted when the step began
         self._pass, self._reached = -1, self._layers
         self._before = engine.loop.counters.copy()
         self._forward = -1  # the layer that ran last
+        self._tapped = -1  # the decoder layer that was seen last
         self._ports = [site.experts.spmoe_port for site in target.moe]
         for layer, site in enumerate(target.moe):
             attach(site.experts, _NotingPort(self, layer, self._ports[layer]))  # type: ignore[arg-type]
         engine.loop.policy = self
-
-    def begin_request(self) -> None:
-        """A generation is about to start."""
-        self._request += 1
-        self._begin_step()
 
     def detach(self) -> None:
         """Leave the engine as it was."""
@@ -107,6 +104,20 @@ class TraceRecorder:
             attach(site.experts, port)  # type: ignore[arg-type]
 
     # ---- as the loop's policy
+
+    def begin_step(self, request: int) -> Iterable[Wish]:
+        notes = self._notes
+        self._at_step = (len(notes.slab_pass), len(notes.forward_rows))
+        self._request = request
+        self._pass, self._reached = -1, self._layers
+        self._forward = self._tapped = -1
+        self._own = 0.0
+        wishes = list(self._inner.begin_step(request))
+        self._mark = self._now()
+        return wishes
+
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+        return self._inner.on_routed(layer, experts)
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         if stage is not Stage.VERIFY:
@@ -144,7 +155,6 @@ class TraceRecorder:
         notes.slabs.append(len(notes.slab_pass) - slabs)
         notes.forwards.append(len(notes.forward_rows) - forwards)
         notes.rest.append(max(0.0, self._now() - self._mark))
-        self._begin_step()
 
     # ---- as the target runs
 
@@ -174,7 +184,7 @@ class TraceRecorder:
         self._notes.experts[-1][layer] = max(0.0, seconds)
         self._mark = self._now()
 
-    def trace(self, completions: Iterable[Any]) -> Trace:
+    def trace(self, completions: Iterable[Completion]) -> Trace:
         """All that was noted."""
         engine, notes = self._engine, self._notes
         spec, config, target = engine.store, engine.config, engine.target
@@ -207,10 +217,8 @@ class TraceRecorder:
             "profile": None if engine.profile is None else asdict(engine.profile),
             "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": f"{platform.machine()}, {platform.system()}",
-            "live": asdict(counters),
-            "requests": [
-                {"prompt_tokens": c.stats.prompt_tokens, "output_tokens": c.stats.output_tokens} for c in completions
-            ],
+            "live": _totals([completion.stats for completion in completions]),
+            "ledger": asdict(counters),
         }  # fmt: skip
         top_k = target.top_k
         rows = sum(notes.forward_rows)
@@ -221,7 +229,7 @@ class TraceRecorder:
         return Trace(
             shape,
             about,
-            np.array(notes.request, dtype=np.int32),
+            np.unique(notes.request, return_inverse=True)[1].astype(np.int32),
             np.array(notes.drafted, dtype=np.int16),
             np.array(notes.accepted, dtype=np.int16),
             np.array(notes.slabs, dtype=np.int16),
@@ -283,13 +291,6 @@ class TraceRecorder:
         self._notes.ahead.append(np.full(shape, -1, dtype=np.int16))
         self._notes.ahead_score.append(np.zeros(shape, dtype=np.float16))
 
-    def _begin_step(self) -> None:
-        self._at_step = (len(self._notes.slab_pass), len(self._notes.forward_rows))
-        self._pass, self._reached = -1, self._layers
-        self._forward = self._tapped = -1
-        self._own = 0.0
-        self._mark = self._now()
-
     def _now(self) -> float:
         return self._engine.clock.now()
 
@@ -316,6 +317,18 @@ class _NotingPort:
         return out
 
 
+def _totals(requests: list[Stats]) -> dict[str, float]:
+    """What the steps after each request's first one came to, as a replay counts it."""
+    parts = [stats.decode_counters for stats in requests]
+    names = ("steps", "hits", "late", "demand_loads", "prefetch_loads", "prefetch_used", "stall_seconds")
+    return {
+        "requests": len(requests),
+        "tokens": sum(part.tokens for part in parts),
+        "seconds": sum(stats.decode_seconds for stats in requests),
+        **{name: sum(getattr(part, name) for part in parts) for name in names},
+    }
+
+
 def record(llm: LLM, prompts: list[str], params: SamplingParams) -> Trace:
     """Generate from each prompt and note everything."""
     recorder = TraceRecorder(llm.engine)
@@ -323,7 +336,6 @@ def record(llm: LLM, prompts: list[str], params: SamplingParams) -> Trace:
     try:
         for prompt in prompts:
             generation = llm.stream(prompt, params)
-            recorder.begin_request()
             completions.append(generation.run())
         return recorder.trace(completions)
     finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from spmoe.backends.cuda_transfer import CHUNK_BYTES, WINDOW
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
@@ -16,10 +17,11 @@ from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_
 from spmoe.replay.evictions import make_rule
 from spmoe.replay.foresight import make_foresight
 from spmoe.replay.simulate import Machine, Simulation
-from spmoe.replay.steps import StepPlan, plan_steps
+from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, plan_steps
 from spmoe.replay.trace import Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)
+_DRAWN_STEPS = 32
 _ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed, as in the live engine
 
 
@@ -117,16 +119,15 @@ class Outcome:
 class Replayer:
     """A trace, its steps worked out once per K, and the times that compute takes."""
 
-    def __init__(self, trace: Trace, times: Times | None = None, expert_bytes: int | None = None) -> None:
+    def __init__(self, trace: Trace, times: Times | None = None) -> None:
         self.trace = trace
         self.times = times or Times()
-        self.expert_bytes = expert_bytes or trace.shape.expert_bytes
         self.width = max(trace.shape.experts)
         self._plans = lru_cache(maxsize=None)(self._plan)
 
-    def run(self, setting: Setting, timeline: Timeline | None = None, limit: int | None = None) -> Outcome:
-        """Replay the trace, from empty slots, under one configuration."""
-        return self.start(setting, timeline).all(limit)
+    def run(self, setting: Setting, timeline: Timeline | None = None) -> Outcome:
+        """Replay the trace, from empty slots, under one configuration; the last steps go to the timeline."""
+        return self.start(setting, timeline).all()
 
     def start(self, setting: Setting, timeline: Timeline | None = None) -> Run:
         """A run that has not begun."""
@@ -163,7 +164,7 @@ class Run:
         self.setting = setting
         self.k = shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens
         self.plan = replayer.steps(self.k)
-        self.shape, self.expert_bytes = shape, replayer.expert_bytes
+        self.shape, self.expert_bytes = shape, shape.expert_bytes
         self.slots = shape.slots if setting.memory is None else _slots(setting.memory, sum(shape.experts), shape)
         rate = shape.link_bytes_per_second if setting.link_gbps is None else setting.link_gbps * 1e9
         if rate <= 0:
@@ -184,17 +185,19 @@ class Run:
         self.cutoff, self.last_pass = shape.layers, False
         self._choose_depth()
 
-    def all(self, limit: int | None) -> Outcome:
+    def all(self) -> Outcome:
         """Every step, one after the other."""
         began, sim = time.perf_counter(), self.sim
         seconds = compute = link = ideal = 0.0
         total, tokens, steps = Counters(), 0, 0
         request = -1
         t_io = sim.machine.seconds_per_expert
-        for number, step in enumerate(self.plan[:limit]):
+        for number, step in enumerate(self.plan):
             if step.request != request:
                 request = step.request
                 self._learn()
+            if self.timeline is not None:
+                self.timeline.recording = number >= len(self.plan) - _DRAWN_STEPS
             before, started, busy = sim.counters.copy(), sim.now, sim.link_seconds
             self.step(number, step)
             spent = sim.counters.minus(before)
@@ -240,21 +243,24 @@ class Run:
             self.timeline.add(Activity.DRAFT, began, drafted, f"step {number}")
             self.timeline.add(Activity.VERIFY, drafted, sim.now, f"step {number}")
         sim.end_step()
-        foresight.at_end(step)
 
-    def _forward(self, forward: Any) -> None:
+    def _forward(self, forward: ForwardPlan) -> None:
         sim, foresight, layers = self.sim, self.foresight, self.shape.layers
-        later = sim.machine.demands_first
         for layer, needed in enumerate(forward.needed):
             began = sim.now
             sim.compute(forward.front[layer])
             told = foresight.at_layer(forward, layer)
-            if told is not None and not later:
+            if told is not None and not sim.machine.demands_first:
                 sim.wish(told, layers)
-            after = None if told is None or not later else (lambda told=told: sim.wish(told, layers))
-            sim.use(layer, needed, forward.per_expert[layer], after)
+                told = None
+            sim.use(layer, needed, forward.per_expert[layer], partial(self._after_demands, layer, needed, told))
             if self.timeline is not None:
                 self.timeline.add(Activity.LAYER, began, sim.now, f"layer {layer}")
+
+    def _after_demands(self, layer: int, needed: list[int], told: Foretold | None) -> None:
+        for wishes in (self.foresight.at_routed(layer, needed), told):
+            if wishes is not None:
+                self.sim.wish(wishes, self.shape.layers)
 
     # ---- the cutoff and the last pass, as the live engine chooses them
 
@@ -303,6 +309,12 @@ def _slots(memory: Size, experts: int, shape: Any) -> int:
 
 def _add(a: Counters, b: Counters) -> Counters:
     return a.minus(Counters().minus(b))
+
+
+def as_cuda(trace: Trace) -> Trace:
+    """The trace as if its copies had moved as they do on CUDA: wishes in chunks, which demands overtake."""
+    depth = 1 + max(1, -(-2 * WINDOW * CHUNK_BYTES // trace.shape.expert_bytes))
+    return replace(trace, shape=replace(trace.shape, chunk_bytes=CHUNK_BYTES, window=WINDOW, depth=depth))
 
 
 def rank(outcomes: Sequence[Outcome]) -> list[int]:

@@ -115,9 +115,7 @@ class Simulation:
         if wanted:
             self._pump()
 
-    def use(
-        self, layer: int, needed: list[int], seconds: float, then: Callable[[], None] | None = None
-    ) -> None:
+    def use(self, layer: int, needed: list[int], seconds: float, then: Callable[[], None] | None = None) -> None:
         """Run a layer's experts, `seconds` each: those READY first, the others as they arrive.
 
         `then` is called when what is missing has been demanded.

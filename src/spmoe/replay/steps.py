@@ -47,6 +47,8 @@ class ForwardPlan:
     per_expert: list[float]  # by layer, seconds of one of its experts
     needed: list[list[int]]  # by layer
     ahead: list[list[Foretold | None]]  # by depth and layer: what the layer's own state says of a later one
+    ahead_experts: np.ndarray  # int16 [depth, rows, layers, top_k], the same as it was recorded
+    ahead_scores: np.ndarray  # float16 [depth, rows, layers, top_k]
 
     @property
     def seconds(self) -> float:
@@ -153,7 +155,9 @@ class _Planner:
                     at = np.arange(later, later + 1)
                     told[layer] = foretell(at, experts[None, :, later], scores[None, :, later], self._width)
             ahead.append(told)
-        return ForwardPlan(high - low, trace.forward_front[forward].tolist(), self._per_expert(forward), needed, ahead)
+        fronts, rows = trace.forward_front[forward].tolist(), slice(low, high)
+        told_as_it_was = trace.ahead[:, rows], trace.ahead_score[:, rows]
+        return ForwardPlan(high - low, fronts, self._per_expert(forward), needed, ahead, *told_as_it_was)
 
     def _per_expert(self, forward: int) -> list[float]:
         chosen = self._chosen[self._forward_at[forward] : self._forward_at[forward + 1]]

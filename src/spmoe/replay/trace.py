@@ -159,9 +159,7 @@ def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
     if kind != FORMAT:
         raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")
     if version != VERSION:
-        raise UsageError(
-            f"{path} is a trace of version {version}, not {VERSION}; record it anew"
-        )
+        raise UsageError(f"{path} is a trace of version {version}, not {VERSION}; record it anew")
     return header if isinstance(header.get("about"), dict) else {**header, "about": {}}
 
 

@@ -1,0 +1,67 @@
+"""Timelines as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Every activity has a track: the draft, the target and its layers, waiting, and the link's copies, apart by what they
+were for. Times are microseconds from the first span on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmoe.errors import UsageError
+from spmoe.observe.timeline import Activity, Span
+
+# process and thread of each activity, in the order in which they are shown
+_TRACKS: dict[Activity, tuple[str, str]] = {
+    Activity.DRAFT: ("compute", "draft"),
+    Activity.VERIFY: ("compute", "verify"),
+    Activity.LAYER: ("compute", "layers"),
+    Activity.STALL: ("compute", "stall"),
+    Activity.COPY: ("link", "demanded"),
+    Activity.PREFETCH: ("link", "prefetched"),
+}
+
+
+def chrome_events(spans: Sequence[Span], run: str = "spmoe", first_process: int = 1) -> list[dict[str, Any]]:
+    """The events of one run: names of its tracks, then a complete event per span."""
+    start = min((span.start for span in spans), default=0.0)
+    processes = {name: first_process + i for i, name in enumerate(dict.fromkeys(p for p, _ in _TRACKS.values()))}
+    places = {activity: (processes[p], i) for i, (activity, (p, _)) in enumerate(_TRACKS.items(), start=1)}
+    events = [_name("process_name", pid, 0, f"{run}: {process}") for process, pid in processes.items()]
+    for activity, (_, track) in _TRACKS.items():
+        events.append(_name("thread_name", *places[activity], track))
+    for span in sorted(spans, key=lambda span: span.start):
+        pid, tid = places[span.activity]
+        events.append(
+            {
+                "name": span.detail or span.activity.value,
+                "cat": span.activity.value,
+                "ph": "X",
+                "ts": 1e6 * (span.start - start),
+                "dur": 1e6 * (span.end - span.start),
+                "pid": pid,
+                "tid": tid,
+            }
+        )
+    return events
+
+
+def write_chrome(path: Path, runs: Mapping[str, Sequence[Span]]) -> None:
+    """Write runs, by name, beside each other into one file."""
+    width = len({process for process, _ in _TRACKS.values()})
+    events = [
+        event
+        for number, (name, spans) in enumerate(runs.items())
+        for event in chrome_events(spans, name, 1 + number * width)
+    ]
+    try:
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
