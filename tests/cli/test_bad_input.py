@@ -132,8 +132,8 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "no config": ("target", delete("config.json"), ("has no config.json", "check the path")),
     "a quantized checkpoint": (
         "target",
-        config(quantization_config={"quant_method": "fp8"}),
-        ("quantized", "16-bit checkpoint"),
+        config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("quantized", "gptq", "16-bit checkpoint"),
     ),
     "a dtype it cannot run": ("target", config(dtype="float8_e4m3fn"), ("float8_e4m3fn", "--dtype bfloat16")),
     "a generation config that is not JSON": ("target", write("generation_config.json", "{"), ("not JSON",)),

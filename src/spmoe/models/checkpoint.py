@@ -19,6 +19,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
+from spmoe.models.stored import Quantization, read_quantization
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -33,16 +34,17 @@ class Checkpoint:
     config: Any = field(repr=False)
     files: dict[str, Path] = field(repr=False)  # tensor name -> the file that holds it
     fingerprint: str  # changes whenever the checkpoint does
+    quantization: Quantization | None = None  # how weights are stored, if in fewer bits than they are run in
 
     @classmethod
     def find(cls, name: str) -> Checkpoint:
         """Look up a local directory or a hub id; raises with what to do when it cannot be used."""
         directory = _resolve(name)
         with _readable(directory):
-            config = _read_config(name, directory)
+            config, quantization = _read_config(name, directory)
             _check_generation_config(directory)
             files = _tensor_files(directory)
-            return cls(name, directory, config, files, _fingerprint(directory, set(files.values())))
+            return cls(name, directory, config, files, _fingerprint(directory, set(files.values())), quantization)
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the one the checkpoint declares, else the one of its weights."""
@@ -58,11 +60,11 @@ class Checkpoint:
         return declared
 
     def _stored_dtype(self) -> torch.dtype | None:
-        """That of the first weights that are numbers; packed ones are stored as whole bytes."""
+        """That of the first weights that are not packed or of eight bits."""
         for name, path in self.files.items():
             with safe_open(path, framework="pt") as file:
                 dtype: torch.dtype = file.get_slice(name)[:1].dtype
-                if dtype.is_floating_point:
+                if dtype.is_floating_point and dtype.itemsize > 1:
                     return dtype
         return None
 
@@ -94,19 +96,24 @@ def _resolve(name: str) -> Path:
         ) from error
 
 
-def _read_config(name: str, directory: Path) -> Any:
+def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model; check the path")
     declared = _read_json(directory / "config.json")
-    quantization = declared.get("quantization_config")
-    if quantization is not None and not _expandable(quantization):
-        raise CheckpointError(f"{name} is quantized, which spmoe cannot load yet; use the 16-bit checkpoint")
+    packed = declared.get("quantization_config")
+    quantization = read_quantization(packed)
+    if packed is not None and quantization is None:
+        method = packed.get("quant_method", "unknown") if isinstance(packed, dict) else "unknown"
+        raise CheckpointError(
+            f"{name} is quantized (by {method}, in a form that spmoe cannot expand); use the 16-bit checkpoint, or one "
+            "in fp8 or mxfp4"
+        )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             if quantization is not None:
-                del config.quantization_config  # experts are expanded as they are read; nothing else is packed
-            return config
+                del config.quantization_config  # weights are expanded as they are read
+            return config, quantization
     except Exception as error:  # an architecture it does not know, or whatever the checks of a config class raise
         if str(declared.get("model_type")) not in CONFIG_MAPPING:
             raise CheckpointError(
@@ -116,11 +123,6 @@ def _read_config(name: str, directory: Path) -> Any:
         raise CheckpointError(
             f"config.json of {name} cannot be used ({reason(error)}); correct it or download it again"
         ) from error
-
-
-def _expandable(quantization: Any) -> bool:
-    """Whether only experts are stored in fewer bits, and in a form that they can be expanded from one by one."""
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def _check_generation_config(directory: Path) -> None:

@@ -11,14 +11,12 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers import __version__ as transformers_version
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -30,6 +28,7 @@ from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
+from spmoe.models.stored import StoredTensors
 from spmoe.types import ExpertKey
 
 OnProgress = Callable[[int, int], None]
@@ -127,14 +126,18 @@ def _without_experts(cls: Any) -> Any:
 
 
 def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    with building(checkpoint):
+    with building(checkpoint), StoredTensors(checkpoint) as tensors:
+        source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.directory, "local_files_only": True}
+        if tensors.expands:
+            source = {"pretrained_model_name_or_path": None, "state_dict": tensors.lazily()}
+            if (checkpoint.directory / "generation_config.json").is_file():
+                source["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
         model, info = cls.from_pretrained(
-            checkpoint.directory,
+            **source,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            local_files_only=True,
             use_safetensors=True,
         )
     if mismatched := sorted(info["mismatched_keys"]):
@@ -177,8 +180,7 @@ class ExpertReader:
         self._checkpoint = checkpoint
         self._model = model
         self._paths = paths
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._tensors = StoredTensors(checkpoint)
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -187,7 +189,7 @@ class ExpertReader:
         }
         known = dict.fromkeys([*model.state_dict(), *wanted], True)
         sources: dict[str, dict[str | None, list[str]]] = {name: {} for name in wanted}
-        for name in sorted(checkpoint.files, key=_natural):
+        for name in sorted(self._tensors.names, key=_natural):
             target, pattern = rename_source_key(name, renamings, self._converters, model.base_model_prefix, known)
             if target in sources:
                 sources[target].setdefault(pattern, []).append(name)
@@ -203,8 +205,7 @@ class ExpertReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._tensors.__exit__(*exc)
 
     def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
         """Write this expert's tensors into the views of a blob."""
@@ -265,17 +266,7 @@ class ExpertReader:
 
     def _read_source(self, names: list[str], expert: int) -> Tensor:
         """An expert's own tensor, or its slice [1, ...] of a tensor that holds all of them."""
-        fused = len(names) == 1
-        name = names[0] if fused else names[expert]
-        path = self._checkpoint.files[name]
-        try:
-            if path not in self._open:
-                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            if fused:
-                return self._open[path].get_slice(name)[expert : expert + 1]  # type: ignore[no-any-return]
-            return self._open[path].get_tensor(name)  # type: ignore[no-any-return]
-        except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
+        return self._tensors.read(names[0], expert) if len(names) == 1 else self._tensors.read(names[expert])
 
 
 def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:

@@ -1,0 +1,157 @@
+"""Weights as they are stored: read one at a time and, where that is in eight bits with scales, expanded on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spmoe.errors import CheckpointError, reason
+
+if TYPE_CHECKING:
+    from spmoe.models.checkpoint import Checkpoint
+
+_SCALES = ("_scale_inv", "_scale")  # what is added to a weight's name; both are multiplied with
+_USUAL_BLOCK = (128, 128)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's weights are stored, as far as its config.json tells."""
+
+    method: str
+    block: tuple[int, int] = _USUAL_BLOCK  # outputs and inputs that share a scale, where there are blocks
+
+
+def read_quantization(declared: Any) -> Quantization | None:
+    """What `quantization_config` means; None where weights cannot be expanded from it."""
+    if not isinstance(declared, dict):
+        return None
+    method = str(declared.get("quant_method"))
+    if method == "mxfp4":
+        return Quantization(method)
+    if method == "fp8":
+        return _with_block(method, declared.get("weight_block_size"))
+    groups = declared.get("config_groups")
+    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
+        return None
+    weights = [group["weights"] for group in groups.values() if isinstance(group, dict) and "weights" in group]
+    if len(weights) < len(groups) or not all(isinstance(one, dict) for one in weights):
+        return None
+    kinds = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in weights}
+    blocks = {str(one.get("block_structure")) for one in weights}
+    if kinds != {("float", 8, True)} or len(blocks) > 1:
+        return None
+    return _with_block(method, weights[0].get("block_structure"))
+
+
+def _with_block(method: str, block: Any) -> Quantization | None:
+    if block is None:
+        return Quantization(method)
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        return None
+    return Quantization(method, (block[0], block[1]))
+
+
+class StoredTensors:
+    """A checkpoint's tensors, by name. Files stay open until it is closed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+        self._lock = threading.Lock()  # loaders read on several threads
+        files = checkpoint.files
+        self._scales: dict[str, str] = {}
+        if checkpoint.quantization is not None and checkpoint.quantization.method != "mxfp4":
+            self._scales = {n: n + end for n in files for end in _SCALES if n + end in files}
+        activations = {f"{name.rpartition('.')[0]}.input_scale" for name in self._scales}
+        self.names = [n for n in files if n not in activations and n not in self._scales.values()]
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    @property
+    def expands(self) -> bool:
+        """Whether what is read is not always what is stored."""
+        return bool(self._scales)
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """A tensor or, of one that holds all experts, a slice [1, ...] of it."""
+        tensor, scale = self._stored(name, expert), self._scales.get(name)
+        if not self.expands or tensor.dtype.itemsize > 1:
+            return tensor
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} of {self._checkpoint.name} is stored as {str(tensor.dtype)[6:]}, which spmoe cannot expand; "
+                "use the 16-bit checkpoint"
+            )
+        if scale is None:
+            raise CheckpointError(f"{self._checkpoint.name} lacks the scale of {name}; download it again")
+        return self._expanded(name, tensor, self._stored(scale, expert))
+
+    def lazily(self) -> Mapping[str, LazyTensor]:
+        """All of them, to be read when they are asked for."""
+        return {name: LazyTensor(self, name) for name in self.names}
+
+    def _stored(self, name: str, expert: int | None) -> Tensor:
+        path = self._checkpoint.files[name]
+        try:
+            with self._lock:
+                if path not in self._open:
+                    self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            if expert is not None:
+                return self._open[path].get_slice(name)[expert : expert + 1]  # type: ignore[no-any-return]
+            return self._open[path].get_tensor(name)  # type: ignore[no-any-return]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
+
+    def _expanded(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
+        quantization = self._checkpoint.quantization
+        found = expand(weight, scale, quantization.block if quantization is not None else _USUAL_BLOCK)
+        if found is None:
+            raise CheckpointError(
+                f"{name} of {self._checkpoint.name} is {list(weight.shape)} but its scale {list(scale.shape)}, which "
+                "is neither one number, one for each output, nor one for each block; use the config that belongs to it"
+            )
+        return found
+
+
+class LazyTensor:
+    """What a loader takes for a slice of a file: `[...]` reads it."""
+
+    def __init__(self, tensors: StoredTensors, name: str) -> None:
+        self._tensors = tensors
+        self._name = name
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensors.read(self._name)[part]
+
+
+def expand(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor | None:
+    """Weights times their scale: one for all, one for each output or one for each block; None where none fits."""
+    # weight: [..., out, in], scale: [], [1], [out], [out, 1] or [..., blocks, blocks] -> as weight, float32
+    weight, scale = weight.float(), scale.float()
+    if scale.numel() == 1:
+        return weight * scale.reshape(())
+    if scale.ndim == weight.ndim - 1 and scale.shape[-1] == weight.shape[-2]:
+        scale = scale[..., None]
+    if scale.ndim != weight.ndim or weight.ndim < 2 or scale.shape[:-2] != weight.shape[:-2]:
+        return None
+    for dim, size in zip((-2, -1), block, strict=True):
+        count = weight.shape[dim]
+        if scale.shape[dim] not in (1, count):
+            if scale.shape[dim] != -(-count // size):
+                return None
+            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, count)
+    return weight * scale
