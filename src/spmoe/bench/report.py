@@ -102,10 +102,14 @@ def _exactness(found: Comparison) -> str:
     runs = sum(row["runs"] for _, row in found.rows())
     if all(share == 1 for share in shares):
         return f"Every configuration wrote the same tokens, in all {runs} runs."
-    return (
-        f"In {sum(share == 1 for share in shares)} of {len(shares)} configurations all tokens are the first one's; "
-        "forwards of other sizes round otherwise in a short dtype."
-    )
+    exact = any(row["identical_share"] < 1 for group in found.groups for row in group.rows if _is_exact(group))
+    why = "in float32 they must not differ" if exact else "forwards of other sizes round otherwise in a short dtype"
+    same = sum(share == 1 for share in shares)
+    return f"In {same} of {len(shares)} configurations all tokens are the first one's; {why}."
+
+
+def _is_exact(group: Group) -> bool:
+    return bool(group.machine["dtype"] == "float32")
 
 
 # ---- by system and budget

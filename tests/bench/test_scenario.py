@@ -1,0 +1,221 @@
+"""Scenario files: what they may say, what they come to, and that those which come with the source are sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmoe.bench.jobs import Case, cases_of, make_job
+from spmoe.bench.scenario import Matrix, make_matrix, read_scenario
+from spmoe.bench.settings import ABLATIONS, Setting, System, settings_of
+from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, Size
+from spmoe.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
+QUARTER, HALF = Size(share=0.25), Size(share=0.5)
+AUTO = Cutoff(CutoffMode.AUTO)
+
+
+def read(tmp_path: Path, text: str, **overrides: Any) -> list[Matrix]:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    return read_scenario(file).matrices(overrides)
+
+
+# ---- configurations
+
+
+def test_configurations_are_the_cross_product_in_the_order_given() -> None:
+    found = settings_of([HALF, Size(share=1.0)], [System("on-demand"), System("draft-gate")], [4, 0])
+    assert [str(one) for one in found] == [
+        "50%, on-demand, K=4",
+        "50%, on-demand, K=0",
+        "50%, draft-gate, K=4",
+        "100%, on-demand, K=4",
+        "100%, on-demand, K=0",
+        "100%, draft-gate, K=4",
+    ]
+
+
+def test_without_a_draft_only_its_own_predictions_are_lost() -> None:
+    found = settings_of([HALF], [System(policy) for policy in PREFETCH_POLICIES], [0])
+    policies = {one.prefetch for one in found}
+    assert policies == {policy for policy in PREFETCH_POLICIES if "draft-gate" not in policy}
+    named = settings_of([HALF], [System("draft-gate", name="SP-MoE"), System("next-gate", name="other")], [0, 1])
+    assert [(one.prefetch, one.system) for one in named] == [
+        ("on-demand", None), ("draft-gate", "SP-MoE"), ("next-gate", "other"), ("next-gate", "other")
+    ]  # fmt: skip
+
+
+def test_cutoffs_are_for_what_the_draft_prefetches() -> None:
+    cutoffs = [Cutoff(CutoffMode.FIXED, n) for n in (0, 3)]
+    found = settings_of([HALF], [System("draft-gate"), System("next-gate")], [4], cutoffs)
+    assert [(one.prefetch, one.cutoff) for one in found] == [
+        ("draft-gate", cutoffs[0]), ("draft-gate", cutoffs[1]), ("next-gate", AUTO)
+    ]  # fmt: skip
+
+
+def test_an_ablation_switches_one_part_off_at_a_time() -> None:
+    found = settings_of([HALF], [System("draft-gate"), System("on-demand")], [0, 4], ablation=True)
+    off = {one.ablation: one for one in found if one.ablation is not None}
+    assert list(off) == list(ABLATIONS)
+    base = Setting(HALF, "draft-gate", 4)
+    for name, one in off.items():
+        differing = {key for key, value in one.changes.items() if value != base.changes[key]}
+        assert len(differing) == (0 if name == "all on" else 1), name
+    assert [one.prefetch for one in found if one.ablation is None] == ["on-demand", "on-demand"]
+
+
+def test_a_record_is_of_one_configuration() -> None:
+    several = settings_of([QUARTER, HALF], [System("draft-gate"), System("next-gate", "lru")], [0, 4], [AUTO], True)
+    for one in several:
+        assert [other for other in several if other.is_in(one.record)] == [one]
+    assert not several[0].is_in({"expert_memory": "25%"})
+
+
+# ---- files
+
+
+def test_everything_a_file_may_say(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "prompts.txt").write_text("x")
+    first, second = read(
+        tmp_path,
+        """
+        description = "both"
+        output_len = 7
+        policies = "next-gate"
+        evictions = ["lru", "lfu"]
+        [[matrix]]
+        name = "one"
+        models = "model"
+        drafts = ["none", "self:int4", "shipped", "owner/name"]
+        links = ["own", 16, 2.5]
+        prompts = ["prompts.txt", "sample", "gsm8k"]
+        budgets = ["25%", "6GiB"]
+        draft_tokens = [0, 4]
+        cutoffs = ["auto", 3, "every"]
+        ablation = true
+        max_prompts = 2
+        repeat = 9
+        warmup = 0
+        dtype = "float32"
+        device = "cpu"
+        fitted = false
+        enforce_eager = true
+        [[matrix]]
+        shapes = ["none", "mixtral-8x7b"]
+        systems = [{ name = "SP-MoE", prefetch = "draft-gate" }, { prefetch = "on-demand", eviction = "lru" }]
+        """,
+    )
+    assert first == Matrix(
+        name="one",
+        models=(str(tmp_path / "model"),),
+        drafts=("none", "self:int4", "shipped", "owner/name"),
+        links=(None, 16.0, 2.5),
+        prompts=(str(tmp_path / "prompts.txt"), "sample", "gsm8k"),
+        budgets=(QUARTER, Size(bytes=6 * 2**30)),
+        systems=(System("next-gate", "lru"), System("next-gate", "lfu")),
+        draft_tokens=(0, 4),
+        cutoffs=(AUTO, Cutoff(CutoffMode.FIXED, 3), "every"),
+        ablation=True,
+        max_prompts=2,
+        output_len=7,
+        repeat=9,
+        warmup=0,
+        dtype="float32",
+        device="cpu",
+        fitted=False,
+        enforce_eager=True,
+    )
+    assert second.output_len == 7
+    assert second.shapes == (None, "mixtral-8x7b")
+    assert second.systems == (System("draft-gate", name="SP-MoE"), System("on-demand", "lru")), "not what is above"
+    assert len(cases_of(first)) == 4 * 3 * 3
+    assert len(cases_of(second)) == 2
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    text = 'repeat = 2\nsystems = [{ prefetch = "draft-gate" }]\n[[matrix]]\nrepeat = 3\n'
+    (plain,) = read(tmp_path, text)
+    (found,) = read(tmp_path, text, repeat=1, policies=["on-demand"])
+    assert (plain.repeat, found.repeat) == (3, 1)
+    assert found.systems == (System("on-demand"),)
+    (kept,) = read(tmp_path, text, repeat=1)
+    assert kept.systems == plain.systems == (System("draft-gate"),)
+
+
+def test_all_that_can_be_chosen_can_be_named() -> None:
+    found = make_matrix({"policies": list(PREFETCH_POLICIES), "evictions": list(EVICTIONS)}, "here")
+    assert len(found.systems) == len(PREFETCH_POLICIES) * len(EVICTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("repaet = 3", "unknown key repaet; did you mean repeat?"),
+        ("[[matrix]]\n[[matrix]]\nbudget = '25%'", "matrix 2: unknown key budget; did you mean budgets?"),
+        ("zzz = 3", "the keys are name, models"),
+        ("repeat = 0", "repeat: 0 is not a whole number from 1"),
+        ("repeat = true", "True is not a whole number"),
+        ("draft_tokens = [4, 65]", "65 is not a whole number from 0 to 64"),
+        ("budgets = 'much'", "budgets: 'much' is not a size"),
+        ("budgets = []", "budgets: the list is empty"),
+        ("policies = 'draftgate'", "policies: there is no 'draftgate'; did you mean draft-gate?"),
+        ("evictions = 'belady'", "evictions: there is no 'belady'; choose one of"),
+        ("systems = ['draft-gate']", "systems: 'draft-gate' is no system"),
+        ("systems = [{ prefetch = 'draft-gate', evict = 'lru' }]", "systems: unknown key evict"),
+        ("policies = 'on-demand'\nsystems = [{ prefetch = 'draft-gate' }]", "not both"),
+        ("links = -1", "links: -1 is not a speed"),
+        ("cutoffs = 'deep'", "cutoffs: 'deep' is not a cutoff"),
+        ("ablation = 'yes'", "ablation: 'yes' is neither true nor false"),
+        ("models = 3", "models: 3 is not text"),
+        ("models = './nowhere'", "models: there is no .*nowhere; paths are from where the scenario is"),
+        ("dtype = 'int8'", "dtype: there is no 'int8'"),
+        ("matrix = 3", r"under \[\[matrix\]\]"),
+        ("[matrix]\nrepeat = 3", r"under \[\[matrix\]\]"),
+        ("repeat = ", "is not TOML"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read(tmp_path, text)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="check the path"):
+        read_scenario(tmp_path / "nowhere.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_scenario(tmp_path / "bytes.toml")
+
+
+# ---- those that come with the source
+
+
+@pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
+def test_scenarios_of_the_source_are_sound(file: Path) -> None:
+    scenario = read_scenario(file)
+    for case in (cases_of(matrix)[0] for matrix in scenario.matrices({"device": "cpu"})):
+        assert case.engine["draft"] is not None
+        without = Case(case.matrix, case.model, case.draft, None, case.link, case.prompts)  # shapes take a CUDA device
+        job = make_job(without, False, {}, {})
+        assert job.total > 0
+        assert len({setting.memory for setting in job.settings}) == len(case.matrix.budgets)
+
+
+def test_there_is_one_for_each_end() -> None:
+    assert {file.stem for file in SCENARIOS} == {"paper", "ushape", "ablation", "quick"}
+    (mixtral, *_), *_ = (
+        cases_of(matrix) for matrix in read_scenario(ROOT / "scenarios/ushape.toml").matrices({"device": "cpu"})
+    )
+    job = make_job(Case(mixtral.matrix, None, None, None, None, "sample"), False, {}, {})
+    depths = {one.cutoff.layers for one in job.settings if one.cutoff.mode is CutoffMode.FIXED}
+    assert depths == set(range(17)), "every number of layers"
+    shapes = {
+        case.shape for matrix in read_scenario(ROOT / "scenarios/paper.toml").matrices({}) for case in cases_of(matrix)
+    }
+    assert shapes == {"mixtral-8x7b", "phi-3.5-moe", "deepseek-v2-lite"}

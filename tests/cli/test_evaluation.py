@@ -1,0 +1,221 @@
+"""`spmoe bench` from scenarios, continued and reported, and `spmoe report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from spmoe.bench import runs
+from spmoe.engine import llm
+
+if TYPE_CHECKING:
+    from conftest import Invoke
+
+ROOT = Path(__file__).parents[2]
+SCENARIO = """
+models = "target"
+drafts = "draft"
+device = "cpu"
+prompts = "prompts.jsonl"
+budgets = "50%"
+output_len = 6
+repeat = 1
+[[matrix]]
+policies = ["draft-gate", "on-demand"]
+draft_tokens = 2
+[[matrix]]
+name = "depths"
+policies = "draft-gate"
+draft_tokens = 2
+cutoffs = ["auto", "every"]
+"""
+
+
+@pytest.fixture
+def scenario(checkpoints: Path, tmp_path: Path) -> Path:
+    """A scenario beside the models and prompts that it names."""
+    for name in ("target", "draft"):
+        (tmp_path / name).symlink_to(checkpoints / name)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"question": "why not?"}\n')
+    file = tmp_path / "mine.toml"
+    file.write_text(SCENARIO)
+    return file
+
+
+@pytest.fixture
+def _own_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for record in map(json.loads, file.read_text().splitlines()):
+        if record["type"] == "machine":
+            found.append((record, []))
+        else:
+            found[-1][1].append(record)
+    return found
+
+
+def test_a_scenario_from_file_to_page(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.html"
+    result = invoke("bench", "--scenario", scenario, "--json", results, "--report", page).succeeded()
+    assert "case 1 of 2" in result.err
+    assert "case 2 of 2: depths" in result.err
+    (first, compared), (second, swept) = groups(results)
+    assert [row["prefetch"] for row in compared] == ["draft-gate", "on-demand"]
+    assert [row["cutoff"] for row in swept] == ["auto", "0", "1", "2", "3"]
+    assert [row["cutoff_layers"] for row in swept[1:]] == [0, 1, 2, 3]
+    assert (first["scenario"], first["matrix"], second["matrix"]) == ("mine", None, "depths")
+    assert first["scenario_text"] == SCENARIO
+    assert (first["prompt_set"], first["prompt_form"]) == ("prompts", "JSON lines")
+    assert first["command"].startswith("spmoe bench --scenario ")
+    assert all(row["identical_share"] == 1 for row in [*compared, *swept])
+    assert all(len(row["acceptance_by_position"]) == 2 for row in [*compared, *swept])
+    text = page.read_text()
+    assert "Least: " in text
+    assert "scenarios/ablation.toml" in text, "which has not been run"
+
+    again = tmp_path / "again.html"
+    invoke("report", results, "-o", again).succeeded()
+    assert again.read_text() == text
+    markdown = invoke("report", results, "--markdown").succeeded().out
+    assert markdown.count("| --- |") >= 2
+    both = invoke("report", results, results, "--markdown", "-o", tmp_path / "both.md").succeeded()
+    assert both.out == ""
+    assert (tmp_path / "both.md").read_text().count("| draft-gate") > markdown.count("| draft-gate")
+
+
+def test_the_quick_scenario_in_a_tiny_form(invoke: Invoke, tmp_path: Path) -> None:
+    results = tmp_path / "quick.jsonl"
+    options = ("--max-prompts", 1, "--output-len", 6, "--repeat", 1, "--warmup", 0, "--link-gbps", 5)
+    options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4")
+    invoke("bench", "--scenario", ROOT / "scenarios" / "quick.toml", *options, "--json", results).succeeded()
+    found = groups(results)
+    assert [machine["matrix"] for machine, _ in found] == [None, "cutoff", "ablation"]
+    assert {row["ablation"] for row in found[2][1]} == {
+        "all on", "no cutoff", "no batching", "no asynchrony", "no prefetch"
+    }  # fmt: skip
+    assert all(row["differs"] is None for _, rows in found for row in rows)
+    text = tmp_path / "quick.html"
+    invoke("report", results, "-o", text).succeeded()
+    assert 'class="missing"' not in text.read_text(), "it has a bit of everything"
+
+
+@pytest.mark.usefixtures("_own_ctrl_c")
+def test_an_interrupted_benchmark_goes_on(
+    scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original, taken = llm.Generation._take, 0
+
+    def take(self: llm.Generation, token: int) -> Iterator[str]:
+        nonlocal taken
+        yield from original(self, token)
+        taken += 1
+        if taken == (2 + 3) * 6 + 2:  # in the fourth run, after two to warm up
+            os.kill(os.getpid(), signal.SIGINT)
+
+    results = tmp_path / "results.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.Generation, "_take", take)
+        result = invoke("bench", "--scenario", scenario, "--json", results)
+    assert result.code == 130
+    ((machine, rows),) = groups(results)
+    assert machine["interrupted"]
+    assert [row["runs"] for row in rows] == [1, 2]
+    before = [sample for row in rows for sample in row["samples"]]
+
+    result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
+    assert "3 of 4 runs are there already" in result.err
+    assert "run 4 of 4" in result.err
+    assert "run 3 of 4" not in result.err
+    (machine, rows), (_, swept) = groups(results)
+    assert not machine["interrupted"]
+    assert [row["runs"] for row in rows] == [2, 2]
+    after = [sample for row in rows for sample in row["samples"]]
+    assert all(sample in after for sample in before), "as they were"
+    assert len(swept) == 5
+
+    monkeypatch.setattr(runs, "LLM", None)
+    result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
+    assert "10 of 10 runs are there already" in result.err
+    assert groups(results)[0][1] == rows
+
+
+def test_more_configurations_can_be_added(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    scenario.write_text(SCENARIO.split("[[matrix]]\nname")[0])
+    common = ("bench", "--scenario", scenario, "--cutoff", "auto", "--json", results, "--resident-step-ms", "2=1")
+    invoke(*common, "--prefetch", "on-demand").succeeded()
+    invoke(*common, "--prefetch", "next-gate", "--resume").succeeded()
+    policies = [[row["prefetch"] for row in rows] for _, rows in groups(results)]
+    assert policies == [["next-gate", "on-demand"]], "what was there is kept"
+
+
+def test_results_are_written_while_it_runs(
+    scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever ends it, even a power cut."""
+    results, seen = tmp_path / "results.jsonl", list[int]()
+    original = runs.Bench._warm_up
+
+    def warm_up(self: runs.Bench, *arguments: Any) -> None:
+        if results.exists():
+            seen.append(sum(row["runs"] for _, rows in groups(results) for row in rows))
+        original(self, *arguments)
+
+    monkeypatch.setattr(runs.Bench, "_warm_up", warm_up)
+    monkeypatch.setattr("spmoe.cli.bench._KEEP_SECONDS", 0.0)
+    options = ("--cutoff", "auto", "--json", results, "--resident-step-ms", "2=1")
+    invoke("bench", "--scenario", scenario, *options).succeeded()
+    assert seen == [4], "by the time that the second case begins"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--resume",), "--json"),
+        (("--resume", "--json", "-"), "--json"),
+        (("--scenario", "/nowhere.toml"), "check the path"),
+        (("--report", "/nowhere/page.html"), "cannot write /nowhere/page.html"),
+        (("--prompts", "humanevil"), "did you mean humaneval"),
+        (("--prompts", "humaneval"), "go online"),
+        (("--eviction", "lur"), "did you mean lru"),
+        (("--link-gbps", 0), "--link-gbps"),
+        (("--dtype", "int4"), "--dtype"),
+    ],
+)
+def test_refusals(invoke: Invoke, words: tuple[object, ...], said: str) -> None:
+    invoke("bench", *words).refused(2, said)
+
+
+def test_a_scenario_with_a_typo(invoke: Invoke, scenario: Path) -> None:
+    scenario.write_text("output_length = 3")
+    invoke("bench", "--scenario", scenario).refused(2, "unknown key output_length; did you mean output_len?")
+
+
+def test_reports_of_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    invoke("report", file, "-o", tmp_path / "x.html").refused(2, "cannot read")
+    file.write_text("hello")
+    invoke("report", file).refused(2, "-o report.html")
+    invoke("report", file, "--markdown").refused(2, "line 1 of", "not JSON")
+    file.write_text('{"type": "machine", "format": 2}\n')
+    invoke("report", file, "--markdown").refused(2, "no configuration that was run")
+
+
+def test_runs_take_the_switches(checkpoints: Path, invoke: Invoke) -> None:
+    pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--device", "cpu", "--max-tokens", 8, "--json")
+    outcomes = [
+        json.loads(invoke("run", *pair, "--prompt", "hello", *switches).succeeded().out)["token_ids"]
+        for switches in ((), ("--no-batching",), ("--synchronous",))
+    ]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
