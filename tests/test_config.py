@@ -274,6 +274,35 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefetch", "eviction", "rule"),
+    [
+        ("draft-gate", "auto", "draft-informed"),
+        ("draft-gate+next-gate", "auto", "draft-informed"),
+        ("next-gate", "auto", "draft-informed"),
+        ("on-demand", "auto", "draft-informed"),
+        ("oracle", "auto", "draft-informed"),
+        ("activation", "auto", "activation"),
+        ("adaptive", "auto", "adaptive"),
+        ("adaptive", "lru", "lru"),
+        ("next-gate", "lru-per-layer", "lru-per-layer"),
+    ],
+)
+def test_a_baseline_has_the_eviction_it_was_published_with_unless_another_is_asked_for(
+    prefetch: str, eviction: str, rule: str
+) -> None:
+    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_rule == rule
+
+
+def test_only_the_oracle_is_refused_where_nothing_was_recorded() -> None:
+    for prefetch in PREFETCH_POLICIES:
+        config = EngineConfig.make(model="target", prefetch=prefetch)
+        if prefetch == "oracle":
+            assert "spmoe bench" in refusal(config.refuse_oracle)
+        else:
+            config.refuse_oracle()
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be from 0 to 64, not -1"),

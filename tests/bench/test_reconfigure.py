@@ -130,6 +130,30 @@ def test_only_some_things_can_be_changed(llm: LLM) -> None:
         llm.engine.reconfigure(dtype="bfloat16")
 
 
+def test_policies_that_learn_are_kept(llm: LLM) -> None:
+    engine, policies, rules = llm.engine, {}, {}
+    for _ in range(2):
+        for prefetch in ("activation", "adaptive", "on-demand"):
+            engine.reconfigure(prefetch=prefetch)
+            assert policies.setdefault(prefetch, engine.loop.policy) is engine.loop.policy or prefetch == "on-demand"
+            assert rules.setdefault(prefetch, engine.source._eviction) is engine.source._eviction
+            assert engine.source.cache._eviction is engine.source._eviction
+            llm.generate(PROMPT, PARAMS)
+    assert len({*map(id, rules.values())}) == 3, "each has an eviction of its own"
+    engine.reconfigure(prefetch="activation", num_speculative_tokens=2)
+    assert engine.loop.policy is not policies["activation"], "what it learnt with another K is another matter"
+
+
+def test_the_oracle_needs_a_recording(llm: LLM, mixtral_pair: Pair) -> None:
+    before = llm.engine.loop.policy
+    with pytest.raises(UsageError, match="recorded"):
+        llm.engine.reconfigure(prefetch="oracle")
+    assert llm.engine.loop.policy is before
+    assert llm.engine.config.prefetch == "draft-gate"
+    with pytest.raises(UsageError, match="recorded"):
+        LLM(str(mixtral_pair.target), prefetch="oracle", **OPTIONS)
+
+
 def test_what_cannot_be_is_refused(llm: LLM, mixtral_pair: Pair) -> None:
     with pytest.raises(UsageError, match="prefetch"):
         llm.engine.reconfigure(prefetch="guess", num_speculative_tokens=4)
