@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,6 @@ class StoredTensors:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
         self._lock = threading.Lock()  # loaders read on several threads
         files = checkpoint.files
@@ -78,8 +76,7 @@ class StoredTensors:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._open.clear()  # a file is closed when nobody reads it, which after an error some thread may still do
 
     @property
     def expands(self) -> bool:
@@ -108,11 +105,10 @@ class StoredTensors:
         path = self._checkpoint.files[name]
         try:
             with self._lock:
-                if path not in self._open:
-                    self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            if expert is not None:
-                return self._open[path].get_slice(name)[expert : expert + 1]  # type: ignore[no-any-return]
-            return self._open[path].get_tensor(name)  # type: ignore[no-any-return]
+                file: Any = self._open.get(path) or safe_open(path, framework="pt")
+                self._open[path] = file
+            tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert : expert + 1]
+            return tensor
         except (SafetensorError, OSError, IndexError) as error:
             raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
 
