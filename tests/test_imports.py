@@ -25,6 +25,7 @@ TIERS = (
     {"models"},
     {"draft"},
     {"engine"},
+    {"replay"},
     {"bench", "server"},
     {"cli"},
     {"__init__", "__main__"},

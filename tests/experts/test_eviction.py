@@ -263,18 +263,20 @@ def test_what_the_draft_said_is_forgotten_with_the_step() -> None:
 
 
 def test_what_is_in_daily_use_outlives_a_draft_that_does_not_name_it() -> None:
-    """Both are of no use in this step; one of them will be in the next."""
-    daily, rare = ExpertKey(2, 0), ExpertKey(1, 0)
-    eviction = informed(daily, rare)
-    for step in range(40):
-        eviction.wished([Wish(ExpertKey(2, 3), 1.0, 2)])
-        for key in (ExpertKey(2, 3), *([daily] if step % 2 else [])):
+    """Neither is of use in this step, as far as is known; one of them will be in one of the next."""
+    daily, rare, constant = ExpertKey(2, 0), ExpertKey(1, 0), ExpertKey(2, 3)
+    eviction = DraftInformed([4] * 4)
+    for key in (daily, rare):
+        eviction.inserted(key)
+    for step in range(60):
+        keys = (constant, daily) if step % 2 else (constant,)
+        eviction.wished([Wish(key, 1.0, 2) for key in keys])  # the draft's words and its silence are true
+        for key in keys:
             eviction.used(key)
         eviction.begin_step()
     eviction.used(rare)
     eviction.begin_step()
-    for _ in range(3):
-        eviction.wished([Wish(ExpertKey(2, 3), 1.0, 2)])
+    eviction.wished([Wish(constant, 1.0, 2)])
     assert order(eviction) == [rare, daily]
 
 

@@ -79,9 +79,8 @@ def draw(spans: list[Span], seconds: float, columns: int) -> list[str]:
             shares[span.activity][column] += overlap / width
     compute, link = "", ""
     for column in range(columns):
-        draft, verify, stall, copy = (
-            shares[activity][column] for activity in (Activity.DRAFT, Activity.VERIFY, Activity.STALL, Activity.COPY)
-        )
+        draft, verify, stall = (shares[kind][column] for kind in (Activity.DRAFT, Activity.VERIFY, Activity.STALL))
+        copy = shares[Activity.COPY][column] + shares[Activity.PREFETCH][column]
         signs = {"d": draft, "V": verify - stall, ".": stall}  # stalls lie within verification
         most = max(signs, key=lambda sign: signs[sign])
         compute += most if signs[most] > 0.01 else " "

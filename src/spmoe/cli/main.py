@@ -21,6 +21,7 @@ from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
 from spmoe.cli.predictability import predictability
 from spmoe.cli.run import run
+from spmoe.cli.trace import trace
 from spmoe.errors import SpmoeError, UsageError, reason
 
 _BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all parsing errors, which has no name
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 for verb in (demo, run, chat, info, predictability, fit_predictor, families, bench, report):
     app.command()(verb)
+app.add_typer(trace)
 
 
 def _print_version(wanted: bool) -> None:

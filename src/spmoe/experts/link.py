@@ -11,6 +11,7 @@ from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.transfer import CopyJob, HostPaced, Ticket, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity, Timeline
+from spmoe.types import ExpertKey
 
 
 class _Passage:
@@ -149,14 +150,16 @@ class ThrottledTransfer:
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         tickets = self._inner.copy(jobs, urgent=urgent)
-        return [self._over_link(ticket, urgent) for ticket in tickets]
+        return [self._over_link(ticket, job.key, urgent) for ticket, job in zip(tickets, jobs, strict=True)]
 
-    def _over_link(self, ticket: Ticket, urgent: bool) -> Ticket:
+    def _over_link(self, ticket: Ticket, key: ExpertKey, urgent: bool) -> Ticket:
         passage = self._link.enter(self._blob_bytes, urgent)
+        kind = Activity.COPY if urgent else Activity.PREFETCH
 
         def note() -> None:
             if passage.done_at is not None:
-                self._timeline.add(Activity.COPY, passage.done_at - self._blob_bytes / self._rate, passage.done_at)
+                started = passage.done_at - self._blob_bytes / self._rate
+                self._timeline.add(kind, started, passage.done_at, f"{key.layer}.{key.expert}")
 
         return _LinkTicket(self._link, passage, note, ticket)
 

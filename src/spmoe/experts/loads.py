@@ -7,21 +7,36 @@ from contextlib import suppress
 from spmoe.errors import SpmoeError
 from spmoe.experts.cache import Entry, ExpertCache, Reservation
 from spmoe.experts.eviction import Eviction
+from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey, Residency
 
 
 class Loads:
     """Entries that are LOADING, oldest first. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, transfer: Transfer, cache: ExpertCache, blob_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        cache: ExpertCache,
+        blob_bytes: int,
+        counters: Counters,
+        clock: Clock,
+        timeline: Timeline,
+    ) -> None:
         self.entries: list[Entry] = []
         self.batching = True  # what is ready to go together is submitted together
         self._transfer = transfer
         self._cache = cache
         self._blob_bytes = blob_bytes
         self._counters = counters
+        self._clock = clock
+        # an emulated link notes its copies itself, and knows better
+        self._timeline = Timeline() if isinstance(transfer, ThrottledTransfer) else timeline
+        self._asked: dict[ExpertKey, tuple[Activity, float]] = {}  # while the timeline records: since when, what for
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -80,6 +95,9 @@ class Loads:
             for entry, ticket in zip(part, tickets, strict=True):
                 entry.ticket = ticket
                 self.entries.append(entry)
+            if self._timeline.recording:
+                asked = (Activity.COPY if urgent else Activity.PREFETCH, self._clock.now())
+                self._asked.update((entry.key, asked) for entry in part)
 
     def reap(self) -> None:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
@@ -92,12 +110,17 @@ class Loads:
                     self._failed(entry)
                 else:
                     self._cache.loaded(entry)
+                    self._note(entry.key)
 
     def give_up(self, entry: Entry) -> None:
         """A copy is known to have failed; nothing happens where that has been settled."""
         if entry in self.entries:
             self.entries.remove(entry)
             self._failed(entry)
+
+    def _note(self, key: ExpertKey) -> None:
+        if self._asked and (asked := self._asked.pop(key, None)) is not None:
+            self._timeline.add(*asked, self._clock.now(), f"{key.layer}.{key.expert}")
 
     def _failed(self, entry: Entry) -> None:
         if entry.prefetched:

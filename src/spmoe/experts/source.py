@@ -54,7 +54,7 @@ class ExpertSource:
         self._clock = clock
         self._queue = WishQueue(counters)
         self._lock = threading.RLock()
-        self._loads = Loads(transfer, self.cache, blob_bytes, counters)
+        self._loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
         self._issued_in_step = 0
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
@@ -142,6 +142,7 @@ class ExpertSource:
         """
         held: list[Entry] = []
         absent: list[ExpertKey] = []
+        started = self._clock.now()
         try:
             with self._lock:
                 self._loads.reap()
@@ -172,6 +173,7 @@ class ExpertSource:
                     self._release(arrived, held)
         finally:
             self._release(list(held), held)
+            self.timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
             with self._lock:
                 self._unplaced -= len(absent)
             if opened is not None:

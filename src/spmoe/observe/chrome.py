@@ -24,28 +24,27 @@ _TRACKS: dict[Activity, tuple[str, str]] = {
     Activity.PREFETCH: ("link", "prefetched"),
 }
 
+_OVERLAPPING = {Activity.COPY, Activity.PREFETCH}  # several may be under way; drawn as asynchronous events
+
 
 def chrome_events(spans: Sequence[Span], run: str = "spmoe", first_process: int = 1) -> list[dict[str, Any]]:
-    """The events of one run: names of its tracks, then a complete event per span."""
+    """The events of one run: names of its tracks, then the spans."""
     start = min((span.start for span in spans), default=0.0)
     processes = {name: first_process + i for i, name in enumerate(dict.fromkeys(p for p, _ in _TRACKS.values()))}
     places = {activity: (processes[p], i) for i, (activity, (p, _)) in enumerate(_TRACKS.items(), start=1)}
     events = [_name("process_name", pid, 0, f"{run}: {process}") for process, pid in processes.items()]
     for activity, (_, track) in _TRACKS.items():
         events.append(_name("thread_name", *places[activity], track))
-    for span in sorted(spans, key=lambda span: span.start):
+    for number, span in enumerate(sorted(spans, key=lambda span: span.start)):
         pid, tid = places[span.activity]
-        events.append(
-            {
-                "name": span.detail or span.activity.value,
-                "cat": span.activity.value,
-                "ph": "X",
-                "ts": 1e6 * (span.start - start),
-                "dur": 1e6 * (span.end - span.start),
-                "pid": pid,
-                "tid": tid,
-            }
-        )
+        event = {"name": span.detail or span.activity.value, "cat": span.activity.value, "pid": pid, "tid": tid}
+        begin, end = 1e6 * (span.start - start), 1e6 * (span.end - start)
+        if span.activity in _OVERLAPPING:
+            identity = f"{first_process}.{number}"
+            events.append({**event, "ph": "b", "id": identity, "ts": begin})
+            events.append({**event, "ph": "e", "id": identity, "ts": end})
+        else:
+            events.append({**event, "ph": "X", "ts": begin, "dur": end - begin})
     return events
 
 

@@ -12,7 +12,7 @@ class Activity(Enum):
     DRAFT = "draft"
     VERIFY = "verify"
     LAYER = "layer"  # of the target, within VERIFY
-    COPY = "copy"  # demanded, or for whatever reason where that is not known
+    COPY = "copy"  # a copy that was demanded
     PREFETCH = "prefetch"  # a copy for a wish
     STALL = "stall"
 

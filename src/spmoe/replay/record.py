@@ -87,6 +87,7 @@ class TraceRecorder(PrefetchPolicy):
         self._notes = _Notes()
         self._request = 0
         self._mark = self._own = 0.0
+        self._spent: dict[int, list[float]] = {}  # on noting, by request and step
         self._at_step = (0, 0)  # slabs and forwards noted when the step began
         self._pass, self._reached = -1, self._layers
         self._before = engine.loop.counters.copy()
@@ -113,6 +114,7 @@ class TraceRecorder(PrefetchPolicy):
         self._forward = self._tapped = -1
         self._own = 0.0
         wishes = list(self._inner.begin_step(request))
+        self._spent.setdefault(request, []).append(0.0)
         self._mark = self._now()
         return wishes
 
@@ -127,6 +129,7 @@ class TraceRecorder(PrefetchPolicy):
         started = self._now()
         routing = self._next.ask(stage, depths, residual)
         self._own += self._now() - started
+        self._spend(started)
         return routing
 
     def on_seen(self, seen: Seen) -> Iterable[Wish]:
@@ -143,6 +146,7 @@ class TraceRecorder(PrefetchPolicy):
             self._own += self._now() - started
         else:
             self._mark = self._now()
+        self._spend(started)
         return wishes
 
     def on_accept(self, accepted: Accepted) -> None:
@@ -178,6 +182,7 @@ class TraceRecorder(PrefetchPolicy):
         notes.chosen[-1][:, layer, :width] = index.cpu().numpy()
         notes.weight[-1][:, layer, :width] = weights.float().cpu().numpy()
         self._mark = self._now()
+        self._spend(started)
 
     def ran(self, layer: int, seconds: float) -> None:
         """The layer's experts took this long, waiting not included."""
@@ -217,7 +222,7 @@ class TraceRecorder(PrefetchPolicy):
             "profile": None if engine.profile is None else asdict(engine.profile),
             "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": f"{platform.machine()}, {platform.system()}",
-            "live": _totals([completion.stats for completion in completions]),
+            "live": _totals([completion.stats for completion in completions], self._spent),
             "ledger": asdict(counters),
         }  # fmt: skip
         top_k = target.top_k
@@ -291,6 +296,9 @@ class TraceRecorder(PrefetchPolicy):
         self._notes.ahead.append(np.full(shape, -1, dtype=np.int16))
         self._notes.ahead_score.append(np.zeros(shape, dtype=np.float16))
 
+    def _spend(self, started: float) -> None:
+        self._spent[self._request][-1] += self._now() - started
+
     def _now(self) -> float:
         return self._engine.clock.now()
 
@@ -317,14 +325,14 @@ class _NotingPort:
         return out
 
 
-def _totals(requests: list[Stats]) -> dict[str, float]:
-    """What the steps after each request's first one came to, as a replay counts it."""
+def _totals(requests: list[Stats], spent: dict[int, list[float]]) -> dict[str, float]:
+    """What the steps after each request's first one came to, as a replay counts it; noting took no time."""
     parts = [stats.decode_counters for stats in requests]
     names = ("steps", "hits", "late", "demand_loads", "prefetch_loads", "prefetch_used", "stall_seconds")
     return {
         "requests": len(requests),
         "tokens": sum(part.tokens for part in parts),
-        "seconds": sum(stats.decode_seconds for stats in requests),
+        "seconds": sum(stats.decode_seconds for stats in requests) - sum(sum(steps[1:]) for steps in spent.values()),
         **{name: sum(getattr(part, name) for part in parts) for name in names},
     }
 

@@ -1,6 +1,6 @@
 """The trace file: what real generations routed, predicted and took, in one compact file.
 
-A trace is an uncompressed-or-deflated `.npz` of plain arrays (no pickle) whose entry `header` is JSON text. Three
+A trace is an `.npz` of plain arrays (no pickle) whose entry `header` is JSON text. Three
 levels of records refer to each other by counts: steps have slabs (of the draft's passes) and forwards (of the target);
 slabs and forwards have rows. docs/traces.md describes every field.
 """
@@ -132,6 +132,10 @@ class Trace:
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote; anything else is refused."""
         try:
+            with path.open("rb") as raw:
+                whole = zipfile.is_zipfile(raw)
+            if not whole:
+                raise UsageError(f"{path} is not a whole trace; record one with `spmoe trace record`")
             with np.load(path, allow_pickle=False) as file:
                 if "header" not in file.files:
                     raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")

@@ -1,0 +1,225 @@
+"""`spmoe trace`: record what real generations do, and replay it under other policies, budgets and links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spmoe.cli.options import Json, load, stderr, takes_shared_options
+from spmoe.config import Cutoff, SamplingParams, Size
+from spmoe.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmoe.replay.replay import Outcome, Setting
+    from spmoe.replay.trace import Trace
+
+T = TypeVar("T")
+
+trace = typer.Typer(name="trace", help="Record what real generations do, and replay it without a GPU or weights.")
+
+
+@trace.callback(invoke_without_command=True)
+def options(context: typer.Context) -> None:
+    """Record what real generations do, and replay it without a GPU or weights."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@trace.command("record")
+@takes_shared_options
+def record_trace(
+    engine: dict[str, Any],
+    params: SamplingParams,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write the trace to.")],
+    prompts: Annotated[
+        str, typer.Option(help="Prompts: a file (text, or JSON lines), a set of the hub, or 'sample'.")
+    ] = "sample",
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts to take; default: all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate from prompts, and write what was routed, foretold and took how long to a file.
+
+    Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed.
+    """
+    from spmoe.bench.prompts import find_prompts
+    from spmoe.replay.record import record
+
+    if not output.parent.is_dir():
+        raise UsageError(f"{output.parent} is no directory; create it, or choose another file")
+    chosen = find_prompts(prompts).first(num_prompts).prompts
+    with load({**engine, "enforce_eager": True}, progress=not as_json) as llm:
+        made = record(llm, list(chosen), params)
+    made.save(output)
+    size = output.stat().st_size
+    facts = {"file": str(output), "bytes": size, "steps": len(made), "verified_steps": made.verified}
+    if as_json:
+        print(json.dumps({**facts, "live": made.about["live"]}))
+    else:
+        stderr().print(f"{len(made)} steps, {made.verified} of them with a draft, in {output} ({size / 1e6:.1f} MB)")
+
+
+@trace.command("replay")
+def replay_trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `spmoe trace record` wrote.")],
+    prefetch: Annotated[
+        str, typer.Option(help="Prefetch policies, by commas; also 'oracle'.")
+    ] = "on-demand,draft-gate",
+    eviction: Annotated[
+        str, typer.Option(help="Eviction rules, by commas; also 'belady' and 'one-step-perfect'.")
+    ] = "draft-informed",
+    num_speculative_tokens: Annotated[
+        str | None, typer.Option("--num-speculative-tokens", "-k", help="K, by commas; default: as recorded.")
+    ] = None,
+    cutoff: Annotated[
+        str, typer.Option(help="Layers to prefetch for, by commas: auto, just-in-time, none, numbers.")
+    ] = "auto",
+    expert_memory: Annotated[
+        str | None, typer.Option(help="Memory for experts, by commas: sizes or shares; default: as recorded.")
+    ] = None,
+    link_gbps: Annotated[
+        str | None, typer.Option(help="Gigabytes per second of the link, by commas; default: as recorded.")
+    ] = None,
+    compute_scale: Annotated[float, typer.Option(min=0, help="Compute takes this many times as long.")] = 1.0,
+    expert_size: Annotated[str | None, typer.Option(help="As if an expert had this size, such as 336MiB.")] = None,
+    draft_pass_ms: Annotated[float | None, typer.Option(min=0, help="As if a draft pass took this long.")] = None,
+    verify_layer_ms: Annotated[
+        float | None, typer.Option(min=0, help="As if a layer of the target took this long, its experts resident.")
+    ] = None,
+    transfer: Annotated[
+        str, typer.Option(help="How copies move: 'recorded', or 'cuda' (wishes in chunks that a demand overtakes).")
+    ] = "recorded",
+    chrome: Annotated[
+        Path | None, typer.Option(help="Write the last steps as Chrome trace events (for Perfetto) to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per configuration and line.")] = False,
+) -> None:
+    """Play a recorded trace on a virtual clock: every combination of what is given, with nothing loaded."""
+    from spmoe.observe.chrome import write_chrome
+    from spmoe.observe.timeline import Timeline
+    from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
+    from spmoe.replay.trace import Trace
+
+    if transfer not in ("recorded", "cuda"):
+        raise UsageError(f"transfer must be recorded or cuda, not {transfer!r}")
+    recorded = Trace.load(file)
+    if expert_size is not None:
+        size = Size.parse(expert_size).of(recorded.shape.expert_bytes)
+        recorded = replace(recorded, shape=replace(recorded.shape, expert_bytes=size))
+    if transfer == "cuda":
+        recorded = as_cuda(recorded)
+    times = Times(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
+    settings = [
+        Setting(policy, rule, k, depth, memory, link)
+        for policy, rule, k, depth, memory, link in product(
+            _parts(prefetch),
+            _parts(eviction),
+            _each(num_speculative_tokens, _whole),
+            [Cutoff.parse(part) for part in _parts(cutoff)],
+            _each(expert_memory, Size.parse),
+            _each(link_gbps, _speed),
+        )
+    ]
+    replayer, outcomes, lines = Replayer(recorded, times), list["Outcome"](), dict[str, Timeline]()
+    for setting in settings:
+        timeline = Timeline() if chrome is not None else None
+        outcomes.append(replayer.run(setting, timeline))
+        if timeline is not None:
+            lines[_label(setting)] = timeline
+    if chrome is not None:
+        write_chrome(chrome, {name: line.spans for name, line in lines.items()})
+    places = rank(outcomes)
+    if as_json:
+        for outcome, place in zip(outcomes, places, strict=True):
+            print(json.dumps({**outcome.to_dict(), "rank": place}))
+    else:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        console.print(_table(outcomes, places))
+        console.print(_recorded_line(recorded))
+
+
+def _table(outcomes: list[Outcome], places: list[int]) -> Table:
+    columns = (
+        "rank", "prefetch", "eviction", "K", "cutoff", "slots", "GB/s", "step ms", "TPOT ms", "stall ms", "loads/token",
+        "MB/token", "hits", "used", "late", "wasted", "link busy", "efficiency",
+    )  # fmt: skip
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for outcome, place in zip(outcomes, places, strict=True):
+        d = outcome.to_dict()
+        prefetches = d["prefetch_loads_per_step"] > 0
+        table.add_row(
+            str(place), d["prefetch"], d["eviction"], str(d["num_speculative_tokens"]),
+            "-" if d["cutoff_layers"] is None else str(d["cutoff_layers"]), str(d["slots"]), f"{d['link_gbps']:.3g}",
+            f"{d['step_ms']:.2f}", f"{d['tpot_ms']:.2f}", f"{d['stall_ms_per_step']:.2f}",
+            f"{d['loads_per_token']:.2f}", f"{d['bytes_per_token'] / 1e6:.1f}", f"{100 * (d['hit_rate'] or 0):.1f}%",
+            *(f"{100 * d[name]:.0f}%" if prefetches else "-" for name in ("used_share", "late_share", "wasted_share")),
+            f"{100 * d['link_busy_share']:.0f}%", f"{d['pipeline_efficiency']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _recorded_line(recorded: Trace) -> str:
+    """What the recorded run itself came to."""
+    live, options = recorded.about.get("live") or {}, recorded.about.get("options") or {}
+    if not live.get("steps"):
+        return ""
+    loads = live["demand_loads"] + live["prefetch_loads"]
+    return (
+        f"recorded: {options.get('prefetch')}, {options.get('eviction')}, {recorded.shape.slots} slots: step "
+        f"{1e3 * live['seconds'] / live['steps']:.2f} ms, stall {1e3 * live['stall_seconds'] / live['steps']:.2f} ms, "
+        f"{loads / max(1, live['tokens']):.2f} loads/token"
+    )
+
+
+def _label(setting: Setting) -> str:
+    parts = (
+        setting.prefetch,
+        setting.eviction,
+        setting.draft_tokens,
+        setting.cutoff,
+        setting.memory,
+        setting.link_gbps,
+    )
+    return " ".join(str(part) for part in parts if part is not None)
+
+
+def _each(text: str | None, parse: Callable[[str], T]) -> Sequence[T | None]:
+    """The values of an option that takes several; None where it was not given."""
+    return [None] if text is None else [parse(part) for part in _parts(text)]
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UsageError("an option that takes several values got none; write them with commas between")
+    return list(dict.fromkeys(parts))
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{text!r} is not a number of draft tokens; write 0, 1, 2 and so on")
+    return int(text)
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < float("inf"):
+        raise UsageError(f"{text!r} is not a speed; write gigabytes per second, such as 25")
+    return speed
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
