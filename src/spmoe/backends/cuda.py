@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +16,12 @@ from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Phase, Recorder
 from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
-from spmoe.backends.kernels.inputs import take_mask
+from spmoe.backends.kernels.inputs import take_wave
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Opened
 from spmoe.types import ExpertKey
 
 _RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
-_WORD = 2**64 - 1
 
 
 class CudaLane:
@@ -73,17 +71,12 @@ class CudaAddresses:
         self.nbytes = store.spec.layout.nbytes
         self._store = store
         self._slots = slots
-        self._numbers = page_locked(slots.count, dtype=torch.int32)  # what labels are copied from
-        self._numbers.copy_(torch.arange(slots.count))
 
     def source(self, key: ExpertKey) -> int:
         return self._store.address(key)
 
     def slot(self, slot: int) -> int:
         return self._slots.address(slot)
-
-    def label(self, key: ExpertKey, slot: int) -> Piece:
-        return Piece(self._slots.table_address(key), self._numbers.data_ptr() + 4 * slot, 4)
 
 
 class CudaBackend:
@@ -92,14 +85,14 @@ class CudaBackend:
     def __init__(self, slots: DeviceSlots, recorder: Recorder) -> None:
         self.slots = slots
         self.recorder = recorder
-        self.all_resident = False  # every expert is in a slot and stays there: the host need not know what is chosen
+        self.all_resident = False
         self.plain = CpuBackend()
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
         self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
-        self.mask = torch.zeros(-(-slots.table.shape[1] // 64), dtype=torch.int64, device=slots.arena.device)
+        self.wave = torch.zeros_like(slots.table[0])  # [experts], the slots of the wave that runs
         self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)
-        self._ring = page_locked(_RING, len(self.mask))
-        self._ring_words = self._ring.numpy().view(np.uint64)
+        self._ring = page_locked(_RING, len(self.wave), dtype=torch.int32)
+        self._places = self._ring.numpy()
         self._posted = 0
         self._scratches: dict[tuple[int, int], Scratch] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
@@ -110,17 +103,22 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.slots.arena.device)
 
-    def post(self, wave: Sequence[int]) -> None:
-        """Say which experts are in the next wave to run."""
-        mask = sum(1 << expert for expert in wave)
-        place = self._ring_words[self._posted % _RING]
-        for word in range(len(place)):
-            place[word] = (mask >> (64 * word)) & _WORD
+    def post(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Say which experts are in the next wave to run, and where they are."""
+        place = self._places[self._posted % _RING]
+        place.fill(-1)
+        place[list(experts)] = slots
         self._posted += 1
 
     def take_wave(self) -> None:
         """On the device: the wave posted next is the one that runs."""
-        take_mask(self._ring, self._cursor, self.mask)
+        take_wave(self._ring, self._cursor, self.wave)
+
+    def stay_resident(self, slots: Mapping[ExpertKey, int]) -> None:
+        """Every expert is in a slot for good: the device is told once, and the host need not know what is chosen."""
+        for key, slot in slots.items():
+            self.slots.table[key] = slot
+        self.all_resident = True
 
     def scratch(self, rows: int, top_k: int, geometry: Geometry) -> Scratch:
         """Places for what experts compute. Layers run one after the other and share them."""
@@ -167,20 +165,20 @@ class CudaPort:
         scratch = backend.scratch(rows, top_k, geometry)
         activation, arena = str(kernel_name(experts.act_fn)), backend.arena
 
-        def run(mask: Tensor | None) -> None:
-            run_wave(hidden, index, weights, self._table, mask, arena, geometry, activation, scratch)
+        def run(table: Tensor) -> None:
+            run_wave(hidden, index, weights, table, arena, geometry, activation, scratch)
 
         def run_next_wave() -> None:
             backend.take_wave()
-            run(backend.mask)
+            run(backend.wave)
 
         if backend.all_resident:
-            run(None)
+            run(self._table)
         elif recorder.phase is Phase.EAGER:
             self._run_waves(run_next_wave, index)
         else:
             if recorder.phase is Phase.REHEARSAL:
-                backend.post(())  # no expert is in this wave; the kernels are compiled
+                backend.post((), ())  # no expert is in this wave; the kernels are compiled
                 run_next_wave()
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
@@ -212,7 +210,7 @@ class CudaPort:
         opened = self._source.open(self._layer)
         try:
             if opened.entries:
-                self._backend.post(opened.experts)
+                self._backend.post(opened.experts, opened.slots)
                 run()
             known.synchronize()
             self._run_waves(run, chosen, opened, notes)
@@ -233,6 +231,6 @@ class CudaPort:
         for note in notes:
             note()
         while wave is not None:
-            self._backend.post(wave.experts)
+            self._backend.post(wave.experts, wave.slots)
             run()
             wave = next(waves, None)

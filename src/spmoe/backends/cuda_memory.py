@@ -76,7 +76,7 @@ class HostStore:
 
 
 class DeviceSlots:
-    """Slots in device memory, and a table, on the device too, of the slot that each expert is in."""
+    """Slots in device memory, and a table, on the device too, of the slot that each expert is in if it stays there."""
 
     def __init__(self, count: int, spec: StoreSpec, device: torch.device) -> None:
         self.count = count
@@ -99,10 +99,6 @@ class DeviceSlots:
     def address(self, slot: int) -> int:
         """Where a slot begins on the device."""
         return self.arena.data_ptr() + slot * self.layout.nbytes
-
-    def table_address(self, key: ExpertKey) -> int:
-        """Where the table holds this expert's slot."""
-        return self.table.data_ptr() + (key.layer * self.table.shape[1] + key.expert) * self.table.itemsize
 
     def close(self) -> None:
         self._weights.clear()

@@ -66,10 +66,6 @@ class Addresses(Protocol):
 
     def slot(self, slot: int) -> int: ...
 
-    def label(self, key: ExpertKey, slot: int) -> Piece:
-        """The copy that notes, on the device, which slot an expert is in."""
-        ...
-
 
 class Submission:
     """Copies that end together."""
@@ -193,8 +189,7 @@ class CudaTransfer:
 
     def _send(self, tickets: list[CudaTicket]) -> None:
         """Put all that is left of these on the stream."""
-        pieces = [piece for ticket in tickets for piece in self._pieces(ticket, self._addresses.nbytes)]
-        self._submit(pieces, tickets)
+        self._submit([self._piece(ticket, self._addresses.nbytes) for ticket in tickets], tickets)
 
     def _advance(self) -> None:
         """Fill the window with chunks of the wishes that wait."""
@@ -205,23 +200,22 @@ class CudaTransfer:
             while self._waiting and room > 0 and (self.batched or not parts):
                 ticket = self._waiting.popleft()
                 room += ticket.sent
-                pieces += self._pieces(ticket, room)
+                pieces.append(self._piece(ticket, room))
                 room -= ticket.sent
                 parts.append(ticket)
             if (end := self._submit(pieces, parts)) is not None:
                 self._flying.append(end)
                 self._waiting.extendleft(ticket for ticket in parts if not ticket.settled.is_set())
 
-    def _pieces(self, ticket: CudaTicket, limit: int) -> list[Piece]:
-        """A copy's next part, up to this many bytes of the blob; with its last part goes the note of the slot."""
+    def _piece(self, ticket: CudaTicket, limit: int) -> Piece:
+        """A copy's next part, up to this many bytes of the blob."""
         key, slot = ticket.job
         if ticket.sent == 0 and (last := self._last_use.pop(slot, None)) is not None and not last.query():
             self.lane.wait_for(last)
         size = min(limit, self._addresses.nbytes) - ticket.sent
         to, source = self._addresses.slot(slot) + ticket.sent, self._addresses.source(key) + ticket.sent
         ticket.sent += size
-        pieces = [Piece(to, source, size)]
-        return [*pieces, self._addresses.label(key, slot)] if ticket.sent == self._addresses.nbytes else pieces
+        return Piece(to, source, size)
 
     def _submit(self, pieces: list[Piece], tickets: list[CudaTicket]) -> Event | None:
         """One submission of parts of these copies; None when it is refused, and they have failed."""

@@ -82,7 +82,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         if room.cuda is not None and budget.slots == spec.count and config.link_gbps is None:
             source.load_all(spec.experts)
             room.backend.synchronize()
-            room.cuda.all_resident = True
+            room.cuda.stay_resident({entry.key: entry.slot for entry in source.cache.entries()})
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,

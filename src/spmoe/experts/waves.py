@@ -31,3 +31,8 @@ class Opened:
     def experts(self) -> tuple[int, ...]:
         """Their numbers."""
         return tuple(entry.key.expert for entry in self.entries)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Where they are."""
+        return tuple(entry.slot for entry in self.entries)

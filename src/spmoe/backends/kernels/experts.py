@@ -101,8 +101,7 @@ def run_wave(
     hidden: Tensor,  # [rows, hidden]
     index: Tensor,  # [rows, top_k] int64, expert numbers; a row's choices are distinct
     weights: Tensor,  # [rows, top_k]
-    table: Tensor,  # [experts] int32, the slot of each expert that is in the wave
-    mask: Tensor | None,  # [words] int64, a bit for each expert in the wave, 64 to a word; None: all are
+    table: Tensor,  # [experts] int32, the slot of each expert that is in the wave, and -1 of every other
     arena: Tensor,  # [slots, blob elements]
     geometry: Geometry,
     activation: str,
@@ -110,21 +109,19 @@ def run_wave(
 ) -> None:
     """Fill the places of every pair whose expert is in the wave, and touch no other."""
     (rows, top_k), (up, down) = index.shape, (scratch.tiles.up, scratch.tiles.down)
-    if mask is not None and len(table) > 64 * len(mask):
-        raise ValueError(f"{len(mask)} words for {len(table)} experts")
     hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
     padded = max(16, triton.next_power_of_2(rows))
     sizes = {
         "HIDDEN": geometry.hidden, "FFN": geometry.ffn, "BLOB": arena.stride(0), "TOP_K": top_k,
-        "MASKED": mask is not None, "ROWS": padded, "PAIRS": triton.next_power_of_2(padded * top_k),
+        "ROWS": padded, "PAIRS": triton.next_power_of_2(padded * top_k),
         "CHOICES": triton.next_power_of_2(top_k),
     }  # fmt: skip
     _up_kernel[triton.cdiv(geometry.ffn, up.n), rows * top_k](
-        hidden, index, table, mask, arena, scratch.up, rows, **sizes, FIELD=geometry.gate_up_at,
+        hidden, index, table, arena, scratch.up, rows, **sizes, FIELD=geometry.gate_up_at,
         ACTIVATION=activation, BN=up.n, BK=up.k, num_warps=up.warps, num_stages=up.stages,
     )  # fmt: skip
     _down_kernel[triton.cdiv(geometry.hidden, down.n), rows * top_k, scratch.tiles.splits](
-        scratch.up, index, weights, table, mask, arena, scratch.parts, rows, **sizes, FIELD=geometry.down_at,
+        scratch.up, index, weights, table, arena, scratch.parts, rows, **sizes, FIELD=geometry.down_at,
         SPLITS=scratch.tiles.splits, BN=down.n, BK=down.k, num_warps=down.warps, num_stages=down.stages,
     )  # fmt: skip
 
@@ -144,7 +141,6 @@ def run_wave_plain(
     index: Tensor,
     weights: Tensor,
     table: Tensor,
-    mask: Tensor | None,
     arena: Tensor,
     geometry: Geometry,
     activation: str,
@@ -155,7 +151,7 @@ def run_wave_plain(
     blocks = triton.cdiv(geometry.ffn, scratch.tiles.down.k)
     part = triton.cdiv(blocks, splits) * scratch.tiles.down.k
     for expert in index.unique().tolist():
-        if mask is not None and not int(mask[expert // 64]) >> expert % 64 & 1:
+        if table[expert] < 0:
             continue
         blob = arena[table[expert]].float()
         gate, up = blob[geometry.gate_up_at :][: 2 * size].view(2, geometry.ffn, geometry.hidden)
@@ -180,14 +176,11 @@ def add_up_plain(scratch: Scratch, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _left_out(index, pair, expert, mask, MASKED: tl.constexpr, PAIRS: tl.constexpr):
+def _left_out(index, pair, expert, slot, PAIRS: tl.constexpr):
     """Whether another program has this expert: that of an earlier pair, or of another wave."""
     at = tl.arange(0, PAIRS)
     earlier = tl.load(index + at, mask=at < pair, other=-1)
-    out = tl.sum((earlier == expert).to(tl.int32), axis=0) > 0
-    if MASKED:
-        out = out | ((tl.load(mask + expert // 64) >> (expert % 64)) & 1 == 0)
-    return out
+    return (tl.sum((earlier == expert).to(tl.int32), axis=0) > 0) | (slot < 0)
 
 
 @triton.jit
@@ -211,16 +204,17 @@ def _load(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, WHOLE: t
 
 @triton.jit(do_not_specialize=["rows"])
 def _up_kernel(
-    hidden, index, table, mask, arena, up, rows,
+    hidden, index, table, arena, up, rows,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, FIELD: tl.constexpr, TOP_K: tl.constexpr,
-    MASKED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     expert = tl.load(index + pair)
-    if _left_out(index, pair, expert, mask, MASKED, PAIRS):
+    slot = tl.load(table + expert).to(tl.int64)
+    if _left_out(index, pair, expert, slot, PAIRS):
         return
-    blob = arena + (tl.load(table + expert).to(tl.int64) * BLOB + FIELD)
+    blob = arena + (slot * BLOB + FIELD)
     m, k = tl.arange(0, ROWS), tl.arange(0, BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = n[None, :] * HIDDEN + k[:, None]  # [BK, BN]
@@ -241,17 +235,18 @@ def _up_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _down_kernel(
-    up, index, weights, table, mask, arena, parts, rows,
+    up, index, weights, table, arena, parts, rows,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, FIELD: tl.constexpr, TOP_K: tl.constexpr,
-    MASKED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = (FFN + BK * SPLITS - 1) // (BK * SPLITS) * BK
     pair, split = tl.program_id(1), tl.program_id(2)
     expert = tl.load(index + pair)
-    if _left_out(index, pair, expert, mask, MASKED, PAIRS):
+    slot = tl.load(table + expert).to(tl.int64)
+    if _left_out(index, pair, expert, slot, PAIRS):
         return
-    blob = arena + (tl.load(table + expert).to(tl.int64) * BLOB + FIELD)
+    blob = arena + (slot * BLOB + FIELD)
     m, k = tl.arange(0, ROWS), tl.arange(0, BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     choice = _choices(index, m, expert, rows, TOP_K, CHOICES)

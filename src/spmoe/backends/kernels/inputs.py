@@ -70,15 +70,18 @@ def go_on_plain(chain: Tensor, token: Tensor, rows: int) -> None:
     chain[_COUNT] += 1
 
 
-def take_mask(ring: Tensor, cursor: Tensor, mask: Tensor) -> None:
-    """The next wave's mask out of the ring in page-locked memory."""
-    # ring: [places, words] int64, cursor: [1] int64, how many were taken; mask: [words] int64
-    _take_mask_kernel[(1,)](ring, cursor, mask, PLACES=len(ring), WORDS=len(mask), num_warps=1)
+def take_wave(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
+    """The next wave out of the ring in page-locked memory: the slot of each expert that is in it, else -1."""
+    # ring: [places, experts] int32, cursor: [1] int64, how many were taken; table: [experts] int32
+    count = len(table)
+    _take_wave_kernel[(1,)](
+        ring, cursor, table, PLACES=len(ring), COUNT=count, BLOCK=triton.next_power_of_2(count), num_warps=1
+    )
 
 
-def take_mask_plain(ring: Tensor, cursor: Tensor, mask: Tensor) -> None:
-    """What `take_mask` does."""
-    mask[:] = ring[int(cursor) % len(ring)].to(mask.device)
+def take_wave_plain(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
+    """What `take_wave` does."""
+    table.copy_(ring[int(cursor) % len(ring)])
     cursor += 1
 
 
@@ -111,8 +114,7 @@ def _go_on_kernel(chain, token, ROWS: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def _take_mask_kernel(ring, cursor, mask, PLACES: tl.constexpr, WORDS: tl.constexpr):
-    taken = tl.load(cursor)
-    for word in tl.static_range(WORDS):
-        tl.store(mask + word, tl.load(ring + (taken % PLACES) * WORDS + word))
+def _take_wave_kernel(ring, cursor, table, PLACES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    taken, at = tl.load(cursor), tl.arange(0, BLOCK)
+    tl.store(table + at, tl.load(ring + (taken % PLACES) * COUNT + at, mask=at < COUNT), mask=at < COUNT)
     tl.store(cursor, taken + 1)
