@@ -66,6 +66,31 @@ def test_a_family_that_makes_something_else_of_several_tokens_at_once_decodes_pl
     assert "without speculation" in verdict.speculation
 
 
+def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> None:
+    """DeepSeek-V4 picks the experts of its first layers by token: there is no gate to ask about a hidden state."""
+    verdict = prove("deepseek_v4", tmp_path)
+    assert verdict == Verdict("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
+    assert proof.short(verdict.prediction) == "in part"
+    target = next(path for path in sorted(tmp_path.glob("target-*")))
+    options = {"num_speculative_tokens": 3, "cutoff": "none", "dtype": "float32", "progress": False}
+    for prefetch in ("draft-gate", "next-gate", "draft-gate+next-gate"):
+        wished: set[int] = set()
+        with LLM(str(target), str(tmp_path / "draft"), device="cpu", prefetch=prefetch, **options) as llm:  # type: ignore[arg-type]
+            engine = llm.engine
+            gated, sound = set(engine.target.gated), engine.loop.policy.on_seen
+            assert 0 < len(gated) < len(engine.target.moe)
+            assert any("1 of 3 MoE layers have no gate" in notice for notice in llm.notices)
+
+            def on_seen(seen: Any, wished: set[int] = wished, sound: Any = sound) -> list[Any]:
+                wishes = list(sound(seen))
+                wished |= {wish.key.layer for wish in wishes}
+                return wishes
+
+            engine.loop.policy.on_seen = on_seen  # type: ignore[method-assign]
+            llm.generate(proof.PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+        assert wished == gated
+
+
 def test_layers_may_have_experts_of_other_sizes_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No family is like that; a model built with another configuration for its second layer is."""
     sound, made = modeling_olmoe.OlmoeSparseMoeBlock.__init__, []

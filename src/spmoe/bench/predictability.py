@@ -71,6 +71,10 @@ def measure_predictability(
     drafter = engine.loop.drafter
     if not isinstance(drafter, DraftModel):
         raise UsageError("predictability needs a draft model; give one with --draft")
+    if not (engine.target.gates_found and drafter.network.has_taps):
+        raise UsageError(
+            "the target's gates, or the draft's hidden states, cannot be had alone; nothing can be compared"
+        )
     pieces = read_windows(engine, text, window, windows)
     sums = _Sums(engine, drafter.network, span)
     for done, tokens in enumerate(pieces):

@@ -67,12 +67,14 @@ def families(
 
 
 def _table(verdicts: list[Verdict], checks: tuple[str, ...]) -> Table:
+    from spmoe.bench.families import short
+
     table = Table(box=None, pad_edge=False)
     for heading in ("family", *checks):
         table.add_column(heading, no_wrap=True)
     for verdict in verdicts:
         answers = verdict.to_dict()
-        table.add_row(verdict.family, *("ok" if answers[check] == "ok" else "no" for check in checks))
+        table.add_row(verdict.family, *(short(answers[check]) for check in checks))
     counts = [sum(verdict.to_dict()[check] == "ok" for verdict in verdicts) for check in checks]
     table.add_row("", *(f"{count} of {len(verdicts)}" for count in counts))
     return table

@@ -28,16 +28,17 @@ from spmoe.predict.oracle import Oracle
 def make_policy(engine: Engine) -> PrefetchPolicy:
     """The policy asked for, or what is left of it; what is missing becomes a notice."""
     wanted, target = engine.config.prefetch, engine.target
-    own_signals = target.gates_found and target.has_taps
+    own_signals = bool(target.gated) and target.has_taps
     if wanted == "oracle":
         return Oracle(lambda: engine.recording or [])  # without a budget: what it wishes for is needed
     if wanted == "activation":
         policy = _kept(engine, lambda: Activation(engine.store.experts))
     elif wanted == "adaptive" and own_signals:
-        policy = _kept(engine, lambda: Adaptive(target))
+        policy = _kept(engine, lambda: Adaptive(target, target.gated))
     else:
         policy = _by_gates(engine, own_signals)
     if not isinstance(policy, OnDemand):
+        _note_silent_layers(engine, policy)
         # more than the slots can hold at once would push itself out again within the step
         engine.source.step_budget = engine.slots * engine.store.layout.nbytes
     return policy
@@ -60,9 +61,9 @@ def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
     elif "draft-gate" in wanted and not isinstance(drafter, NoDraft):
         then = "the target's own layers predict the next one's" if own_signals else "they are loaded on demand"
         _note(engine, f"a draft without a model has no hidden states to predict experts from; {then}")
-        second = NextGate(target) if own_signals else None
+        second = NextGate(target, only=target.gated) if own_signals else None
     if "next-gate" in wanted and own_signals:
-        second = NextGate(target)
+        second = NextGate(target, only=target.gated)
     elif "next-gate" in wanted or wanted == "adaptive":
         _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
     if first is not None and second is not None:
@@ -88,7 +89,21 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
         engine.since = engine.loop.counters.minus(steps)
     engine.cutoff = choose_cutoff(config.cutoff, profile, inputs)
     last_pass = profile is not None and last_pass_pays(profile, inputs)
-    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted)
+    only = None if isinstance(drafter.network, SelfNetwork) else target.gated  # its own routers answer for all
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted, only)
+
+
+def _note_silent_layers(engine: Engine, policy: PrefetchPolicy) -> None:
+    """Say so where gates are asked and some layers have none that can be."""
+    target, drafter = engine.target, engine.loop.drafter
+    own_routers = isinstance(drafter, DraftModel) and isinstance(drafter.network, SelfNetwork)
+    asks = isinstance(policy, (NextGate, Both)) or (isinstance(policy, DraftGate) and not own_routers)
+    if asks and not target.gates_found:
+        count, layers = len(target.moe) - len(target.gated), len(target.moe)
+        _note(
+            engine,
+            f"{count} of {layers} MoE layers have no gate that can be called alone; theirs are loaded on demand",
+        )
 
 
 def _note(engine: Engine, notice: str) -> None:
@@ -100,7 +115,7 @@ def _no_prediction(target: Target, draft: Network, fitted: Fitted | None) -> str
     """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
     if isinstance(draft, SelfNetwork):
         return None  # its own routers answer
-    if not target.gates_found:
+    if not target.gated:
         return "the target's gates cannot be called alone"
     if not draft.has_taps:
         return "the draft's hidden states cannot be tapped"

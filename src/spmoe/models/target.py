@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +27,25 @@ class Target(Network):
         self.moe: tuple[MoeSite, ...] = self.anatomy.moe
         self.layer_depths: Sequence[int] = [site.depth for site in self.moe]
         self.top_k = max(site.top_k for site in self.moe)
-        self._stacked: StackedGates | FusedGates | None = StackedGates.of(self.moe)
+        gated = [layer for layer, site in enumerate(self.moe) if site.norm is not None and site.router is not None]
+        self._places = {layer: place for place, layer in enumerate(gated)}  # among the stacked gates
+        self._gated = [self.moe[layer] for layer in gated]
+        self._stacked: StackedGates | FusedGates | None = StackedGates.of(self._gated)
+
+    @property
+    def gated(self) -> Collection[int]:
+        """The MoE layers whose norm and router can be called alone, in order."""
+        return self._places.keys()
 
     @property
     def gates_found(self) -> bool:
-        """Whether every MoE layer's norm and router can be called alone."""
-        return all(site.norm is not None and site.router is not None for site in self.moe)
+        """Whether that is all of them."""
+        return len(self._gated) == len(self.moe)
 
     def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
         reason = super().record_forwards(recorder, rows)
         if reason is None:  # kernels run here, and predictions will be recorded too
-            self._stacked = FusedGates.of(self.moe) or self._stacked
+            self._stacked = FusedGates.of(self._gated) or self._stacked
         return reason
 
     def connect(self, source: ExpertSource, backend: Backend) -> None:
@@ -48,8 +56,9 @@ class Target(Network):
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         """The layers' own norms and routers on hidden states of any origin."""
         # residual: [layers, rows, hidden]
-        whole = range(layers[0], layers[-1] + 1)
-        in_a_row = list(layers) == list(whole)
+        places = [self._places.get(layer, -1) for layer in layers]
+        whole = range(places[0], places[-1] + 1)
+        in_a_row = places == list(whole) and places[0] >= 0
         if isinstance(self._stacked, FusedGates) and in_a_row:
             return Routing(*self._stacked(whole, residual))
         if self._stacked is not None and len(layers) > 1 and in_a_row:

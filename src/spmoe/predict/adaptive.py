@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -24,8 +24,8 @@ class Adaptive(NextGate):
     _MEMORY = 0.98  # of a step, one step later
     _DOUBT = 8.0  # guesses that count as wrong, to begin with
 
-    def __init__(self, gates: Gates) -> None:
-        super().__init__(gates, ahead=self._DEEPEST)
+    def __init__(self, gates: Gates, only: Collection[int] | None = None) -> None:
+        super().__init__(gates, ahead=self._DEEPEST, only=only)
         self._given = np.full(self._DEEPEST, self._DOUBT)  # guesses, by distance
         self._true = np.zeros(self._DEEPEST)
         self._guessed: dict[int, dict[int, frozenset[int]]] = {}  # by layer and distance, in this step

@@ -8,7 +8,7 @@ predicted there is worth keeping if it is resident.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +25,20 @@ class DraftGate(PrefetchPolicy):
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
 
     def __init__(
-        self, gates: Gates, draft_depth: int, cutoff: int, last_pass: bool = False, fitted: Fitted | None = None
+        self,
+        gates: Gates,
+        draft_depth: int,
+        cutoff: int,
+        last_pass: bool = False,
+        fitted: Fitted | None = None,
+        only: Collection[int] | None = None,  # the layers that are predicted; None: all
     ) -> None:
         self.last_pass = last_pass
         self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
         self._fitted = fitted
-        self._layers_at = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
+        by_depth = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
+        self._layers_at = [[layer for layer in layers if only is None or layer in only] for layers in by_depth]
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         layers = [layer for depth in depths for layer in self._layers_at[depth]]

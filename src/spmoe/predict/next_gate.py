@@ -6,7 +6,7 @@ draft it corrects, layer by layer, what the draft foretold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,12 +22,15 @@ class NextGate(PrefetchPolicy):
     name = "next-gate"
     stages = frozenset({Stage.VERIFY})
 
-    def __init__(self, gates: Gates, ahead: int = 1) -> None:
+    def __init__(self, gates: Gates, ahead: int = 1, only: Collection[int] | None = None) -> None:
+        # only: the layers that are predicted; None: all
         self._gates = gates
         depths = list(gates.layer_depths)
         self._next = [  # of each decoder layer, the MoE layers that come next
             [layer for layer, at in enumerate(depths) if at > depth][:ahead] for depth in range(gates.depth_count)
         ]
+        if only is not None:
+            self._next = [[layer for layer in layers if layer in only] for layers in self._next]
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         rows = [row for row, depth in enumerate(depths) for _ in self._next[depth]]

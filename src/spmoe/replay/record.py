@@ -68,6 +68,8 @@ class TraceRecorder(PrefetchPolicy):
     def __init__(self, engine: Engine) -> None:
         if engine.room.cuda is not None and engine.room.cuda.all_resident:
             raise UsageError("with every expert in a slot nothing is routed by the host; lower --expert-memory")
+        if engine.target.gated and not engine.target.gates_found:
+            raise UsageError("some layers' gates cannot be called alone, so a trace would lack their predictions")
         self._engine = engine
         self.source, self.clock, self.synchronize = engine.source, engine.clock, engine.room.backend.synchronize
         self._inner: PrefetchPolicy = engine.loop.policy
