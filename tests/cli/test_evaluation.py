@@ -96,8 +96,10 @@ def test_a_scenario_from_file_to_page(scenario: Path, invoke: Invoke, tmp_path: 
 
 def test_the_quick_scenario_in_a_tiny_form(invoke: Invoke, tmp_path: Path) -> None:
     results = tmp_path / "quick.jsonl"
-    options = ("--max-prompts", 1, "--output-len", 6, "--repeat", 1, "--warmup", 0, "--link-gbps", 5)
-    options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4")
+    options: tuple[object, ...] = ("--output-len", 6, "--repeat", 1, "--warmup", 0, "--link-gbps", 5)
+    short = tmp_path / "short.txt"
+    short.write_text("def f(x):")
+    options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4", "--prompts", short)
     invoke("bench", "--scenario", ROOT / "scenarios" / "quick.toml", *options, "--json", results).succeeded()
     found = groups(results)
     assert [machine["matrix"] for machine, _ in found] == [None, "cutoff", "ablation"]

@@ -25,8 +25,13 @@ class Column:
     memory: str
     draft_tokens: int
 
+    @property
+    def within(self) -> str:
+        """Its name among the columns of its case."""
+        return f"{self.memory}, K={self.draft_tokens}"
+
     def __str__(self) -> str:
-        return ", ".join([*([self.case] if self.case else []), self.memory, f"K={self.draft_tokens}"])
+        return f"{self.case}, {self.within}" if self.case else self.within
 
 
 class Comparison:
@@ -117,29 +122,48 @@ class Comparison:
         """The oracle's row of a column, if it was measured."""
         return next((row for (_, other), row in self.cells.items() if other == column and is_bound(row)), None)
 
+    def by_case(self) -> dict[str, list[Column]]:
+        """The columns of each case."""
+        found: dict[str, list[Column]] = {}
+        for column in self.columns:
+            found.setdefault(column.case, []).append(column)
+        return found
+
+    def ratios(self, system: str, columns: Sequence[Column]) -> list[float]:
+        """How many times the time of ours a system takes, column by column."""
+        ours = self.ours
+        if ours is None:
+            return []
+        return [
+            tpot(self.cells[system, column]) / tpot(self.cells[ours, column])
+            for column in columns
+            if (system, column) in self.cells and (ours, column) in self.cells
+        ]
+
+    def ranks(self, columns: Sequence[Column]) -> list[int]:
+        """The places of ours in columns that have several systems."""
+        if (ours := self.ours) is None:
+            return []
+        return [rank[0] for column in columns if (rank := self.rank(ours, column)) is not None and rank[1] > 1]
+
+    def is_bound(self, system: str) -> bool:
+        """Whether a system knows the future."""
+        return any(name == system and is_bound(row) for (name, _), row in self.cells.items())
+
     def headline(self) -> list[str]:
         """What the figures come to, in a few sentences."""
         said: list[str] = []
-        if (ours := self.ours) is not None:
-            for name in self.systems:
-                ratios = [
-                    tpot(self.cells[name, column]) / tpot(self.cells[ours, column])
-                    for column in self.columns
-                    if name != ours and (name, column) in self.cells and (ours, column) in self.cells
-                ]
-                if ratios and not is_bound(next(row for (other, _), row in self.cells.items() if other == name)):
-                    said.append(f"{_range(ratios)} the speed of {name}")
-            ranks = [rank for column in self.columns if (rank := self.rank(ours, column)) is not None and rank[1] > 1]
-            if ranks:
-                first = sum(rank == 1 for rank, _ in ranks)
-                said.append(f"fastest in {first} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}")
-            bounds = [
-                tpot(self.cells[ours, column]) / tpot(bound)
-                for column in self.columns
-                if (ours, column) in self.cells and (bound := self.bound(column)) is not None
-            ]
-            if bounds:
-                said.append(f"{_range(bounds)} the time of the oracle")
+        baselines = [name for name in self.systems if name != self.ours and not self.is_bound(name)]
+        for name in baselines:
+            if ratios := self.ratios(name, self.columns):
+                said.append(f"{span(ratios)} the speed of {name}")
+        if ranks := self.ranks(self.columns):
+            said.append(f"fastest in {ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}")
+        bounds = [
+            1 / ratio for name in self.systems if self.is_bound(name) for ratio in self.ratios(name, self.columns)
+        ]
+        if bounds:
+            said.append(f"{span(bounds)} the time of the oracle")
         return said
 
 
@@ -201,6 +225,7 @@ def _parts(machine: Row) -> dict[str, str]:
     }
 
 
-def _range(ratios: Sequence[float]) -> str:
+def span(ratios: Sequence[float]) -> str:
+    """From the least to the greatest."""
     low, high = min(ratios), max(ratios)
     return f"{low:.2f}x" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}x to {high:.2f}x"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from spmoe.bench.comparison import Comparison, floor, milliseconds, model_name, tpot
+from spmoe.bench.comparison import Comparison, Row, floor, milliseconds, model_name, tpot
 from spmoe.bench.results import Group
 
 
@@ -15,7 +15,7 @@ def markdown_report(groups: Sequence[Group]) -> str:
     if said := found.headline():
         parts.append(f"{found.ours}: {'; '.join(said)}.")
     if len(found.systems) > 1 and found.columns:
-        parts.append(_speedups(found))
+        parts += _speedups(found)
     parts.append(_figures(found))
     commands = dict.fromkeys(str(group.machine.get("command")) for group in groups if group.machine.get("command"))
     if commands:
@@ -36,24 +36,29 @@ def _machines(groups: Sequence[Group]) -> str:
     return "\n\n".join(dict.fromkeys(lines))
 
 
-def _speedups(found: Comparison) -> str:
-    rows = []
-    for system in found.systems:
-        row = [system]
-        for column in found.columns:
-            cell = found.cells.get((system, column))
-            row.append("-" if cell is None else f"{milliseconds(tpot(cell))} ({tpot(cell) / found.best(column):.2f}x)")
-        rows.append(row)
-    if (ours := found.ours) is not None:
-        ranks = (found.rank(ours, column) for column in found.columns)
-        rows.append([f"rank of {ours}", *("-" if rank is None else f"{rank[0]} of {rank[1]}" for rank in ranks)])
-        ratios = []
-        for column in found.columns:
-            own, bound = found.cells.get((ours, column)), found.bound(column)
-            ratios.append("-" if own is None or bound is None else f"{tpot(own) / tpot(bound):.2f}x")
-        if any(ratio != "-" for ratio in ratios):
-            rows.append([f"{ours} / oracle", *ratios])
-    return _table(["time per output token", *map(str, found.columns)], rows)
+def _speedups(found: Comparison) -> Iterator[str]:
+    """A table for each case."""
+    for case, columns in found.by_case().items():
+        rows = []
+        for system in found.systems:
+            cells = [found.cells.get((system, column)) for column in columns]
+            if any(cell is not None for cell in cells):
+                pairs = zip(cells, columns, strict=True)
+                rows.append([system, *("-" if one is None else _ratio(one, found.best(at)) for one, at in pairs)])
+        if (ours := found.ours) is not None:
+            ranks = (found.rank(ours, column) for column in columns)
+            rows.append([f"rank of {ours}", *("-" if rank is None else f"{rank[0]} of {rank[1]}" for rank in ranks)])
+            ratios = []
+            for column in columns:
+                own, bound = found.cells.get((ours, column)), found.bound(column)
+                ratios.append("-" if own is None or bound is None else f"{tpot(own) / tpot(bound):.2f}x")
+            if any(ratio != "-" for ratio in ratios):
+                rows.append([f"{ours} / oracle", *ratios])
+        yield _table([case or "time per output token", *(column.within for column in columns)], rows)
+
+
+def _ratio(row: Row, best: float) -> str:
+    return f"{milliseconds(tpot(row))} ({tpot(row) / best:.2f}x)"
 
 
 def _figures(found: Comparison) -> str:

@@ -46,6 +46,7 @@ th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align
 thead th { vertical-align: bottom; color: var(--dim); font-weight: 600 }
 tbody th { font-weight: 500 } tr.ours th, tr.ours td { font-weight: 700; background: var(--card) }
 td .best { color: var(--good); font-weight: 700 } td small { color: var(--dim); display: block; font-weight: 400 }
+.case > summary { font-weight: 600; color: var(--ink); font-size: 1rem; margin: .5rem 0 }
 details { margin: .4rem 0 1rem } summary { cursor: pointer; color: var(--dim); font-size: .9rem }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem .9rem;
   overflow-x: auto; font-size: .85rem } code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .92em }
@@ -88,6 +89,13 @@ def figure(chart: str, caption: str, legend: str = "", data: str = "") -> str:
     """A plot with its words, and its numbers to unfold."""
     more = f"<details><summary>These figures as a table</summary>{data}</details>" if data else ""
     return f"<figure><figcaption>{escape(caption)}</figcaption>{legend}{chart}{more}</figure>"
+
+
+def folded(name: str, content: str, opened: bool) -> str:
+    """Content under a name, to unfold; as it is where there is no name."""
+    if not name:
+        return content
+    return f"<details{' open' * opened} class='case'><summary>{escape(name)}</summary>{content}</details>"
 
 
 def legend(entries: Sequence[tuple[str, int | str]]) -> str:

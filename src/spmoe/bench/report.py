@@ -17,6 +17,7 @@ from spmoe.bench.comparison import (
     milliseconds,
     model_name,
     resident_floor,
+    span,
     tokens_per_step,
     tpot,
 )
@@ -27,8 +28,8 @@ from spmoe.config import format_bytes
 
 _TOO_GOOD = 1.05  # efficiency that only a machine that drifts can have
 _SECTIONS = {
-    "speed": "Time per output token",
     "table": "Speed-ups",
+    "speed": "Time per output token",
     "time": "Where the time went",
     "hits": "Hit rates",
     "ledger": "What was moved, and what for",
@@ -46,8 +47,8 @@ def html_report(groups: Sequence[Group]) -> str:
     model = ", ".join(dict.fromkeys(model_name(group.machine) for group in groups))
     title = f"spmoe: {model}"
     sections = {
-        "speed": _speed,
         "table": _speedups,
+        "speed": _speed,
         "time": _time,
         "hits": _hits,
         "ledger": _ledger,
@@ -143,19 +144,35 @@ def _speedups(found: Comparison) -> str:
             "There is one system only, so there is nothing to compare it with.",
             "spmoe bench --scenario scenarios/paper.toml --json results.jsonl",
         )
-    rows = []
-    for system in found.systems:
-        rows.append([system, *(_cell(found, system, column) for column in columns)])
-    if ours is not None:
-        rows.append([f"rank of {ours}", *(_rank(found, ours, column) for column in columns)])
-        if any(found.bound(column) for column in columns):
-            rows.append([f"{ours} / oracle", *(_to_bound(found, ours, column) for column in columns)])
     text = "Time per output token and, below it, how many times that of the fastest of its column."
     if ours is not None:
         text += (
             f" The fastest is green; the bound that knows the future is not ranked. Rows are ordered, {ours} is marked."
         )
-    return page.paragraph(text) + page.table(["", *map(str, columns)], rows, ours, raw=True)
+    cases = found.by_case()
+    parts = [_overview(found, cases) if len(cases) > 1 and ours is not None else "", page.paragraph(text)]
+    for number, (case, columns) in enumerate(cases.items()):
+        rows = [[system, *(_cell(found, system, column) for column in columns)] for system in found.systems]
+        rows = [one for one in rows if set(one[1:]) != {"-"}]
+        if ours is not None:
+            rows.append([f"rank of {ours}", *(_rank(found, ours, column) for column in columns)])
+            if any(found.bound(column) for column in columns):
+                rows.append([f"{ours} / oracle", *(_to_bound(found, ours, column) for column in columns)])
+        grid = page.table(["", *(column.within for column in columns)], rows, ours, raw=True)
+        parts.append(page.folded(case, grid, opened=number == 0))
+    return "".join(parts)
+
+
+def _overview(found: Comparison, cases: dict[str, list[Column]]) -> str:
+    """What ours gains over each of the others, case by case."""
+    others = [system for system in found.systems if system != found.ours]
+    rows = []
+    for case, columns in cases.items():
+        spans = [span(ratios) if (ratios := found.ratios(system, columns)) else "-" for system in others]
+        ranks = found.ranks(columns)
+        rows.append([case, *spans, f"{ranks.count(1)} of {len(ranks)}" if ranks else "-"])
+    words = f"How many times the speed of each other system {found.ours} has, over all budgets and K of a case."
+    return page.paragraph(words) + page.table(["", *others, "fastest in"], rows)
 
 
 def _cell(found: Comparison, system: str, column: Column) -> str:
@@ -279,18 +296,19 @@ def _by_budget(
     legend: str = "",
 ) -> str:
     """A chart for every case and budget, with a row for each configuration."""
-    parts = [legend]
-    ends: dict[str, float] = {}  # the budgets of a case share a scale
+    rows_of: dict[str, dict[str, list[Row]]] = {}
     for case, row in found.main_rows():
-        ends[case] = max(ends.get(case, 0.0), bar(row).end)
-    places = dict.fromkeys((case, row["expert_memory"]) for case, row in found.main_rows())
-    for case, memory in places:
-        rows = [row for other, row in found.main_rows() if (other, row["expert_memory"]) == (case, memory)]
-        name = f"{memory} of the experts in slots" if memory.endswith("%") else f"{memory} of slots"
-        name = f"{case}: {name}" if case else name
-        numbers = page.table(head, ([_label(found, row), *data(row)] for row in rows))
-        chart = bar_chart(f"{what}, {name}", [bar(row) for row in rows], ends[case])
-        parts.append(page.figure(chart, name, data=numbers))
+        rows_of.setdefault(case, {}).setdefault(row["expert_memory"], []).append(row)
+    parts = [legend]
+    for number, (case, budgets) in enumerate(rows_of.items()):
+        end = max(bar(row).end for rows in budgets.values() for row in rows)  # budgets share a scale
+        figures = []
+        for memory, rows in budgets.items():
+            name = f"{memory} of the experts in slots" if memory.endswith("%") else f"{memory} of slots"
+            numbers = page.table(head, ([_label(found, row), *data(row)] for row in rows))
+            title = ", ".join(word for word in (what, case, name) if word)
+            figures.append(page.figure(bar_chart(title, [bar(row) for row in rows], end), name, data=numbers))
+        parts.append(page.folded(case, "".join(figures), opened=number == 0))
     return "".join(parts)
 
 
