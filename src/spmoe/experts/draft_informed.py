@@ -113,16 +113,22 @@ class DraftInformed(Valued):
             expected[told] *= (1 - spoken * (1 - self._reliability.silence))[:, None]
             word = self._reliability.of(self._named[told], self._score[told])
             expected[told] = np.where(self._named[told] > 0, np.maximum(word, expected[told]), expected[told])
-        return first_use(expected, self._frequency, self._distance() / count, self._discount)
+        near = self._discount ** (self._distance() / count)
+        return first_use(expected, later_use(self._frequency, self._discount), near)
 
 
-def first_use(expected: np.ndarray, habit: np.ndarray, cycles: np.ndarray, discount: float) -> np.ndarray:
-    """The discounted chance of being used first at the next turn, the one after it, and so on.
+def first_use(expected: np.ndarray, later: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """The discounted chance of being used first at the next turn, at the one after it, and so on.
 
     What is not needed in its layer's next turn is not worthless: by habit it is needed in a later one. Else an expert
     of daily use would leave for good whenever one draft does not name it.
     """
-    # expected, habit: [layers, experts]; cycles until the next turn: [layers]
-    later = habit / (1 - (1 - habit) * discount)
-    worths: np.ndarray = (expected + (1 - expected) * discount * later) * (discount**cycles)[:, None]
+    # expected, later: [layers, experts]; near, the discount until the next turn: [layers]
+    worths: np.ndarray = (expected + (1 - expected) * later) * near[:, None]
+    return worths
+
+
+def later_use(habit: np.ndarray, discount: float) -> np.ndarray:
+    """The same of the turns after the next, seen from the next, in each of which habit is the chance."""
+    worths: np.ndarray = discount * habit / (1 - (1 - habit) * discount)
     return worths

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.draft_informed import first_use
+from spmoe.experts.draft_informed import first_use, later_use
 from spmoe.replay.informed import DraftInformed, Habit
 from spmoe.replay.rule import NEVER, Rule
 from spmoe.replay.steps import StepPlan
@@ -34,7 +34,8 @@ class OneStepPerfect(Habit):
             layer, habit = np.arange(self.layers), self.frequency.reshape(self.layers, self.width)
             cycles = (layer - self.position - 1) % self.layers / self.layers
             expected = np.where((layer > self.position)[:, None], self._needed, habit)
-            self._worths = first_use(expected, habit, cycles, self.discount).ravel()
+            later = later_use(habit, self.discount)
+            self._worths = first_use(expected, later, self.discount**cycles).ravel()
         return self._worths
 
 

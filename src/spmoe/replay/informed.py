@@ -50,7 +50,8 @@ class DraftInformed(Habit):
         self._any_stale = False
         self._worths: np.ndarray | None = None
         count = np.arange(layers)
-        self._cycles = [(count - at - 1) % layers / layers for at in range(-1, layers)]
+        self._nearness = [self.discount ** ((count - at - 1) % layers / layers) for at in range(-1, layers)]
+        self._later = np.zeros((layers, width))
 
     def wished(self, wishes: Foretold, keys: np.ndarray, scores: np.ndarray, layers: np.ndarray) -> None:
         if not len(keys):
@@ -84,7 +85,9 @@ class DraftInformed(Habit):
         self.named[:] = 0
         self.score[:] = 0.0
         self.passes[:] = 0
-        self._expected[:] = self.frequency.reshape(self.layers, self.width)
+        habit = self.frequency.reshape(self.layers, self.width)
+        self._expected[:] = habit
+        self._later = draft_informed.later_use(habit, self.discount)
         self._stale[:] = False
         self._any_stale, self._worths = False, None
 
@@ -92,9 +95,8 @@ class DraftInformed(Habit):
         if self._worths is None:
             if self._any_stale:
                 self._renew()
-            habit = self.frequency.reshape(self.layers, self.width)
-            cycles = self._cycles[self.position + 1]
-            self._worths = draft_informed.first_use(self._expected, habit, cycles, self.discount).ravel()
+            near = self._nearness[self.position + 1]
+            self._worths = draft_informed.first_use(self._expected, self._later, near).ravel()
         return self._worths
 
     def _renew(self) -> None:

@@ -189,30 +189,36 @@ class Run:
         """Every step, one after the other."""
         began, sim = time.perf_counter(), self.sim
         seconds = compute = link = ideal = 0.0
-        total, tokens, steps = Counters(), 0, 0
+        total, since, tokens, steps = Counters(), None, 0, 0
+        counters, t_io = sim.counters, sim.machine.seconds_per_expert
         request = -1
-        t_io = sim.machine.seconds_per_expert
         for number, step in enumerate(self.plan):
-            if step.request != request:
+            first = step.request != request
+            if first:
                 request = step.request
                 self._learn()
+            if first and since is not None:  # what a prompt takes is not counted
+                total, since = _add(total, counters.minus(since)), None
+            elif not first and since is None:
+                since = counters.copy()
             if self.timeline is not None:
                 self.timeline.recording = number >= len(self.plan) - _DRAWN_STEPS
-            before, started, busy = sim.counters.copy(), sim.now, sim.link_seconds
+            started, busy, stalled, useful = sim.now, sim.link_seconds, counters.stall_seconds, counters.useful_loads
             self.step(number, step)
-            spent = sim.counters.minus(before)
+            useful = counters.useful_loads - useful
             if step.drafted:
                 self.verified += 1
-                self.missing += spent.useful_loads
-            if step.drafted or (self.k == 0 and number and self.plan[number - 1].request == request):
-                took = sim.now - started
+                self.missing += useful
+            if not first:
+                took, waited = sim.now - started, counters.stall_seconds - stalled
                 seconds += took
-                compute += took - spent.stall_seconds
+                compute += took - waited
                 link += sim.link_seconds - busy
-                ideal += max(took - spent.stall_seconds, spent.useful_loads * t_io)
-                total = _add(total, spent)
+                ideal += max(took - waited, useful * t_io)
                 tokens += step.tokens
                 steps += 1
+        if since is not None:
+            total = _add(total, counters.minus(since))
         if not steps:
             raise UsageError("the trace has no step after the prompts; record longer generations")
         shown = self.cutoff if self.foresight.uses_draft else None

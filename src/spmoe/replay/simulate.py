@@ -112,7 +112,7 @@ class Simulation:
                 if known is None or known[1] > rank[1]:
                     wanted[key] = rank
                     heappush(self._queue, rank)
-        if wanted:
+        if wanted and len(self._loading) < self._room:
             self._pump()
 
     def use(self, layer: int, needed: list[int], seconds: float, then: Callable[[], None] | None = None) -> None:
@@ -158,7 +158,7 @@ class Simulation:
         if then is not None:
             then()
         if ready:
-            if self._wanted:
+            if self._wanted and len(self._loading) < self._room:
                 self._pump()
             self.compute(seconds * len(ready))
             for key in ready:
@@ -174,7 +174,7 @@ class Simulation:
                 for key in arrived:
                     waiting.remove(key)
                     state[key] = IN_USE
-                if self._wanted:
+                if self._wanted and len(self._loading) < self._room:
                     self._pump()
                 self.compute(seconds * len(arrived))
                 for key in arrived:
@@ -335,7 +335,7 @@ class Simulation:
         self._state[key] = ARRIVED if self._state[key] == AWAITED else READY
         self._loading.remove(key)
         self._start_next()
-        if self._wanted:
+        if self._wanted and len(self._loading) < self._room:
             self._pump()
 
     def _stall(self, waiting: list[int]) -> None:
