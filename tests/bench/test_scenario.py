@@ -10,8 +10,9 @@ import pytest
 from spmoe.bench.jobs import Case, cases_of, make_job
 from spmoe.bench.scenario import Matrix, make_matrix, read_scenario
 from spmoe.bench.settings import ABLATIONS, Setting, System, settings_of
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, Size
+from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
+from spmoe.models.widen import SHAPES
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
@@ -108,7 +109,10 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
         enforce_eager = true
         [[matrix]]
         shapes = ["none", "mixtral-8x7b"]
-        systems = [{ name = "SP-MoE", prefetch = "draft-gate" }, { prefetch = "on-demand", eviction = "lru" }]
+        systems = [
+          { name = "SP-MoE", prefetch = "draft-gate" },
+          { prefetch = "on-demand", eviction = "lru", draft_tokens = 0 },
+        ]
         """,
     )
     assert first == Matrix(
@@ -133,7 +137,11 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
     )
     assert second.output_len == 7
     assert second.shapes == (None, "mixtral-8x7b")
-    assert second.systems == (System("draft-gate", name="SP-MoE"), System("on-demand", "lru")), "not what is above"
+    plain = System("on-demand", "lru", draft_tokens=(0,))
+    assert second.systems == (System("draft-gate", name="SP-MoE"), plain), "not what is above"
+    assert [(one.prefetch, one.draft_tokens) for one in settings_of([HALF], second.systems, [1, 2])] == [
+        ("draft-gate", 1), ("draft-gate", 2), ("on-demand", 0)
+    ]  # fmt: skip
     assert len(cases_of(first)) == 4 * 3 * 3
     assert len(cases_of(second)) == 2
 
@@ -167,6 +175,7 @@ def test_all_that_can_be_chosen_can_be_named() -> None:
         ("policies = 'draftgate'", "policies: there is no 'draftgate'; did you mean draft-gate?"),
         ("evictions = 'belady'", "evictions: there is no 'belady'; choose one of"),
         ("systems = ['draft-gate']", "systems: 'draft-gate' is no system"),
+        ("systems = [{ prefetch = 'draft-gate', draft_tokens = 99 }]", "99 is not a whole number"),
         ("systems = [{ prefetch = 'draft-gate', evict = 'lru' }]", "systems: unknown key evict"),
         ("policies = 'on-demand'\nsystems = [{ prefetch = 'draft-gate' }]", "not both"),
         ("links = -1", "links: -1 is not a speed"),
@@ -198,13 +207,25 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
 def test_scenarios_of_the_source_are_sound(file: Path) -> None:
-    scenario = read_scenario(file)
-    for case in (cases_of(matrix)[0] for matrix in scenario.matrices({"device": "cpu"})):
-        assert case.engine["draft"] is not None
-        without = Case(case.matrix, case.model, case.draft, None, case.link, case.prompts)  # shapes take a CUDA device
-        job = make_job(without, False, {}, {})
-        assert job.total > 0
-        assert len({setting.memory for setting in job.settings}) == len(case.matrix.budgets)
+    for matrix in read_scenario(file).matrices({"device": "cpu"}):
+        for case in cases_of(matrix):
+            assert case.engine["draft"] is not None
+            assert case.shape is None or case.shape in SHAPES
+            assert case.model is None or Path(case.model).is_dir()
+        settings = settings_of(matrix.budgets, matrix.systems, matrix.draft_tokens, [AUTO], matrix.ablation)
+        for setting in settings:
+            EngineConfig.make(**case.engine, **setting.changes)
+
+
+def test_a_case_becomes_a_job() -> None:
+    _, fine = read_scenario(ROOT / "scenarios/paper.toml").matrices({"device": "cpu", "budgets": "25%"})
+    case = cases_of(fine)[0]
+    job = make_job(Case(fine, case.model, case.draft, None, None, "sample"), False, {4: 0.1}, {"command": "c"})
+    assert job.total == len(job.settings) * 4 * 3
+    assert [setting.system for setting in job.settings[:2]] == ["SP-MoE", "SP-MoE"]
+    assert (job.labels["prompt_set"], job.labels["command"]) == ("sample", "c")
+    assert job.resident == {4: 0.1}
+    assert str(job.settings[-1]) == "25%, on-demand, K=0, lru"
 
 
 def test_there_is_one_for_each_end() -> None:

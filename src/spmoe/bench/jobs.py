@@ -83,7 +83,8 @@ def make_job(case: Case, progress: bool, resident: Mapping[int, float], labels: 
 def _settings(matrix: Matrix, options: dict[str, Any]) -> list[Setting]:
     """The configurations of a case; all values have been seen to be of those there are."""
     config = EngineConfig.make(**options)
-    if any(matrix.draft_tokens) and config.draft is None:
+    drafted = any(k for system in matrix.systems for k in system.draft_tokens or matrix.draft_tokens)
+    if drafted and config.draft is None:
         raise UsageError("drafting tokens takes a draft; give one with --draft, or --num-speculative-tokens 0")
     cutoffs: list[Cutoff] = []
     for cutoff in matrix.cutoffs:

@@ -21,7 +21,7 @@ h2 { font-size: 1.25rem; margin: 3rem 0 .3rem; padding-top: 1rem; border-top: 1p
 h3 { font-size: 1rem; margin: 1.6rem 0 .4rem }
 p { margin: .4rem 0 .8rem; max-width: 46rem }
 .dim, figcaption, .note { color: var(--dim); font-size: .9rem }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 1.2rem 0 }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1.2rem 0 }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem }
 .card b { display: block; font-size: 1.5rem; line-height: 1.25; font-variant-numeric: tabular-nums }
 .card span { color: var(--dim); font-size: .85rem; line-height: 1.35; display: block }
@@ -43,6 +43,7 @@ th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align
   font-variant-numeric: tabular-nums } th:first-child, td:first-child { text-align: left }
 .facts th, .facts td { text-align: left; white-space: normal; vertical-align: top }
 .facts tbody th { color: var(--dim); white-space: nowrap } .facts thead:not(:has(th:not(:empty))) { display: none }
+tbody th, thead th:first-child { position: sticky; left: 0; background: var(--page) }
 thead th { vertical-align: bottom; color: var(--dim); font-weight: 600 }
 tbody th { font-weight: 500 } tr.ours th, tr.ours td { font-weight: 700; background: var(--card) }
 td .best { color: var(--good); font-weight: 700 } td small { color: var(--dim); display: block; font-weight: 400 }

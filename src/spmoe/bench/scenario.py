@@ -221,13 +221,19 @@ def _cutoff(value: Any) -> Cutoff | str:
 def _system(value: Any) -> System:
     if not isinstance(value, dict) or "prefetch" not in value:
         raise ValueError(f"{value!r} is no system; write {{ name = ..., prefetch = ..., eviction = ... }}")
-    if unknown := sorted(value.keys() - {"name", "prefetch", "eviction"}):
-        raise ValueError(f"unknown key {unknown[0]}; a system has name, prefetch and eviction")
+    if unknown := sorted(value.keys() - {"name", "prefetch", "eviction", "draft_tokens"}):
+        raise ValueError(f"unknown key {unknown[0]}; a system has name, prefetch, eviction and draft_tokens")
     eviction = _one_of(*EVICTIONS)(value.get("eviction", _DEFAULTS["eviction"]))
-    name = value.get("name")
-    return System(_one_of(*PREFETCH_POLICIES)(value["prefetch"]), eviction, None if name is None else _text(name))
+    name, own = value.get("name"), value.get("draft_tokens")
+    return System(
+        _one_of(*PREFETCH_POLICIES)(value["prefetch"]),
+        eviction,
+        None if name is None else _text(name),
+        None if own is None else _each(_DRAFT_TOKENS)(own),
+    )
 
 
+_DRAFT_TOKENS = _whole(0, 64)
 _PATHS = ("models", "drafts", "prompts")
 _KEYS: dict[str, Callable[[Any], Any]] = {
     "name": _text,
@@ -240,7 +246,7 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
     "policies": _each(_one_of(*PREFETCH_POLICIES)),
     "evictions": _each(_one_of(*EVICTIONS)),
     "systems": _each(_system),
-    "draft_tokens": _each(_whole(0, 64)),
+    "draft_tokens": _each(_DRAFT_TOKENS),
     "cutoffs": _each(_cutoff),
     "ablation": _flag,
     "max_prompts": _whole(1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
@@ -30,6 +30,7 @@ class System:
     prefetch: str
     eviction: str = _DEFAULTS["eviction"]
     name: str | None = None
+    draft_tokens: tuple[int, ...] | None = None  # values of K of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Setting:
 def settings_of(
     memories: Iterable[Size],
     systems: Iterable[System],
-    draft_tokens: Iterable[int],
+    draft_tokens: Sequence[int],
     cutoffs: Iterable[Cutoff] = (_DEFAULTS["cutoff"],),
     ablation: bool = False,
 ) -> list[Setting]:
@@ -92,7 +93,8 @@ def settings_of(
     Cutoffs multiply what the draft prefetches for alone; with an ablation, so do the switches.
     """
     found: list[Setting] = []
-    for memory, system, k, cutoff in product(memories, systems, draft_tokens, cutoffs):
+    by_system = [(system, k) for system in systems for k in system.draft_tokens or draft_tokens]
+    for memory, (system, k), cutoff in product(memories, by_system, cutoffs):
         prefetch = system.prefetch if k else _draftless(system.prefetch)
         drafted = _NEEDS_DRAFT in prefetch.split("+")
         one = Setting(
