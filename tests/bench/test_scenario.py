@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,19 @@ def test_a_case_becomes_a_job() -> None:
     assert (job.labels["prompt_set"], job.labels["command"]) == ("sample", "c")
     assert job.resident == {4: 0.1}
     assert str(job.settings[-1]) == "25%, on-demand, K=0, lru"
+
+
+def test_the_example_of_the_documentation_is_sound(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "extras").symlink_to(ROOT / "extras")
+    (tmp_path / "scenarios").mkdir()
+    first, second = read(tmp_path / "scenarios", example)
+    assert len(first.systems) == 2
+    assert [system.name for system in second.systems] == ["ours", "theirs", None]
+    told = set(re.findall(r"`([a-z_]+)`", text.split("| key | what | default |")[1].split("\n\n")[0]))
+    keys = {field.name for field in fields(Matrix)} | {"policies", "evictions"}
+    assert keys <= told, "every key is explained"
 
 
 def test_there_is_one_for_each_end() -> None:
