@@ -28,11 +28,10 @@ from spmoe.types import ExpertKey
 LIMIT = 30.0  # seconds after which what hangs is given up
 GARBAGE = b"\xee"  # what device memory is full of at first
 _HOST, _DEVICE = 1 << 20, 1 << 30  # where memories begin
-_LABEL = 4  # bytes
 
 
 class Memory:
-    """Blobs and slot numbers on the host; slots and a table of labels on the device."""
+    """Blobs on the host, slots on the device."""
 
     def __init__(self, slots: int, nbytes: int, experts: Sequence[int]) -> None:
         self.nbytes = nbytes
@@ -40,8 +39,8 @@ class Memory:
         self.keys = [ExpertKey(layer, e) for layer, count in enumerate(experts) for e in range(count)]
         self._first = [0, *accumulate(experts)]
         self.blobs = {key: bytes([i]) + random.Random(i).randbytes(nbytes - 1) for i, key in enumerate(self.keys)}
-        self._host = b"".join(self.blobs.values()) + b"".join(n.to_bytes(_LABEL, "little") for n in range(slots))
-        self._device = bytearray(GARBAGE * (slots * nbytes + len(self.keys) * _LABEL))
+        self._host = b"".join(self.blobs.values())
+        self._device = bytearray(GARBAGE * (slots * nbytes))
 
     # ---- what a transfer asks
 
@@ -50,10 +49,6 @@ class Memory:
 
     def slot(self, slot: int) -> int:
         return _DEVICE + slot * self.nbytes
-
-    def label(self, key: ExpertKey, slot: int) -> Piece:
-        numbers = _HOST + len(self.keys) * self.nbytes
-        return Piece(self.slot(self.count) + self._index(key) * _LABEL, numbers + slot * _LABEL, _LABEL)
 
     # ---- what the device does, and finds
 
@@ -66,27 +61,15 @@ class Memory:
     def content(self, slot: int) -> bytes:
         return bytes(self._device[slot * self.nbytes : (slot + 1) * self.nbytes])
 
-    def labelled(self, key: ExpertKey) -> int:
-        """The slot in which the device looks for an expert."""
-        at = self.count * self.nbytes + self._index(key) * _LABEL
-        return int.from_bytes(self._device[at : at + _LABEL], "little")
-
     def job(self, piece: Piece) -> CopyJob:
-        """Which copy a piece, of a blob or a label, is part of."""
-        if self.is_label(piece):
-            key = self.keys[(piece.to - self.slot(self.count)) // _LABEL]
-            return CopyJob(key, (piece.source - _HOST - len(self.keys) * self.nbytes) // _LABEL)
+        """Which copy a piece is part of."""
         return CopyJob(self.keys[(piece.source - _HOST) // self.nbytes], (piece.to - _DEVICE) // self.nbytes)
 
-    def is_label(self, piece: Piece) -> bool:
-        return piece.to >= self.slot(self.count)
-
     def describe(self, piece: Piece) -> str:
-        """Such as `A[0:16]`, bytes of expert 0, and `A@2`, its label; for experts of one layer."""
-        key, slot = self.job(piece)
-        name = chr(ord("A") + key.expert)
+        """Such as `A[0:16]`, bytes of expert 0; for experts of one layer."""
+        name = chr(ord("A") + self.job(piece).key.expert)
         start = (piece.source - _HOST) % self.nbytes
-        return f"{name}@{slot}" if self.is_label(piece) else f"{name}[{start}:{start + piece.nbytes}]"
+        return f"{name}[{start}:{start + piece.nbytes}]"
 
     def _index(self, key: ExpertKey) -> int:
         return self._first[key.layer] + key.expert
@@ -157,11 +140,10 @@ class Copy:
 
 
 class Kernel:
-    """Reads some experts, one half after the other."""
+    """Reads some experts in the slots it was told of, one half after the other."""
 
-    def __init__(self, memory: Memory, experts: Sequence[tuple[ExpertKey, int]], *, by_label: bool) -> None:
+    def __init__(self, memory: Memory, experts: Sequence[tuple[ExpertKey, int]]) -> None:
         self._memory = memory
-        self._by_label = by_label
         half = memory.nbytes // 2
         cuts = (slice(0, half), slice(half, memory.nbytes))
         self._left = [(key, slot, cut) for key, slot in experts for cut in cuts]
@@ -169,8 +151,6 @@ class Kernel:
     def step(self) -> bool:
         if self._left:
             key, slot, cut = self._left.pop(0)
-            if self._by_label:
-                assert self._memory.labelled(key) == slot, f"{key} is looked for in another slot"
             found, right = self._memory.content(slot)[cut], self._memory.blobs[key][cut]
             assert found == right, f"compute reads {found.hex()} in slot {slot} where {key} is {right.hex()}"
         return not self._left
@@ -214,8 +194,8 @@ class Device:
             self.moved.notify_all()
             if refused:
                 self.struck |= {self.memory.job(piece).key for piece in pieces}
-                # a runtime without batches may have taken some of them
-                self._copies.append(Copy(self.memory, pieces[: self._rng.randrange(len(pieces))], self._rng))
+                # a runtime without batches may have taken some of them, or all and then had no event to give
+                self._copies.append(Copy(self.memory, pieces[: self._rng.randint(0, len(pieces))], self._rng))
                 raise self.refusal or CudaCallError("submitting a copy failed: out of luck")
             end = Mark(self)
             self._copies += [Copy(self.memory, pieces, self._rng), Point(end)]
@@ -280,23 +260,23 @@ class Device:
 
     def _check_wishes(self, pieces: Sequence[Piece], end: Mark) -> None:
         self._wishes = [mark for mark in self._wishes if not mark.passed] + [end]
-        blobs = sum(piece.nbytes for piece in pieces if not self.memory.is_label(piece))
+        nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._wishes) > self._window:
             self.failures.append(AssertionError(f"{len(self._wishes)} chunks of wishes are on the stream"))
-        if blobs > self._chunk:
-            self.failures.append(AssertionError(f"a chunk of {blobs} bytes"))
+        if nbytes > self._chunk:
+            self.failures.append(AssertionError(f"a chunk of {nbytes} bytes"))
 
     # ---- compute
 
-    def launch(self, experts: Sequence[tuple[ExpertKey, int]], *, by_label: bool = False) -> None:
+    def launch(self, experts: Sequence[tuple[ExpertKey, int]]) -> None:
         """Give compute a kernel that reads these experts, which are in these slots once it runs."""
         with self.moved:
-            self._compute.append(Kernel(self.memory, experts, by_label=by_label))
+            self._compute.append(Kernel(self.memory, experts))
             self.moved.notify_all()
 
-    def launch_wave(self, wave: Wave, *, by_label: bool = False) -> None:
+    def launch_wave(self, wave: Wave) -> None:
         keys = [ExpertKey(wave.layer, expert) for expert in wave.experts]
-        self.launch(list(zip(keys, wave.slots, strict=True)), by_label=by_label)
+        self.launch(list(zip(keys, wave.slots, strict=True)))
 
     # ---- time passes
 

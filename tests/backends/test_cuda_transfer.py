@@ -85,13 +85,13 @@ class Stand:
         return list(self.device.log)
 
     def holds(self, *names: str) -> bool:
-        """Whether these, and no others, have arrived, with their labels."""
+        """Whether these, and no others, have arrived."""
         there = {slot: key for key, slot in map(job_of, names)}
         for slot in range(self.memory.count):
             right = self.memory.blobs[there[slot]] if slot in there else GARBAGE * self.memory.nbytes
             if self.memory.content(slot) != right:
                 return False
-        return all(self.memory.labelled(key) == slot for slot, key in there.items())
+        return True
 
     def end(self, tickets: Sequence[Ticket]) -> None:
         """Let the device go on by itself until these copies have ended, well or badly."""
@@ -147,43 +147,43 @@ def ended(tickets: Sequence[Ticket]) -> str:
 @pytest.mark.parametrize(
     ("nbytes", "chunk"), [(40, 16), (32, 16), (17, 16), (16, 16), (15, 16), (5, 16), (3, 64), (2, 1)]
 )
-def test_blobs_of_any_size_arrive_with_their_labels(
-    make: Callable[..., Stand], nbytes: int, chunk: int, urgent: bool
-) -> None:
+def test_blobs_of_any_size_arrive(make: Callable[..., Stand], nbytes: int, chunk: int, urgent: bool) -> None:
     stand = make(nbytes, chunk)
     names = ["C4", "A0", "H1", "B5"]
     tickets = stand.copy(*names, urgent=urgent)
     stand.end(tickets)
     assert ended(tickets) == "++++"
     assert stand.holds(*names)
-    labels = [part for parts in stand.log for part in parts.split() if "@" in part]
-    assert labels == ["C@4", "A@0", "H@1", "B@5"], "one label each, in the order of asking"
+    ends = [part[0] for parts in stand.log for part in parts.split() if part.endswith(f":{nbytes}]")]
+    assert ends == ["C", "A", "H", "B"], "one last part each, in the order of asking"
 
 
-def test_a_label_goes_with_the_last_part(make: Callable[..., Stand]) -> None:
+def test_a_copy_ends_with_its_last_part(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
     tickets = stand.wish("A0")
-    for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40] A@0"], start=1):
+    for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40]"], start=1):
         stand.device.until_logged(count)
         assert stand.log[-1] == parts
-        assert stand.memory.labelled(tickets[0].job.key) != 0
         assert not tickets[0].ready()
         stand.device.run_copies(1)
     assert ended(tickets) == "+"
+    assert stand.holds("A0")
     assert len(stand.log) == 3
 
 
 def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Callable[..., Stand]) -> None:
     stand = make(nbytes=5, chunk=16, window=1)
     wishes = stand.wish("A0", "B1", "C2", "D3", "E4")
-    assert stand.log == ["A[0:5] A@0 B[0:5] B@1 C[0:5] C@2 D[0:1]"]
+    assert stand.log == ["A[0:5] B[0:5] C[0:5] D[0:1]"]
     stand.device.run_copies(1)
     assert ended(wishes) == "+++.."
     stand.device.until_logged(2)
-    assert stand.log[1] == "D[1:5] D@3 E[0:5] E@4"
+    assert stand.log[1] == "D[1:5] E[0:5]"
+    stand.end(wishes)
+    assert stand.holds("A0", "B1", "C2", "D3", "E4")
     stand = make(nbytes=5, chunk=40)
     demands = stand.demand("A0", "B1", "C2")
-    assert stand.log == ["A[0:5] A@0 B[0:5] B@1", "C[0:5] C@2"]
+    assert stand.log == ["A[0:5] B[0:5]", "C[0:5]"]
     stand.device.run_copies(1)
     assert ended(demands) == "++."
     stand.device.run_copies(1)
@@ -218,16 +218,16 @@ def test_a_demand_goes_behind_the_window_and_before_all_other_chunks(make: Calla
     stand = make(window=2)
     wishes = stand.wish("A0", "B1")
     (demand,) = stand.demand("C2")
-    assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40] C@2"]
+    assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40]"]
     stand.device.run_copies(1)
     stand.device.until_logged(4)
-    assert stand.log[3:] == ["A[32:40] A@0 B[0:8]"]
+    assert stand.log[3:] == ["A[32:40] B[0:8]"]
     stand.device.run_copies(2)
     assert ended([*wishes, demand]) == "..+"
     stand.device.until_logged(5)
     assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for wishes; that of a chunk does"
     stand.end([*wishes, demand])
-    assert stand.log[5:] == ["B[24:40] B@1"]
+    assert stand.log[5:] == ["B[24:40]"]
     assert stand.holds("A0", "B1", "C2")
 
 
@@ -239,13 +239,13 @@ def test_the_rest_of_a_wish_that_is_needed_now_goes_at_once(
     half, untouched, other = stand.wish("A0", "B1", "C2")
     call(untouched)
     call(half)
-    assert stand.log == ["A[0:16]", "B[0:40] B@1", "A[16:40] A@0"]
+    assert stand.log == ["A[0:16]", "B[0:40]", "A[16:40]"]
     call(half)
     call(untouched)
     assert len(stand.log) == 3, "once is enough"
     assert half.ready() == untouched.ready() == (call is CudaTicket.order)
     stand.end([half, untouched, other])
-    assert stand.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40] C@2"]
+    assert stand.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40]"]
     assert stand.holds("A0", "B1", "C2")
 
 
@@ -276,7 +276,7 @@ def test_a_slot_is_written_after_the_compute_that_reads_it(make: Callable[..., S
     stand.launch("A0")  # will see that the bytes are still A's
     stand.transfer.fence([0])
     tickets = stand.copy("B0", urgent=urgent)
-    first = "B[0:40] B@0" if urgent else "B[0:16]"
+    first = "B[0:40]" if urgent else "B[0:16]"
     assert stand.log[1:] == ["wait", first]
     stand.device.run_copies()
     assert stand.holds("A0")
@@ -308,8 +308,9 @@ def test_only_slots_that_are_read_are_waited_for_and_once(make: Callable[..., St
     stand = make()
     stand.transfer.fence([0, 3])
     tickets = stand.demand("A1", "B0", "C0", "D2")
-    assert stand.log == ["A[0:40] A@1", "wait", "B[0:40] B@0", "C[0:40] C@0", "D[0:40] D@2"]
+    assert stand.log == ["A[0:40]", "wait", "B[0:40]", "C[0:40]", "D[0:40]"]
     stand.end(tickets)
+    assert stand.holds("A1", "C0", "D2")
 
 
 def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[..., Stand]) -> None:
@@ -325,10 +326,11 @@ def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[...,
     stand.device.until_logged(3)
     wishes[0].hurry()
     wishes[1].hurry()
-    assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40] A@0", "wait", "C[0:40] C@1"]
+    assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40]", "wait", "C[0:40]"]
     stand.device.run_copies()
     assert stand.holds("A0", "B1")
     stand.end(wishes)
+    assert stand.holds("A0", "C1")
 
 
 def test_one_slot_of_a_shared_submission_holds_it_back(make: Callable[..., Stand]) -> None:
@@ -338,11 +340,11 @@ def test_one_slot_of_a_shared_submission_holds_it_back(make: Callable[..., Stand
     stand.launch("A0", "B1")
     stand.transfer.fence([1])
     tickets = stand.demand("C2", "D1", "E3")
-    assert stand.log[1:] == ["wait", "C[0:5] C@2 D[0:5] D@1 E[0:5] E@3"]
+    assert stand.log[1:] == ["wait", "C[0:5] D[0:5] E[0:5]"]
     stand.device.run_copies()
     assert stand.holds("A0", "B1")
     stand.end(tickets)
-    assert stand.memory.content(1) == stand.memory.blobs[ExpertKey(0, 3)]
+    assert stand.holds("A0", "D1", "C2", "E3")
 
 
 @urgencies
@@ -499,7 +501,7 @@ def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
     for ticket, letter in zip(tickets, outcome, strict=True):
         key, slot = ticket.job
         if letter == "+":
-            assert (stand.memory.content(slot), stand.memory.labelled(key)) == (stand.memory.blobs[key], slot)
+            assert stand.memory.content(slot) == stand.memory.blobs[key]
     names = ["A0", "B1", "C2", "D3"]
     stand.end(stand.demand(*(name for name, letter in zip(names, outcome, strict=True) if letter == "-")))
     assert stand.holds(*names)
@@ -570,7 +572,7 @@ def test_closing_fails_what_waits_and_lets_end_what_is_on_the_stream(make: Calla
     assert not closing.is_alive()
     assert stand.device.drains == 1
     assert ended([sent, half, waiting]) == "+--"
-    assert stand.log == ["C[0:40] C@2", "A[0:16]"]
+    assert stand.log == ["C[0:40]", "A[0:16]"]
     assert stand.memory.content(2) == stand.memory.blobs[ExpertKey(0, 2)]
     assert not own_threads()
 
@@ -610,8 +612,8 @@ LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that 
 class Room:
     """An `ExpertSource` on a played device. Every wave becomes a kernel that looks at the bytes when it finally runs.
 
-    A kernel reads the slots it was told of; or it finds them by their labels, as the real ones do, and then the host
-    reads the router's choice before each use, which is behind everything that compute was given before.
+    The host runs ahead of compute; or it keeps in step: before each use it reads the router's choice, which is behind
+    everything that compute was given before.
     """
 
     def __init__(
@@ -621,12 +623,12 @@ class Room:
         shape: Shape,
         experts: Sequence[int],
         *,
-        by_label: bool,
+        in_step: bool,
         seed: int = 0,
         threaded: bool = False,
     ) -> None:
         self.experts = tuple(experts)
-        self.by_label = by_label
+        self.in_step = in_step
         self.threaded = threaded
         self.closed = False
         self.memory = Memory(slots, shape.nbytes, experts)
@@ -663,14 +665,14 @@ class Room:
             self.transfer.keep()
 
     def begin_step(self) -> None:
-        if self.by_label:
+        if self.in_step:
             self.synchronize()
         self.source.begin_step()
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
         """Begin a use and take its first wave."""
         assert self.waves is None
-        if self.by_label:
+        if self.in_step:
             self.synchronize()
         if not self.threaded:
             self.device.struck.clear()
@@ -696,7 +698,7 @@ class Room:
         keys = {ExpertKey(wave.layer, expert) for expert in wave.experts}
         assert keys <= self.asked - self.delivered
         self.delivered |= keys
-        self.device.launch_wave(wave, by_label=self.by_label)
+        self.device.launch_wave(wave)
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
         self.use(layer, experts)
@@ -739,7 +741,6 @@ class Room:
         for entry in self.source.cache.entries():
             assert entry.pins == 0
             assert self.memory.content(entry.slot) == self.memory.blobs[entry.key]
-            assert self.memory.labelled(entry.key) == entry.slot
         self.check()
 
     def finish(self) -> None:
@@ -764,7 +765,7 @@ class Room:
 
 
 def make_room(slots: int = 3) -> Room:
-    return Room("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), by_label=False)
+    return Room("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), in_step=False)
 
 
 def wish(room: Room, *keys: tuple[int, int]) -> None:
@@ -857,12 +858,12 @@ class Programs(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         shape=st.sampled_from(SHAPES),
         experts=st.lists(st.integers(1, 3), min_size=1, max_size=2),
-        by_label=st.booleans(),
+        in_step=st.booleans(),
         seed=st.integers(0, 3),
     )
-    def build(self, rule: int, slots: int, shape: Shape, experts: list[int], by_label: bool, seed: int) -> None:
+    def build(self, rule: int, slots: int, shape: Shape, experts: list[int], in_step: bool, seed: int) -> None:
         eviction = self.evictions[rule % len(self.evictions)]
-        self.room = Room(eviction, slots, shape, [*experts, LAST_LAYER], by_label=by_label, seed=seed)
+        self.room = Room(eviction, slots, shape, [*experts, LAST_LAYER], in_step=in_step, seed=seed)
 
     def key(self, layer: int, expert: int) -> ExpertKey:
         layer %= len(self.room.experts)
@@ -884,9 +885,7 @@ class Programs(RuleBasedStateMachine):
     def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
         for layer, expert, score, slack in wishes:
             key = self.key(layer, expert)
-            # who looks for an expert by its label must not move it while compute may look
-            deadline = key.layer + (0 if self.room.by_label else slack or 0)
-            self.room.source.wish([Wish(key, score, deadline, fetch=slack is not None)])
+            self.room.source.wish([Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)])
 
     @rule(copies=some_steps, compute=some_steps, compute_first=st.booleans())
     def pass_time(self, copies: int, compute: int, compute_first: bool) -> None:
@@ -1001,14 +1000,14 @@ def run_steps(room: Room, seed: int, steps: int) -> None:
 
 @pytest.mark.usefixtures("_restless")
 @rules_in_turn
-@pytest.mark.parametrize("by_label", [False, True], ids=["by slot", "by label"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["ahead", "in step"])
 @pytest.mark.parametrize("fault_rate", [0.0, 0.05])
-def test_with_threads_too(evictions: Sequence[str], by_label: bool, fault_rate: float) -> None:
+def test_with_threads_too(evictions: Sequence[str], in_step: bool, fault_rate: float) -> None:
     before = own_threads()
     faults = 0
     for seed, shape in enumerate(SHAPES):
         slots, eviction = 1 + seed % 4, evictions[seed % len(evictions)]
-        room = Room(eviction, slots, shape, EXPERTS, by_label=by_label, seed=seed, threaded=True)
+        room = Room(eviction, slots, shape, EXPERTS, in_step=in_step, seed=seed, threaded=True)
         room.device.fault_rate = fault_rate
         with room.device.running():
             within(partial(run_steps, room, seed, 20))
@@ -1022,7 +1021,7 @@ def test_with_threads_too(evictions: Sequence[str], by_label: bool, fault_rate: 
 def test_closing_from_another_thread_ends_a_model_in_the_middle() -> None:
     before = own_threads()
     for seed in range(8):
-        room = Room("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, by_label=False, seed=seed, threaded=True)
+        room = Room("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, in_step=False, seed=seed, threaded=True)
         warm = threading.Event()
         worker = threading.Thread(target=run_until_closed, args=(room, seed, warm), daemon=True)
         with room.device.running():

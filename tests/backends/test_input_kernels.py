@@ -1,4 +1,4 @@
-"""Tokens, chains and masks against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
+"""Tokens, chains and waves against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
-def host(values: list[int] | list[list[int]]) -> Tensor:
+def host(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
     """Memory that the device can read where it is."""
-    tensor = torch.tensor(values, dtype=torch.int64)
+    tensor = torch.tensor(values, dtype=dtype)
     return tensor if INTERPRETED else tensor.pin_memory()
 
 
@@ -69,14 +69,19 @@ def test_a_chain_goes_on_as_its_twin_does() -> None:
         assert all(torch.equal(a, b) for a, b in zip(after, twins, strict=True))
 
 
-@pytest.mark.parametrize("words", [1, 2, 8])
-def test_masks_are_taken_in_turn_around_the_ring(words: int) -> None:
-    ring = host([[10 * place + word - 2**62 for word in range(words)] for place in range(3)])
+@pytest.mark.parametrize("count", [1, 8, 60, 130])
+def test_waves_are_taken_in_turn_around_the_ring(count: int) -> None:
+    rows = [
+        [-1 if (place + expert) % 3 == 0 else 1000 * place + expert for expert in range(count)] for place in range(3)
+    ]
+    ring = host(rows, torch.int32)
     cursors = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    masks = [torch.zeros(words, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    around = [torch.full((count + 8,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    tables = [whole[4:-4] for whole in around]  # as aligned as the real one
     for turn in range(7):
-        inputs.take_mask(ring, cursors[0], masks[0])
-        inputs.take_mask_plain(ring, cursors[1], masks[1])
-        assert torch.equal(masks[0], masks[1])
-        assert masks[0].tolist() == ring[turn % 3].tolist()
-    assert cursors[0].tolist() == [7]
+        inputs.take_wave(ring, cursors[0], tables[0])
+        inputs.take_wave_plain(ring, cursors[1], tables[1])
+        assert torch.equal(around[0], around[1])
+        assert around[0].tolist() == [*[-7] * 4, *rows[turn % 3], *[-7] * 4], "the wave, and nothing beside it"
+        assert cursors[0].tolist() == cursors[1].tolist() == [turn + 1]
+    assert ring.tolist() == rows

@@ -146,7 +146,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
         )
     for user, kernels, names in (
         ("backends.cuda", experts, ("run_wave", "add_up")),
-        ("backends.cuda", inputs, ("take_mask",)),
+        ("backends.cuda", inputs, ("take_wave",)),
         ("models.programs", inputs, ("stage", "stage_chained", "go_on")),
         ("backends.kernels.attention", attention, ("append", "decode_attention")),
         ("backends.kernels.quantized", quantized, ("run_coded",)),
