@@ -117,3 +117,47 @@ def test_a_closed_source_opens_nothing() -> None:
     source.close()
     with pytest.raises(TransferError):
         source.open(0)
+
+
+def test_what_compute_has_already_may_be_booked_later() -> None:
+    source, transfer = room(4)
+    fill(source, 0, 0, 1)
+    fill(source, 1, 2, 3)
+    before = source.counters.copy()
+    opened = source.open(0)
+    transfer.fenced = []
+    assert source.use_opened(opened, [1])
+    assert source.counters.minus(before).hits == 0
+    following = source.open(1)  # the next layer begins before anything is booked
+    assert source.cache.reserve(ExpertKey(1, 0), prefetched=False) is None, "all that is open stays"
+    source.book()
+    source.book()
+    assert source.counters.minus(before).hits == 1
+    assert transfer.fenced == [source.cache.get(ExpertKey(0, 1)).slot]  # type: ignore[union-attr]
+    assert source.use_opened(following, [2, 3])
+    source.end_step()
+    assert source.counters.minus(before).hits == 3
+    assert all(entry.pins == 0 for entry in source.cache.entries())
+
+
+def test_what_was_not_opened_is_not_put_off() -> None:
+    source, _ = room(3)
+    fill(source, 0, 0, 1)
+    opened = source.open(0)
+    assert not source.use_opened(opened, [0, 2])
+    assert [wave.experts for wave in source.use(0, [0, 2], opened)] == [(2,)]
+
+
+@pytest.mark.parametrize("then", ["begin_step", "end_step", "use", "use_opened"])
+def test_nothing_happens_before_what_was_put_off(then: str) -> None:
+    source, _ = room(4)
+    fill(source, 0, 0, 1)
+    before = source.counters.copy()
+    source.use_opened(source.open(0), [0, 1])
+    if then == "use":
+        fill(source, 1, 0)
+    elif then == "use_opened":
+        source.use_opened(source.open(0), [])
+    else:
+        getattr(source, then)()
+    assert source.counters.minus(before).hits == 2

@@ -212,10 +212,16 @@ class CudaPort:
             if opened.entries:
                 self._backend.post(opened.experts, opened.slots)
                 run()
+            self._source.book()  # of the last layer, while the device is busy
             known.synchronize()
+            if self._source.use_opened(opened, _numbers(chosen)):
+                for note in notes:
+                    note()
+                return
             self._run_waves(run, chosen, opened, notes)
-        finally:
+        except BaseException:
             self._source.shut(opened)
+            raise
 
     def _run_waves(
         self,
@@ -225,8 +231,7 @@ class CudaPort:
         notes: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Read the router's choice and run the experts as they come."""
-        needed = sorted({expert for row in index.tolist() for expert in row})
-        waves = self._source.use(self._layer, needed, opened)
+        waves = self._source.use(self._layer, _numbers(index), opened)
         wave = next(waves, None)  # what is missing has been demanded by now
         for note in notes:
             note()
@@ -234,3 +239,8 @@ class CudaPort:
             self._backend.post(wave.experts, wave.slots)
             run()
             wave = next(waves, None)
+
+
+def _numbers(index: Tensor) -> list[int]:
+    """The experts that are chosen, each once, in order."""  # index: [rows, top_k]
+    return sorted({expert for row in index.tolist() for expert in row})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from spmoe.errors import SpmoeError
 from spmoe.experts.transfer import Ticket
@@ -64,20 +65,22 @@ def _rank(wish: Wish) -> tuple[int, float, ExpertKey]:
 
 
 class PrefetchWorker:
-    """A thread that calls `pump` whenever there may be something to submit.
+    """A thread that calls `pump` when a copy has ended and made room for more.
 
     `pump` submits what it can; it returns a ticket when more could follow once that ticket's copy has ended.
     """
 
     def __init__(self, pump: Callable[[], Ticket | None]) -> None:
         self._pump = pump
+        self._next: Ticket | None = None
         self._work = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
         self._thread.start()
 
-    def poke(self) -> None:
-        """Something changed: look again."""
+    def go_on_after(self, ticket: Ticket) -> None:
+        """Wishes are left that have room once this copy has ended."""
+        self._next = ticket
         self._work.set()
 
     def close(self) -> None:
@@ -90,10 +93,10 @@ class PrefetchWorker:
         while True:
             self._work.wait()
             self._work.clear()
-            while not self._closed and (ticket := self._pump()) is not None:
-                try:
+            ticket, self._next = self._next, None
+            while not self._closed and ticket is not None:
+                with suppress(SpmoeError):  # told where the expert is used, if it ever is
                     ticket.wait()
-                except SpmoeError:
-                    continue  # told where the expert is used, if it ever is
+                ticket = None if self._closed else self._pump()
             if self._closed:
                 return

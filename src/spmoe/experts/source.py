@@ -59,6 +59,7 @@ class ExpertSource:
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
         self._on_routed: OnRouted | None = None
+        self._unbooked: tuple[Opened, Sequence[int]] | None = None
         self._closed = False
         self._worker = PrefetchWorker(self.pump) if threaded else None
 
@@ -69,6 +70,7 @@ class ExpertSource:
 
         In this step `on_routed` is told what each layer's router has chosen, once all of it is there or on its way.
         """
+        self.book()
         with self._lock:
             self._queue.drop_all()
             self._on_routed = on_routed
@@ -79,6 +81,8 @@ class ExpertSource:
     def wish(self, wishes: Iterable[Wish]) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
         wishes = list(wishes)  # before the lock is taken: an iterator may compute
+        if not wishes:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -135,11 +139,30 @@ class ExpertSource:
             while opened.entries:
                 self.cache.unpin(opened.entries.pop())
 
+    def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
+        """Whether these are all among what was opened, so that compute needs nothing else; they are booked later.
+
+        That is done by `book`, or before anything else that the order matters to.
+        """
+        if not {entry.key.expert for entry in opened.entries}.issuperset(experts):
+            return False
+        self.book()
+        self._unbooked = (opened, experts)
+        return True
+
+    def book(self) -> None:
+        """Account for what `use_opened` has put off."""
+        if self._unbooked is not None:
+            (opened, experts), self._unbooked = self._unbooked, None
+            for _ in self.use(opened.layer, experts, opened):
+                raise AssertionError("an expert that was opened has left its slot")
+
     def use(self, layer: int, experts: Sequence[int], opened: Opened | None = None) -> Iterator[Wave]:
         """Yield all these experts, wave by wave: those READY first, the others as they arrive.
 
         Those of `opened`, which compute has been given already, are booked like the others and not yielded.
         """
+        self.book()
         held: list[Entry] = []
         absent: list[ExpertKey] = []
         started = self._clock.now()
@@ -191,6 +214,7 @@ class ExpertSource:
 
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
+        self.book()
         with self._lock:
             self._queue.drop_all()
             self._on_routed = None
@@ -257,15 +281,18 @@ class ExpertSource:
 
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
-        if absent and self._closed:
+        if not absent:
+            return
+        if self._closed:
             raise TransferError("the engine was closed")
         batch = [self._loads.begin(reservation) for reservation in self.cache.reserve_for_demand(absent)]
         del absent[: len(batch)]
         self._unplaced -= len(batch)
         for entry in batch:
             self.cache.pin(entry)
-            self._eviction.used(entry.key)
         self._loads.submit(batch, urgent=True)
+        for entry in batch:
+            self._eviction.used(entry.key)
         waiting += batch
         held += batch
 
@@ -340,9 +367,9 @@ class ExpertSource:
                     self.cache.unpin(entry)
 
     def _poke(self) -> None:
+        """Submit what can be submitted; the worker goes on once there is room for more."""
         if self.synchronous:
             return  # whoever wishes sees to it
-        if self._worker is not None:
-            self._worker.poke()
-        else:
-            self.pump()
+        ticket = self.pump()
+        if ticket is not None and self._worker is not None:
+            self._worker.go_on_after(ticket)

@@ -47,8 +47,8 @@ class Valued:
         self, n: int, pinned: Collection[ExpertKey], below: float, layer: int | None = None
     ) -> list[ExpertKey] | None:
         candidates = self._resident.copy()
-        if pinned:
-            candidates[tuple(np.array(list(pinned)).T)] = False
+        for key in pinned:
+            candidates[key] = False
         if n == 1:
             return self._one_victim(candidates, below)
         layers, experts = np.nonzero(candidates)
