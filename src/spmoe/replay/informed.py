@@ -46,8 +46,7 @@ class DraftInformed(Habit):
         self.usual_passes = 1
         self.reliability = Reliability()
         self._expected = np.zeros((layers, width))
-        self._stale = np.zeros(layers, dtype=bool)  # layers whose expectation is to be worked out anew
-        self._any_stale = False
+        self._low, self._high = layers, 0  # layers whose expectation is to be worked out anew
         self._worths: np.ndarray | None = None
         count = np.arange(layers)
         self._nearness = [self.discount ** ((count - at - 1) % layers / layers) for at in range(-1, layers)]
@@ -60,8 +59,8 @@ class DraftInformed(Habit):
         flat = self.score.ravel()
         flat[keys] = np.maximum(flat[keys], scores)
         self.passes[layers] += 1
-        self._stale[layers] = True
-        self._any_stale, self._worths = True, None
+        self._low, self._high = min(self._low, int(layers[0])), max(self._high, int(layers[-1]) + 1)
+        self._worths = None
 
     def reached(self, layer: int) -> None:
         before, self.position = self.position, layer
@@ -69,10 +68,8 @@ class DraftInformed(Habit):
         if layer > before:  # what was foretold of layers that have had their turn counts no more
             told = slice(before + 1, layer + 1)
             self._expected[told] = self.frequency.reshape(self.layers, self.width)[told]
-            self._stale[told] = False
         else:  # another pass over the layers, in the same step
-            self._stale = (self.passes > 0) & (np.arange(self.layers) > layer)
-            self._any_stale = True
+            self._low, self._high = layer + 1, self.layers
 
     def begin_step(self, step: int) -> None:
         spoken = np.flatnonzero(self.passes)
@@ -88,25 +85,24 @@ class DraftInformed(Habit):
         habit = self.frequency.reshape(self.layers, self.width)
         self._expected[:] = habit
         self._later = draft_informed.later_use(habit, self.discount)
-        self._stale[:] = False
-        self._any_stale, self._worths = False, None
+        self._low, self._high = self.layers, 0
+        self._worths = None
 
     def worths(self) -> np.ndarray:
         if self._worths is None:
-            if self._any_stale:
+            if self._low < self._high:
                 self._renew()
             near = self._nearness[self.position + 1]
             self._worths = draft_informed.first_use(self._expected, self._later, near).ravel()
         return self._worths
 
     def _renew(self) -> None:
-        self._stale[: self.position + 1] = False
-        told = np.flatnonzero(self._stale)
-        if len(told):
-            expected = self.frequency.reshape(self.layers, self.width)[told]
+        told = slice(max(self._low, self.position + 1), self._high)
+        self._low, self._high = self.layers, 0
+        if told.start < told.stop:
+            named = self.named[told]
             spoken = np.minimum(1.0, self.passes[told] / self.usual_passes)
-            expected *= (1 - spoken * (1 - self.reliability.silence))[:, None]
-            word = self.reliability.of(self.named[told], self.score[told])
-            self._expected[told] = np.where(self.named[told] > 0, np.maximum(word, expected), expected)
-        self._stale[:] = False
-        self._any_stale = False
+            expected = self.frequency.reshape(self.layers, self.width)[told]
+            expected = expected * (1 - spoken * (1 - self.reliability.silence))[:, None]
+            word = self.reliability.of(named, self.score[told])
+            self._expected[told] = np.where(named > 0, np.maximum(word, expected), expected)

@@ -19,7 +19,7 @@ from spmoe.observe.timeline import Activity, Timeline
 from spmoe.replay.rule import NEVER, Rule
 from spmoe.replay.steps import Foretold
 
-ABSENT, LOADING, READY, IN_USE, AWAITED, ARRIVED = range(6)  # the last two: needed by the layer that runs
+ABSENT, LOADING, READY, IN_USE, AWAITED = range(5)  # the last two: needed by the layer that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Simulation:
         self._issued = 0
         self._unplaced = 0
         self._position = -1
+        self._arrived: list[int] = []  # in use, and not yet in a wave
         # the link
         self._loading: list[int] = []  # in order of submission
         self._urgent: list[tuple[int, int, float]] = []  # (number, key, seconds left)
@@ -126,15 +127,15 @@ class Simulation:
             self._drop_passed(layer)
         rule.reached(layer)
         ready: list[int] = []
-        waiting: list[int] = []
         absent: list[int] = []
+        awaited = 0
         for key in needed:
             now = state[key]
             if now == READY:
                 ready.append(key)
                 state[key] = IN_USE
             elif now == LOADING:
-                waiting.append(key)
+                awaited += 1
                 state[key] = AWAITED
                 self._hurry(key)
             else:
@@ -149,51 +150,46 @@ class Simulation:
         if present:
             rule.used(present)
         counters.hits += len(ready)
-        counters.late += len(waiting)
+        counters.late += awaited
         counters.demand_loads += len(absent)
         counters.demand_bytes += len(absent)
-        self._unplaced = len(absent)
         if absent:
-            self._demand(absent, waiting)
+            self._unplaced = len(absent)
+            awaited += self._demand(absent)
         if then is not None:
             then()
         if ready:
-            if self._wanted and len(self._loading) < self._room:
-                self._pump()
-            self.compute(seconds * len(ready))
-            for key in ready:
-                state[key] = READY
-        while waiting or absent:
+            self._run_wave(ready, seconds)
+        while awaited or absent:
             if absent:
-                self._demand(absent, waiting)
-            arrived = [key for key in waiting if state[key] == ARRIVED]
-            if not arrived:
-                self._stall(waiting)
-                arrived = [key for key in waiting if state[key] == ARRIVED]
-            if arrived:
-                for key in arrived:
-                    waiting.remove(key)
-                    state[key] = IN_USE
-                if self._wanted and len(self._loading) < self._room:
-                    self._pump()
-                self.compute(seconds * len(arrived))
-                for key in arrived:
-                    state[key] = READY
+                awaited += self._demand(absent)
+            if not self._arrived:
+                self._stall()
+            if self._arrived:
+                wave, self._arrived = self._arrived, []
+                awaited -= len(wave)
+                self._run_wave(wave, seconds)
+
+    def _run_wave(self, wave: list[int], seconds: float) -> None:
+        if self._wanted and len(self._loading) < self._room:
+            self._pump()
+        self.compute(seconds * len(wave))
+        for key in wave:
+            self._state[key] = READY
 
     # ---- slots
 
-    def _demand(self, absent: list[int], waiting: list[int]) -> None:
-        """Load as many of these as slots can be had for."""
+    def _demand(self, absent: list[int]) -> int:
+        """Load as many of these as slots can be had for; takes them out and returns their number."""
         lacking = len(absent) - self._free
         if lacking > 0:
             candidates = self._states == READY
-            for victim in self.rule.victims(
-                min(lacking, int(np.count_nonzero(candidates))), candidates, self._position
-            ):
+            count = min(lacking, int(np.count_nonzero(candidates)))
+            for victim in self.rule.victims(count, candidates, self._position):
                 self._evict(victim)
         batch = absent[: self._free]
         if not batch:
-            return
+            return 0
         del absent[: len(batch)]
         self._free -= len(batch)
         self._unplaced = len(absent)
@@ -203,7 +199,7 @@ class Simulation:
         self.rule.used(batch)
         for key in batch:
             self._submit(key, calm=False)
-        waiting += batch
+        return len(batch)
 
     def _evict(self, key: int) -> None:
         self._state[key] = ABSENT
@@ -332,18 +328,21 @@ class Simulation:
                 self._urgent.sort()
             self._start_next()
             return
-        self._state[key] = ARRIVED if self._state[key] == AWAITED else READY
+        if self._state[key] == AWAITED:
+            self._state[key] = IN_USE
+            self._arrived.append(key)
+        else:
+            self._state[key] = READY
         self._loading.remove(key)
         self._start_next()
         if self._wanted and len(self._loading) < self._room:
             self._pump()
 
-    def _stall(self, waiting: list[int]) -> None:
-        """Wait for the oldest of these copies or, when none has a slot, for whatever holds one."""
-        own = [key for key in self._loading if key in waiting]
-        blocking = own[0] if own else self._loading[0]
-        started = self.now
-        while self._state[blocking] in (LOADING, AWAITED):
+    def _stall(self) -> None:
+        """Wait for the oldest copy that the layer needs or, when none of those has a slot, for whatever holds one."""
+        state, started = self._state, self.now
+        blocking = next((key for key in self._loading if state[key] == AWAITED), self._loading[0])
+        while state[blocking] in (LOADING, AWAITED):
             self._arrive()
         self.counters.stall_seconds += self.now - started
         if self.timeline is not None:
