@@ -29,9 +29,8 @@ from spmoe.types import ExpertKey  # noqa: E402
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
 
-# largest error against float64 on the same codes, as a share of the largest true value; sums of floats that are all
-# near one lose eight bits when the ones are taken away, which is far below a step of the codes
-BOUND = {torch.float32: 1e-4, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+# largest error against float64 on the same codes, as a share of the largest true value
+BOUND = {torch.float32: 2e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
 ACTIVATIONS = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -142,15 +141,13 @@ def test_it_agrees_with_its_twin_and_with_float64(
     assert close(run_coded_plain(*asked), wanted, dtype)
 
 
+NARROW = Tiles(Tile(32, 1, 1, 1), Tile(16, 2, 1, 1), 1)
+WIDE = Tiles(Tile(16, 4, 4, 3), Tile(64, 1, 4, 2), 3)
+
+
 @pytest.mark.parametrize(
-    "tiles",
-    [
-        Tiles(Tile(32, 1, 1, 1), Tile(16, 2, 1, 1), 1),
-        Tiles(Tile(16, 4, 4, 1), Tile(64, 1, 4, 1), 3),
-    ],
-    ids=str,
+    ("bits", "group", "tiles"), [(4, 32, NARROW), (4, 64, WIDE), (8, 32, WIDE), (8, 16, NARROW)], ids=str
 )
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 32), (8, 16)])
 def test_however_it_is_cut(tmp_path: Path, device: torch.device, bits: int, group: int, tiles: Tiles) -> None:
     layer = Layer(tmp_path, device, bits, 72, 70, count=1, group=group)
     given = layer.rows(3, 1, torch.float32)

@@ -2,8 +2,8 @@
 
 Codes lie as [groups, outputs, words]: a thread reads a group of one output at once, its neighbours those of the next
 outputs, so every line of memory is used whole. A code is put into the mantissa of a float between 1 and 2, which takes
-no conversion; what that adds to a sum of products is a sum of inputs, and is taken away once per group. Rows that chose
-the same expert are served two at a time, so that a code is unpacked once for both.
+no conversion, and scaled from there. Rows that chose the same expert are served two at a time, so that codes are
+unpacked once for both.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -54,9 +54,7 @@ class CodedGeometry(NamedTuple):
 
 def config_for(geometry: CodedGeometry, pairs: int) -> Tiles:
     """Tiles by shape; `n` is outputs and `k` groups at a time."""
-    n = 32 if geometry.ffn * min(pairs, 8) >= _ENOUGH_PROGRAMS * 32 else 16
-    up = Tile(n, 16, 4, 1)
-    down = Tile(n, 8, 4, 1)
+    up, down = Tile(32, 8, 4, 3), Tile(32, 8, 4, 3)
     groups, splits = triton.cdiv(geometry.ffn, geometry.group), 1
     programs = triton.cdiv(geometry.hidden, 2 * down.n) * pairs
     while splits * programs < _ENOUGH_PROGRAMS and splits < 8 and groups >= 4 * splits * down.k:
@@ -85,12 +83,12 @@ def run_coded(
     _up_kernel[pairs, triton.cdiv(geometry.ffn, tiles.up.n)](
         hidden, index, blobs, scratch.up, pairs, _ONE, **sizes, HIDDEN=gate_up.inputs, FFN=geometry.ffn,
         CODES=gate_up.codes_at, SCALES=gate_up.scales_at, ACTIVATION=activation, BN=tiles.up.n, BG=tiles.up.k,
-        num_warps=tiles.up.warps, num_stages=tiles.up.stages,
+        num_warps=tiles.up.warps, STAGES=tiles.up.stages,
     )  # fmt: skip
     _down_kernel[pairs, triton.cdiv(geometry.hidden, 2 * tiles.down.n), tiles.splits](
         scratch.up, index, weights, blobs, scratch.parts, pairs, _ONE, **sizes, HIDDEN=geometry.hidden,
         FFN=geometry.ffn, CODES=down.codes_at, SCALES=down.scales_at, SPLITS=tiles.splits, BN=tiles.down.n,
-        BG=tiles.down.k, num_warps=tiles.down.warps, num_stages=tiles.down.stages,
+        BG=tiles.down.k, num_warps=tiles.down.warps, STAGES=tiles.down.stages,
     )  # fmt: skip
     return add_up(scratch, torch.empty_like(hidden))
 
@@ -173,70 +171,56 @@ def _inputs(x, at, last, i: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, 
 
 
 @triton.jit
-def _scaled(fine, coarse, scales, fine_inputs, coarse_inputs):
-    """The groups' products, from those with floats that codes were made into, and the sums of inputs."""
-    step = (scales << 16).to(tl.float32, bitcast=True)
+def _fetch(
+    blob, at, last, n, N: tl.constexpr, OUT: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of some groups of some outputs."""  # [groups, outputs, words], [groups, outputs]
+    place = at[:, None] * OUT + n[None, :]
+    there = (at[:, None] < last) & (n[None, :] < N)
+    words = blob + CODES + place[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+    return tl.load(words, mask=there[:, :, None], other=0), tl.load(blob + SCALES + place, mask=there, other=0)
+
+
+@triton.jit
+def _weights(words, scales, one, i: tl.constexpr, BITS: tl.constexpr):
+    """What the i-th codes of the words stand for."""  # [groups, outputs, words]
+    UNIT: tl.constexpr = 16.0 if BITS == 4 and i % 2 else 256.0  # a code was made into 1 + code / unit
+    step = UNIT * (scales << 16).to(tl.float32, bitcast=True)
     low = (scales & -65536).to(tl.float32, bitcast=True)
-    levels = tl.sum(256.0 * fine + 16.0 * coarse, axis=2)  # [groups, outputs]
-    beyond = 256.0 * fine_inputs + 16.0 * coarse_inputs
-    return step * (levels - beyond[:, None]) + low * (fine_inputs + coarse_inputs)[:, None]
+    return _code(words, one, i, BITS) * step[:, :, None] + (low - step)[:, :, None]
 
 
 @triton.jit
 def _products(
     x, y, blob, n, m, first, last, one, K: tl.constexpr, OUT: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
     SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PAIRED: tl.constexpr,
-    BN: tl.constexpr, BG: tl.constexpr,
+    BN: tl.constexpr, BG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Two tiles of outputs, `n` and `m`, below `N`, of one row `x` or of two: 4 x [BN]."""
-    g, w = tl.arange(0, BG), tl.arange(0, WORDS)
-    xn = tl.zeros((BG, BN), tl.float32)
-    xm = tl.zeros((BG, BN), tl.float32)
-    yn = tl.zeros((BG, BN), tl.float32)
-    ym = tl.zeros((BG, BN), tl.float32)
-    for start in range(first, last, BG):
-        at = start + g
-        row, inside = at[:, None] * OUT, at[:, None] < last
-        there_n, there_m = inside & (n[None, :] < N), inside & (m[None, :] < N)
-        at_n, at_m = blob + CODES + (row + n[None, :]) * WORDS, blob + CODES + (row + m[None, :]) * WORDS
-        words_n = tl.load(at_n[:, :, None] + w[None, None, :], mask=there_n[:, :, None], other=0)
-        words_m = tl.load(at_m[:, :, None] + w[None, None, :], mask=there_m[:, :, None], other=0)
-        scales_n = tl.load(blob + SCALES + row + n[None, :], mask=there_n, other=0)
-        scales_m = tl.load(blob + SCALES + row + m[None, :], mask=there_m, other=0)
-        xn_fine = tl.zeros((BG, BN, WORDS), tl.float32)
-        xn_coarse, xm_fine, xm_coarse = xn_fine, xn_fine, xn_fine
-        yn_fine, yn_coarse, ym_fine, ym_coarse = xn_fine, xn_fine, xn_fine, xn_fine
-        x_fine = tl.zeros((BG, WORDS), tl.float32)
-        x_coarse, y_fine, y_coarse = x_fine, x_fine, x_fine
+    xn = tl.zeros((BG, BN, WORDS), tl.float32)
+    xm = tl.zeros((BG, BN, WORDS), tl.float32)
+    yn = tl.zeros((BG, BN, WORDS), tl.float32)
+    ym = tl.zeros((BG, BN, WORDS), tl.float32)
+    for start in tl.range(first, last, BG, num_stages=STAGES):
+        at = start + tl.arange(0, BG)
+        words_n, scales_n = _fetch(blob, at, last, n, N, OUT, CODES, SCALES, WORDS)
+        words_m, scales_m = _fetch(blob, at, last, m, N, OUT, CODES, SCALES, WORDS)
         for i in tl.static_range(32 // BITS):
-            code_n, code_m = _code(words_n, one, i, BITS), _code(words_m, one, i, BITS)
-            xi = _inputs(x, at, last, i, K, GROUP, WORDS)
-            if BITS == 4 and i % 2 == 1:
-                xn_coarse += code_n * xi[:, None, :]
-                xm_coarse += code_m * xi[:, None, :]
-                x_coarse += xi
-            else:
-                xn_fine += code_n * xi[:, None, :]
-                xm_fine += code_m * xi[:, None, :]
-                x_fine += xi
+            weights_n, weights_m = _weights(words_n, scales_n, one, i, BITS), _weights(words_m, scales_m, one, i, BITS)
+            xi = _inputs(x, at, last, i, K, GROUP, WORDS)[:, None, :]
+            xn += weights_n * xi
+            xm += weights_m * xi
             if PAIRED:
-                yi = _inputs(y, at, last, i, K, GROUP, WORDS)
-                if BITS == 4 and i % 2 == 1:
-                    yn_coarse += code_n * yi[:, None, :]
-                    ym_coarse += code_m * yi[:, None, :]
-                    y_coarse += yi
-                else:
-                    yn_fine += code_n * yi[:, None, :]
-                    ym_fine += code_m * yi[:, None, :]
-                    y_fine += yi
-        sum_fine, sum_coarse = tl.sum(x_fine, axis=1), tl.sum(x_coarse, axis=1)
-        xn += _scaled(xn_fine, xn_coarse, scales_n, sum_fine, sum_coarse)
-        xm += _scaled(xm_fine, xm_coarse, scales_m, sum_fine, sum_coarse)
-        if PAIRED:
-            sum_fine, sum_coarse = tl.sum(y_fine, axis=1), tl.sum(y_coarse, axis=1)
-            yn += _scaled(yn_fine, yn_coarse, scales_n, sum_fine, sum_coarse)
-            ym += _scaled(ym_fine, ym_coarse, scales_m, sum_fine, sum_coarse)
-    return tl.sum(xn, axis=0), tl.sum(xm, axis=0), tl.sum(yn, axis=0), tl.sum(ym, axis=0)
+                yi = _inputs(y, at, last, i, K, GROUP, WORDS)[:, None, :]
+                yn += weights_n * yi
+                ym += weights_m * yi
+    return _total(xn), _total(xm), _total(yn), _total(ym)
+
+
+@triton.jit
+def _total(parts):
+    return tl.sum(tl.sum(parts, axis=2), axis=0)
 
 
 @triton.jit(do_not_specialize=["pairs", "one"])
@@ -244,7 +228,7 @@ def _up_kernel(
     hidden, index, blobs, up, pairs, one,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOB: tl.constexpr, TOP_K: tl.constexpr, PAIRED: tl.constexpr,
-    PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
     pair = tl.program_id(0)
@@ -258,7 +242,7 @@ def _up_kernel(
     # a last tile that is not whole reads on, from the gate's outputs into the others, and stores none of that
     gate, value, gate_2, value_2 = _products(
         hidden + pair // TOP_K * HIDDEN, hidden + other // TOP_K * HIDDEN, blobs + expert * BLOB, n, FFN + n, 0,
-        GROUPS, one, HIDDEN, 2 * FFN, 2 * FFN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
+        GROUPS, one, HIDDEN, 2 * FFN, 2 * FFN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG, STAGES,
     )  # fmt: skip
     tl.store(up + pair * FFN + n, activate(gate, ACTIVATION) * value, mask=there)
     if PAIRED:
@@ -270,7 +254,7 @@ def _down_kernel(
     up, index, weights, blobs, parts, pairs, one,
     HIDDEN: tl.constexpr, FFN: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOB: tl.constexpr, TOP_K: tl.constexpr, PAIRED: tl.constexpr,
-    PAIRS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = (FFN + GROUP - 1) // GROUP
     PART: tl.constexpr = (GROUPS + BG * SPLITS - 1) // (BG * SPLITS) * BG
@@ -285,7 +269,7 @@ def _down_kernel(
     first = split * PART
     xn, xm, yn, ym = _products(
         up + pair * FFN, up + other * FFN, blobs + expert * BLOB, n, m, first, tl.minimum(first + PART, GROUPS),
-        one, FFN, HIDDEN, HIDDEN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG,
+        one, FFN, HIDDEN, HIDDEN, CODES, SCALES, BITS, GROUP, WORDS, PAIRED, BN, BG, STAGES,
     )  # fmt: skip
     weight = tl.load(weights + pair).to(tl.float32)
     place = parts + (split * pairs + pair) * HIDDEN
