@@ -27,15 +27,17 @@ class Activations:
         self._here: int | None = None  # the running request's place
         self._counts = False  # whether the running step does
         self._step = np.zeros(shape, dtype=bool)  # what it has used
-        self._layers = np.zeros(shape[0], dtype=bool)  # those that have run in it
+        self._uses = 0  # how many that is
+        self._layers: set[int] = set()  # those that have run in it
         self._products = np.zeros(capacity)  # of the step so far with every matrix
+        self._sizes = np.zeros(capacity)  # squares of every matrix, over those layers
 
     def __len__(self) -> int:
         return len(self._places)
 
     def begin_step(self, request: int) -> None:
         """The last step is over and joins its request's matrix; one of this request begins."""
-        if self._here is not None and self._counts and self._layers.any():
+        if self._here is not None and self._counts and self._uses:
             here, steps = self._here, self._steps[self._here]
             self._matrices[here] = (self._matrices[here] * steps + self._step) / (steps + 1)
             self._squares[here] = np.square(self._matrices[here], dtype=float).sum(axis=1)
@@ -45,8 +47,10 @@ class Activations:
             self._places[request] = self._make_room()
         self._here = self._places[request]
         self._step[:] = False
-        self._layers[:] = False
+        self._uses = 0
+        self._layers.clear()
         self._products[:] = 0.0
+        self._sizes[:] = 0.0
 
     def note(self, keys: Sequence[ExpertKey]) -> None:
         """The running step uses these."""
@@ -54,21 +58,23 @@ class Activations:
         if new:
             layers, experts = np.array(new).T
             self._step[layers, experts] = True
-            self._layers[layers] = True
+            self._uses += len(new)
             self._products += self._matrices[:, layers, experts].sum(axis=1)
+            for layer in {key.layer for key in new} - self._layers:
+                self._layers.add(layer)
+                self._sizes += self._squares[:, layer]
 
     def similarities(self) -> np.ndarray:
         """The cosine between the step so far and every matrix, over the layers that have run."""  # [capacity]
-        sizes = np.sqrt(self._squares[:, self._layers].sum(axis=1) * self._step.sum())
-        found: np.ndarray = np.divide(self._products, sizes, out=np.zeros_like(sizes), where=sizes > 0)
+        found: np.ndarray = self._products / np.sqrt(np.maximum(self._sizes * self._uses, 1e-30))
         return found
 
-    def expected(self) -> np.ndarray:
+    def expected(self, start: int = 0) -> np.ndarray:
         """How likely this step is to use each expert, by the nearest matrices, weighed by how near they are.
 
         Before the first layer it is what the request itself has used so far or, if that is nothing, what all have.
         """
-        # [layers, experts]
+        # [layers from start, experts]
         known = np.flatnonzero(self._steps)
         near = self.similarities()[known]
         if near.any():
@@ -78,9 +84,9 @@ class Activations:
             known, weights = np.array([self._here]), np.ones(1)
         else:
             weights = np.ones(len(known))
-        if not len(known):
-            return np.zeros(self._step.shape)
-        found: np.ndarray = np.tensordot(weights / weights.sum(), self._matrices[known], axes=1)
+        found = np.zeros(self._step[start:].shape)
+        for place, weight in zip(known.tolist(), (weights / weights.sum()).tolist(), strict=True):
+            found += weight * self._matrices[place, start:]
         return found
 
     def _make_room(self) -> int:

@@ -38,14 +38,13 @@ class Activation(PrefetchPolicy):
 
     def _wishes(self, start: int) -> Iterable[Wish]:
         """For the layers from this one on, which is the next to run."""
-        expected = self._activations.expected()[start:]  # [layers to come, experts]
-        likeliest = np.argsort(-expected, axis=1, kind="stable")
-        likely = np.zeros(expected.shape, dtype=bool)
+        expected = self._activations.expected(start)  # [layers to come, experts]
+        likely, rows = np.zeros(expected.shape, dtype=bool), np.arange(len(expected))[:, None]
         usual = np.arange(expected.shape[1]) < np.ceil(expected.sum(axis=1))[:, None]
-        np.put_along_axis(likely, likeliest, usual, axis=1)
+        likely[rows, np.argsort(-expected, axis=1, kind="stable")] = usual
         new = likely & (expected > 0) & ~self._wished[start:]
         self._wished[start:] |= new
         count = len(self._wished)
-        for ahead, expert in zip(*(places.tolist() for places in np.nonzero(new)), strict=True):
+        for ahead, expert in np.argwhere(new).tolist():
             score = float(expected[ahead, expert]) * (1 - ahead / count)
             yield Wish(ExpertKey(start + ahead, expert), score, deadline=start + ahead)
