@@ -25,7 +25,9 @@ def run_of(
 ) -> Run:
     """A run of eleven tokens, ten of which are decoded in so many seconds with these counters."""
     ids = tokens or list(range(11))
-    total = {name: counted.get(name, 0) + PROMPT_COUNTERS.get(name, 0) for name in {*counted, *PROMPT_COUNTERS}}
+    total = PROMPT_COUNTERS | {
+        name: value + PROMPT_COUNTERS[name] if name in PROMPT_COUNTERS else value for name, value in counted.items()
+    }
     stats = Stats(
         prompt_tokens=5,
         output_tokens=len(ids),
@@ -89,6 +91,16 @@ def test_figures_of_decoding_alone() -> None:
     assert found["step_seconds"] == 4 / 8
     assert found["stall_seconds_per_step"] == pytest.approx(0.1 / 4)
     assert found["ledger"]["demand_loads"] == 60
+
+
+def test_acceptance_by_position_adds_up_over_runs() -> None:
+    long = run_of(FETCHED, steps=4, verified=4, accepted=6, drafted_at=[4, 4, 4, 4], accepted_at=[3, 2, 1, 0])
+    short = run_of(FETCHED, steps=2, verified=2, accepted=1, drafted_at=[2], accepted_at=[1])
+    found = figures([long, short], ResidentStep(0.1, "given"), link=1e6)
+    assert found["acceptance_by_position"] == [4 / 6, 2 / 4, 1 / 4, 0.0]
+    assert found["ledger"]["drafted_at"] == [6, 4, 4, 4]
+    after = run_of(PLAIN, steps=10, drafted_at=[0, 0], accepted_at=[0, 0])  # an engine that has drafted before
+    assert figures([after], ResidentStep(0.1, "given"), link=1e6)["acceptance_by_position"] == []
 
 
 @pytest.mark.parametrize(("link", "ideal"), [(1e6, 0.1), (70_000, 0.25), (7_000, 2.5)])
