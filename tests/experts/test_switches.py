@@ -74,10 +74,10 @@ def test_one_copy_per_submission_without_batching(batching: bool) -> None:
     place.source.batching = batching
     assert place.transfer.batched == place.source.batching == batching
     place.wish((1, 0), (1, 1), (1, 2))
-    place.use(0, 0, 1)
-    assert [len(jobs) for jobs in place.transfer.submissions] == ([3, 2] if batching else [1] * 5)
+    place.use(0, 0, 1, 2)  # the first that is demanded does not wait for the others
+    assert [len(jobs) for jobs in place.transfer.submissions] == ([3, 1, 2] if batching else [1] * 6)
     assert {job.key for jobs in place.transfer.submissions for job in jobs} == {
-        *(ExpertKey(1, e) for e in range(3)), *(ExpertKey(0, e) for e in range(2))
+        ExpertKey(layer, e) for layer in range(2) for e in range(3)
     }  # fmt: skip
 
 

@@ -56,8 +56,10 @@ class CudaLane:
         self._waits.append((before, after))
 
     def stalled_seconds(self) -> float:
-        over = [(before, after) for before, after in self._waits if after.query()]
-        self._waits = self._waits[len(over) :]  # they end in order
+        over = self._waits
+        if over and not over[-1][1].query():  # they end in order
+            over = [(before, after) for before, after in self._waits if after.query()]
+        self._waits = self._waits[len(over) :]
         return float(sum(before.elapsed_time(after) for before, after in over)) / 1000
 
     def drain(self) -> None:

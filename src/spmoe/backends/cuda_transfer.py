@@ -21,6 +21,11 @@ CHUNK_BYTES = 16 * 2**20  # large enough for the link's full speed
 WINDOW = 2  # chunks on the stream: one moves, the next is behind it when it ends
 
 
+def chunk_for(nbytes: int) -> int:
+    """How much of blobs of this size goes at a time: a whole one rather than one and a bit."""
+    return nbytes if CHUNK_BYTES < nbytes < 2 * CHUNK_BYTES else CHUNK_BYTES
+
+
 class Event(Protocol):
     """A point on a stream."""
 

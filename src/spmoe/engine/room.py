@@ -70,7 +70,7 @@ def _cuda_room(config: EngineConfig, materials: Materials, count: int, store: Ho
     from spmoe.backends.cuda import CudaAddresses, CudaBackend, CudaLane
     from spmoe.backends.cuda_driver import cuda_driver
     from spmoe.backends.cuda_memory import DeviceSlots, HostStore
-    from spmoe.backends.cuda_transfer import CudaTransfer
+    from spmoe.backends.cuda_transfer import CudaTransfer, chunk_for
     from spmoe.backends.graphs import Recorder
 
     driver, notices = cuda_driver(), list[str]()
@@ -88,7 +88,8 @@ def _cuda_room(config: EngineConfig, materials: Materials, count: int, store: Ho
                 store.fill(fill, report)
         recorder = Recorder(materials.device)
         backend = CudaBackend(slots, recorder)
-        transfer = CudaTransfer(CudaLane(driver, materials.device), CudaAddresses(store, slots))
+        addresses = CudaAddresses(store, slots)
+        transfer = CudaTransfer(CudaLane(driver, materials.device), addresses, chunk=chunk_for(addresses.nbytes))
     except BaseException:
         store.close()
         raise

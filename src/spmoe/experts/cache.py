@@ -7,7 +7,7 @@ is never given to another key.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,10 +85,10 @@ class ExpertCache:
             evicted = self._remove(victims[0])
         return self._place(key, prefetched, evicted)
 
-    def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> list[Reservation]:
-        """Slots for as many of these ABSENT keys of a layer, from the first, as can be had.
+    def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> Iterator[Reservation]:
+        """Slots for as many of these ABSENT keys of a layer, from the first, as can be had, one after the other.
 
-        Their victims are chosen together.
+        Their victims are chosen together, before the first.
         """
         if any(key in self._entries for key in keys):
             raise ValueError("one of these already has a slot")
@@ -97,9 +97,9 @@ class ExpertCache:
         victims: list[ExpertKey] | None = []
         if lacking > 0:
             victims = self._eviction.victims(min(lacking, evictable), self._held, float("inf"), keys[0].layer)
-        evicted: list[Entry | None] = [None] * (len(keys) - lacking) if lacking > 0 else [None] * len(keys)
-        evicted += [self._remove(victim) for victim in victims or ()]
-        return [self._place(key, False, left) for key, left in zip(keys, evicted, strict=False)]
+        leaving: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
+        for key, victim in zip(keys, [*leaving, *(victims or ())], strict=False):
+            yield self._place(key, False, None if victim is None else self._remove(victim))
 
     def pin(self, entry: Entry) -> None:
         """Somebody uses the expert: it stays until unpinned as often."""

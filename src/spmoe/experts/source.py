@@ -285,16 +285,20 @@ class ExpertSource:
             return
         if self._closed:
             raise TransferError("the engine was closed")
-        batch = [self._loads.begin(reservation) for reservation in self.cache.reserve_for_demand(absent)]
-        del absent[: len(batch)]
-        self._unplaced -= len(batch)
-        for entry in batch:
-            self.cache.pin(entry)
-        self._loads.submit(batch, urgent=True)
+        batch: list[Entry] = []
+        for reservation in self.cache.reserve_for_demand(tuple(absent)):
+            batch.append(self._loads.begin(reservation))
+            self.cache.pin(batch[-1])
+            del absent[0]
+            self._unplaced -= 1
+            if len(batch) == 1:  # the link need not wait for the others' slots
+                self._loads.submit(batch, urgent=True)
+                held += batch
+        self._loads.submit(batch[1:], urgent=True)
         for entry in batch:
             self._eviction.used(entry.key)
         waiting += batch
-        held += batch
+        held += batch[1:]
 
     # ---- the compute thread, outside the lock
 
