@@ -19,7 +19,7 @@ def test_small_blobs_share_a_submission_only_where_they_may(urgent: bool, batche
     copy = device.copy
 
     def counted(pieces: list[object]) -> object:
-        submitted.append(len(pieces) // 2)  # a blob and the note of its slot
+        submitted.append(len(pieces))
         return copy(pieces)  # type: ignore[arg-type]
 
     device.copy = counted  # type: ignore[method-assign, assignment]
