@@ -140,6 +140,10 @@ def test_names_come_from_the_scenario_or_from_what_differs() -> None:
         "somebody/model, own link", "somebody/model, 16 GB/s", "mixtral-8x7b, own link"
     ]  # fmt: skip
     assert case_names([Group(MACHINE)]) == [""]
+    later = [MACHINE, {**MACHINE, "commit": "fedcba"}]
+    assert case_names([Group(machine) for machine in later]) == ["0123456789", "fedcba"], "nothing else differs"
+    other = {**MACHINE, "commit": "fedcba", "scenario": "another"}
+    assert case_names([Group(MACHINE), Group(other)]) == ["mine", "another"]
     assert case_names([Group({**MACHINE, "model": "/home/me/secret/model"}), Group(MACHINE)])[0] == "model"
 
 

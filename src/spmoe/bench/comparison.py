@@ -202,6 +202,8 @@ def case_names(groups: Sequence[Group]) -> list[str]:
     """What tells each group from the others, as short as can be; nothing where there is one."""
     parts = [_parts(group.machine) for group in groups]
     varying = [name for name in parts[0] if len({one[name] for one in parts}) > 1] if parts else []
+    if len({tuple(one[name] for name in varying if name != "commit") for one in parts}) == len(parts):
+        varying = [name for name in varying if name != "commit"]  # which nobody can remember
     return [", ".join(one[name] for name in varying if one[name]) for one in parts]
 
 
@@ -215,6 +217,7 @@ def _parts(machine: Row) -> dict[str, str]:
     link = machine["link_gbps"]
     draft = machine["draft"]
     return {
+        "scenario": str(machine.get("scenario") or ""),
         "matrix": str(machine.get("matrix") or ""),
         "model": model_name(machine),
         "draft": "" if draft is None else f"draft {Path(draft).name}",
