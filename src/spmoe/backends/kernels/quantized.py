@@ -54,10 +54,11 @@ class CodedGeometry(NamedTuple):
 
 def config_for(geometry: CodedGeometry, pairs: int) -> Tiles:
     """Tiles by shape; `n` is outputs and `k` groups at a time."""
-    up, down = Tile(32, 8, 4, 3), Tile(32, 8, 4, 3)
+    large = geometry.hidden * geometry.ffn >= 1 << 24  # then there are programs enough that each may be small
+    up, down = Tile(32, 4, 2, 3) if large else Tile(32, 8, 4, 3), Tile(32, 8, 4, 3)
     groups, splits = triton.cdiv(geometry.ffn, geometry.group), 1
     programs = triton.cdiv(geometry.hidden, 2 * down.n) * pairs
-    while splits * programs < _ENOUGH_PROGRAMS and splits < 8 and groups >= 4 * splits * down.k:
+    while splits * programs < _ENOUGH_PROGRAMS and splits < 4 and groups >= 4 * splits * down.k:
         splits *= 2
     return Tiles(up, down, splits)
 
