@@ -5,34 +5,58 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from traces import make_trace, run_live
+from traces import make_trace, on_link, run_live
 
 from spmoe.config import Size
 from spmoe.observe.ledger import Counters
-from spmoe.replay.evictions import LIVE_RULES
+from spmoe.replay.evictions import FAST, LIVE_RULES
 from spmoe.replay.replay import Replayer, Setting
+from spmoe.replay.trace import Trace
 
-WITH_DRAFT = {"on-demand": (False, False), "draft-gate": (True, False), "next-gate": (False, True)}
-WITH_DRAFT["draft-gate+next-gate"] = (True, True)
+USES = {  # whether a policy hears the draft, and the target's own layers
+    "on-demand": (False, False),
+    "draft-gate": (True, False),
+    "next-gate": (False, True),
+    "draft-gate+next-gate": (True, True),
+}
 
 
-def replayed(trace, prefetch: str, eviction: str, slots: int, cutoff: str) -> tuple[Counters, float]:
+def replayed(trace: Trace, prefetch: str, eviction: str, slots: int, cutoff: int) -> tuple[Counters, float]:
+    """Every step of a trace, with the draft's last pass."""
     run = Replayer(trace).start(Setting(prefetch, eviction, memory=Size(bytes=slots * trace.shape.expert_bytes)))
-    run.cutoff, run.last_pass = int(cutoff), True
+    run.cutoff, run.last_pass = cutoff, True
     for number, step in enumerate(run.plan):
         run.step(number, step)
     return run.sim.counters, run.sim.now
 
 
 @pytest.mark.parametrize("slots", [5, 26])
-@pytest.mark.parametrize("prefetch", list(WITH_DRAFT))
+@pytest.mark.parametrize("prefetch", list(USES))
 @pytest.mark.parametrize("eviction", LIVE_RULES)
 def test_the_simulator_does_what_the_live_source_does(prefetch: str, eviction: str, slots: int) -> None:
-    trace = make_trace(steps=16)
-    draft, ahead = WITH_DRAFT[prefetch]
-    ours, seconds = replayed(trace, prefetch, eviction, slots, "6")
+    """Every count of the ledger, the stall and the time of the run, for every live rule."""
+    trace = make_trace(steps=24 if eviction in FAST else 12)
+    draft, ahead = USES[prefetch]
+    ours, seconds = replayed(trace, prefetch, eviction, slots, 6)
     live, expected = run_live(trace, Replayer(trace).steps(4), slots, eviction, draft=draft, ahead=ahead, cutoff=6)
     assert_same(ours, live)
+    assert seconds == pytest.approx(expected)
+    assert live.demand_loads > 0
+    if prefetch == "draft-gate" and slots == 26:
+        assert live.late > 0
+        assert live.wasted_bytes > 0
+        assert live.wishes_stale > 0
+
+
+@pytest.mark.parametrize(("cutoff", "shape"), [(0, {}), (3, {"depth": 1}), (6, {"depth": 5, "window": 1})])
+def test_also_with_a_cutoff_and_other_depths(cutoff: int, shape: dict[str, int]) -> None:
+    trace = on_link(make_trace(layers=8, experts=6, seed=3), **shape)
+    ours, seconds = replayed(trace, "draft-gate", "draft-informed", 20, cutoff)
+    live, expected = run_live(
+        trace, Replayer(trace).steps(4), 20, "draft-informed", draft=True, ahead=False, cutoff=cutoff
+    )
+    assert_same(ours, live)
+    assert (live.prefetch_loads > 0) == (cutoff > 0)
     assert seconds == pytest.approx(expected)
 
 

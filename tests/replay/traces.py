@@ -70,8 +70,8 @@ def make_trace(
         step_slabs.append(count)
     drafted = np.array([0 if step % (steps // 2) == 0 else k for step in range(steps)])
     flat = np.concatenate(foretold)
-    ahead = np.stack([blur(chosen), blur(chosen)])
-    for depth in range(2):
+    ahead = np.stack([blur(chosen) for _ in range(3)])
+    for depth in range(3):
         ahead[depth, :, : depth + 1] = -1
     shape = Shape((experts,) * layers, top_k, EXPERT_BYTES, layers, k, 2, None, 2, layers * experts // 2, LINK)
     return Trace(

@@ -99,7 +99,10 @@ class Adaptive(Foresight):
         return from_wishes(list(self._live.begin_step(step.request)), self.width)
 
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
-        later = range(layer + 1, min(layer + 1 + len(forward.ahead_experts), self.layers))
+        deepest = self._live._DEEPEST
+        if len(forward.ahead_experts) < deepest:
+            raise UsageError(f"the trace looks fewer than {deepest} layers ahead, as adaptive does; record it anew")
+        later = range(layer + 1, min(layer + 1 + deepest, self.layers))
         if not later or forward.ahead_experts[0, 0, layer + 1, 0] < 0:
             return None
         experts = np.stack([forward.ahead_experts[at - layer - 1, :, at] for at in later])  # [later, rows, top_k]
