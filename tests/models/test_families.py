@@ -19,7 +19,8 @@ from transformers.models.olmoe import modeling_olmoe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as proof
-from spmoe.bench.families import OK, Verdict, markdown, prove, prove_all
+from spmoe.bench.families import OK, Verdict, prove, prove_all
+from spmoe.bench.families_page import markdown, short
 from spmoe.cli.main import main
 from spmoe.engine import materials
 from spmoe.errors import UsageError
@@ -70,7 +71,7 @@ def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> Non
     """DeepSeek-V4 picks the experts of its first layers by token: there is no gate to ask about a hidden state."""
     verdict = prove("deepseek_v4", tmp_path)
     assert verdict == Verdict("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
-    assert proof.short(verdict.prediction) == "in part"
+    assert short(verdict.prediction) == "in part"
     target = next(path for path in sorted(tmp_path.glob("target-*")))
     options = {"num_speculative_tokens": 3, "cutoff": "none", "dtype": "float32", "progress": False}
     for prefetch in ("draft-gate", "next-gate", "draft-gate+next-gate"):

@@ -32,6 +32,7 @@ def families(
     """
     from spmoe.backends.devices import choose_device, device_facts
     from spmoe.bench import families as proof
+    from spmoe.bench import families_page as page
     from spmoe.models.families import families as known
     from spmoe.models.families import transformers_version as version
 
@@ -41,7 +42,7 @@ def families(
     there = known()
     if unknown := [name for name in names or () if name not in there]:
         raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(there)}")
-    chosen, done, checks = list(dict.fromkeys(names or there)), 0, proof.checks_on(device)
+    chosen, done, checks = list(dict.fromkeys(names or there)), 0, page.checks_on(device)
     stderr().print(f"{len(chosen)} families of transformers {version} on {name}", soft_wrap=True)
 
     def tell(verdict: Verdict, seconds: float) -> None:
@@ -54,7 +55,7 @@ def families(
 
     verdicts = proof.prove_all(chosen, workers, tell, device)
     if markdown is not None:
-        markdown.write_text(proof.markdown(verdicts, version, device))
+        markdown.write_text(page.markdown(verdicts, version, device))
     if as_json:
         print(json.dumps({"transformers": version, "device": name, "families": [v.to_dict() for v in verdicts]}))
     else:
@@ -67,7 +68,7 @@ def families(
 
 
 def _table(verdicts: list[Verdict], checks: tuple[str, ...]) -> Table:
-    from spmoe.bench.families import short
+    from spmoe.bench.families_page import short
 
     table = Table(box=None, pad_edge=False)
     for heading in ("family", *checks):
