@@ -119,7 +119,10 @@ def test_options_exist(page: Path) -> None:
         verb, *words = shlex.split(command, comments=True)[1:]
         if verb.startswith("-") or is_pattern(verb):
             continue
-        known = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help"}
+        found = verbs[verb]
+        if hasattr(found, "commands"):  # a verb of verbs
+            found, words = found.commands[words[0]], words[1:]
+        known = {name for parameter in found.params for name in parameter.opts} | {"--help"}
         assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, command
 
 
