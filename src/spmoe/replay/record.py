@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -24,35 +23,11 @@ from spmoe.models.experts_port import attach
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
 from spmoe.predict.next_gate import NextGate, draft_gate_of
+from spmoe.replay.notes import Notes
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import Accepted, Routing, Seen, Stage, Wish
 
 AHEAD = 3  # layers ahead for which the target's own states are asked
-
-
-@dataclass
-class _Notes:
-    """Records as they come, to become a trace's arrays."""
-
-    request: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    slabs: list[int] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
-    rest: list[float] = field(default_factory=list)
-    slab_pass: list[int] = field(default_factory=list)
-    slab_layers: list[tuple[int, int]] = field(default_factory=list)
-    slab_seconds: list[float] = field(default_factory=list)
-    slab_rows: list[int] = field(default_factory=list)
-    foretold: list[np.ndarray] = field(default_factory=list)
-    foretold_score: list[np.ndarray] = field(default_factory=list)
-    forward_rows: list[int] = field(default_factory=list)
-    front: list[np.ndarray] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
-    chosen: list[np.ndarray] = field(default_factory=list)
-    weight: list[np.ndarray] = field(default_factory=list)
-    ahead: list[np.ndarray] = field(default_factory=list)
-    ahead_score: list[np.ndarray] = field(default_factory=list)
 
 
 class TraceRecorder(PrefetchPolicy):
@@ -86,7 +61,7 @@ class TraceRecorder(PrefetchPolicy):
                 self._draft_gate = DraftGate(target, depth, self._layers, True, engine.fitted) if fits else None
         asks = target.gates_found and target.has_taps
         self._next = NextGate(target, AHEAD) if asks else None
-        self._notes = _Notes()
+        self._notes = Notes()
         self._request = 0
         self._mark = self._own = 0.0
         self._spent: dict[int, list[float]] = {}  # on noting, by request and step
@@ -227,35 +202,7 @@ class TraceRecorder(PrefetchPolicy):
             "live": _totals([completion.stats for completion in completions], self._spent),
             "ledger": asdict(counters),
         }  # fmt: skip
-        top_k = target.top_k
-        rows = sum(notes.forward_rows)
-
-        def join(parts: list[np.ndarray], empty: tuple[int, ...], dtype: Any, axis: int = 0) -> np.ndarray:
-            return np.concatenate(parts, axis=axis).astype(dtype) if parts else np.zeros(empty, dtype=dtype)
-
-        return Trace(
-            shape,
-            about,
-            np.unique(notes.request, return_inverse=True)[1].astype(np.int32),
-            np.array(notes.drafted, dtype=np.int16),
-            np.array(notes.accepted, dtype=np.int16),
-            np.array(notes.slabs, dtype=np.int16),
-            np.array(notes.forwards, dtype=np.int16),
-            np.array(notes.rest, dtype=np.float32),
-            np.array(notes.slab_pass, dtype=np.int16),
-            np.array(notes.slab_layers, dtype=np.int16).reshape(-1, 2),
-            np.array(notes.slab_seconds, dtype=np.float32),
-            np.array(notes.slab_rows, dtype=np.int32),
-            join(notes.foretold, (0, top_k), np.int16),
-            join(notes.foretold_score, (0, top_k), np.float16),
-            np.array(notes.forward_rows, dtype=np.int32),
-            np.stack(notes.front),
-            np.stack(notes.experts),
-            join(notes.chosen, (0, self._layers, top_k), np.int16),
-            join(notes.weight, (0, self._layers, top_k), np.float16),
-            join(notes.ahead, (0, rows, self._layers, top_k), np.int16, axis=1),
-            join(notes.ahead_score, (0, rows, self._layers, top_k), np.float16, axis=1),
-        )
+        return notes.trace(shape, about)
 
     # ---- notes
 
