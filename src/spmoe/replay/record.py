@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spmoe import __version__
 from spmoe.backends.base import Port
-from spmoe.backends.cuda_transfer import CHUNK_BYTES, WINDOW
+from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import SamplingParams
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
@@ -175,6 +175,7 @@ class TraceRecorder(PrefetchPolicy):
             raise UsageError("nothing was generated, so there is nothing to record; give another prompt")
         seconds = engine.profile.seconds_per_expert if engine.profile is not None else 0.0
         link = config.link_gbps * 1e9 if config.link_gbps else (spec.layout.nbytes / seconds if seconds else 0.0)
+        on_cuda = engine.room.cuda is not None and config.link_gbps is None
         shape = Shape(
             experts=tuple(spec.experts),
             top_k=target.top_k,
@@ -182,7 +183,7 @@ class TraceRecorder(PrefetchPolicy):
             draft_layers=drafter.network.depth_count if isinstance(drafter, DraftModel) else 0,
             draft_tokens=engine.loop.draft_tokens,
             depth=engine.source.depth,
-            chunk_bytes=CHUNK_BYTES if engine.room.cuda is not None and config.link_gbps is None else None,
+            chunk_bytes=chunk_for(spec.layout.nbytes) if on_cuda else None,
             window=WINDOW,
             slots=engine.slots,
             link_bytes_per_second=link,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from spmoe.backends.cuda_transfer import CHUNK_BYTES, WINDOW
+from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
@@ -319,8 +319,10 @@ def _add(a: Counters, b: Counters) -> Counters:
 
 def as_cuda(trace: Trace) -> Trace:
     """The trace as if its copies had moved as they do on CUDA: wishes in chunks, which demands overtake."""
-    depth = 1 + max(1, -(-2 * WINDOW * CHUNK_BYTES // trace.shape.expert_bytes))
-    return replace(trace, shape=replace(trace.shape, chunk_bytes=CHUNK_BYTES, window=WINDOW, depth=depth))
+    size = trace.shape.expert_bytes
+    chunk = chunk_for(size)
+    depth = 1 + max(1, -(-2 * WINDOW * chunk // size))
+    return replace(trace, shape=replace(trace.shape, chunk_bytes=chunk, window=WINDOW, depth=depth))
 
 
 def rank(outcomes: Sequence[Outcome]) -> list[int]:
