@@ -147,9 +147,9 @@ def test_slots_go_where_they_save_most() -> None:
 
 
 @pytest.mark.parametrize(("named", "quotas"), [((), [0, 3]), ((1,), [2, 1])])
-def test_what_is_foretold_needs_no_slots(named: tuple[int, ...], quotas: list[int]) -> None:
+def test_what_is_foretold_needs_slots_half_as_much(named: tuple[int, ...], quotas: list[int]) -> None:
     rule = tracked(slots=3)
-    scan(rule, 20, {0: [[0], [1]], 1: [[0, 1, 2]]}, named)
+    scan(rule, 20, {0: [[0], [1], []], 1: [[0], [1], [2]]}, named)  # two slots save two thirds of what three do
     assert rule.quotas == quotas
 
 

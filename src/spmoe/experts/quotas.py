@@ -99,12 +99,13 @@ class AdaptiveQuotas(EqualQuotas):
     """More slots for layers that make more of them, found by dynamic programming from what was measured.
 
     With c slots a layer hits what its last c experts were, so the reuse distances of its uses say what each further
-    slot saves. A load that prediction hides costs nothing: a layer's savings count by the share of its uses that nobody
-    foretold. Quotas are equal until enough steps were seen, and set anew from time to time.
+    slot saves. A load that was foretold is hidden in part, though it still takes the link: what a layer saves counts
+    the less the more of its uses were. Quotas are equal until enough steps were seen, and set anew from time to time.
     """
 
     _FIRST, _OFTEN = 16, 256  # steps until quotas are set, at first and, twice as many each time, in the end
     _MEMORY = 0.99  # of a step, one step later
+    _HIDDEN = 0.5  # of a load that was foretold
     _HABIT = 0.01  # uses at every distance, the fewer the farther, that stand for what was not seen
 
     def __init__(self, experts: Sequence[int]) -> None:
@@ -144,9 +145,9 @@ class AdaptiveQuotas(EqualQuotas):
 
     def gains(self) -> list[np.ndarray]:
         """For each layer, the loads that no slot, one, two and so on would have saved it, of late."""
-        alone = 1 - self._foretold / np.maximum(self._uses, 1)
+        shown = 1 - self._HIDDEN * self._foretold / np.maximum(self._uses, 1)
         found = []
-        for share, uses in zip(alone, self._distances, strict=True):
+        for share, uses in zip(shown, self._distances, strict=True):
             unseen = self._HABIT / np.arange(1, len(uses) + 1)
             found.append(np.concatenate(([0.0], (share * uses + unseen).cumsum())))
         return found

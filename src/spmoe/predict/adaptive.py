@@ -20,7 +20,7 @@ class Adaptive(NextGate):
 
     name = "adaptive"
     _DEEPEST = 3  # layers ahead that are guessed at
-    _ENOUGH = 0.7  # of the guesses over a distance must have come true
+    _ENOUGH = 0.9  # of the guesses over a distance must have come true
     _MEMORY = 0.98  # of a step, one step later
     _DOUBT = 8.0  # guesses that count as wrong, to begin with
 
