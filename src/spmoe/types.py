@@ -38,8 +38,7 @@ class Residency(Enum):
     READY = "ready"
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs.
 
     One that is not to be fetched still says what is worth keeping.

@@ -924,7 +924,7 @@ class Programs(RuleBasedStateMachine):
     @rule(refusals=st.sampled_from([0, 0, 1, 1, 2, 3]), budget=st.none() | st.integers(0, 40))
     def disturb(self, refusals: int, budget: int | None) -> None:
         self.room.device.refusals = refusals
-        self.room.source.step_budget = budget
+        self.room.source.grants.step_budget = budget
 
     @rule(really=st.integers(0, 15))
     def close(self, really: int) -> None:
@@ -969,7 +969,7 @@ def _restless() -> Iterator[None]:
 def run_step(room: Room, rng: random.Random) -> None:
     """A step of a model whose draft guesses most experts right."""
     room.begin_step()
-    room.source.step_budget = rng.choice([None, None, 3 * room.memory.nbytes])
+    room.source.grants.step_budget = rng.choice([None, None, 3 * room.memory.nbytes])
     needed = [rng.sample(range(count), rng.randint(1, count)) for count in room.experts]
     for layer, experts in enumerate(needed):
         guesses = [e for e in range(room.experts[layer]) if (e in experts) == (rng.random() < 0.8)]

@@ -40,7 +40,7 @@ def test_it_is_the_engine_that_would_have_been_built(llm: LLM, mixtral_pair: Pai
     with LLM(*pair, **OPTIONS, num_speculative_tokens=k, prefetch=prefetch, cutoff="auto") as built:
         expected = built.generate(PROMPT, PARAMS)[0]
         policy = type(built.engine.loop.policy)
-        budget = built.engine.source.step_budget
+        budget = built.engine.source.grants.step_budget
     llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=3)
     llm.engine.reconfigure(prefetch=prefetch, num_speculative_tokens=k)
     found = llm.generate(PROMPT, PARAMS)[0]
@@ -50,7 +50,7 @@ def test_it_is_the_engine_that_would_have_been_built(llm: LLM, mixtral_pair: Pai
     assert found.stats.cutoff_layers == expected.stats.cutoff_layers
     assert found.stats.counters.accepted_at == expected.stats.counters.accepted_at
     assert type(llm.engine.loop.policy) is policy
-    assert llm.engine.source.step_budget == budget
+    assert llm.engine.source.grants.step_budget == budget
     assert llm.engine.loop.drafter is drafter if k else isinstance(llm.engine.loop.drafter, NoDraft)
 
 

@@ -131,7 +131,7 @@ def replay(
     transfer = RecordingTransfer(clock, BLOB, BLOB / COPY)
     rule = make_eviction(eviction, [EXPERTS] * LAYERS)
     source = ExpertSource(NoWeights(slots), transfer, rule, BLOB, clock, counters, threaded=False)
-    source.step_budget = budget
+    source.grants.step_budget = budget
     clock.watch(transfer.link.next_event, source.pump)
     policy: PrefetchPolicy = OnDemand() if guesses is None else DraftGate(ReadGates(), LAYERS, cutoff)
     found = Replay(counters, transfer.demanded, transfer.wished, 0.0, 0.0)

@@ -421,7 +421,7 @@ class Room:
                 assert self.source.cache.get(key) is not None, "a wish took a slot that a demand load waits for"
         self.issued_in_step += BLOB * len(jobs)
         self.expected.prefetch_loads += len(jobs)
-        budget = self.source.step_budget
+        budget = self.source.grants.step_budget
         assert budget is None or self.issued_in_step <= budget, "over the step's budget"
         assert len(self.writing) + len(jobs) <= self.transfer.depth, "deeper than the transfer wants"
 

@@ -132,7 +132,7 @@ class Programs(RuleBasedStateMachine):
         self.room.broken = {self.key(*key) for key in broken}
         self.room.refusing = refusing == 1
         self.room.transfer.link.change_rate(BLOB / seconds)
-        self.room.source.step_budget = budget
+        self.room.source.grants.step_budget = budget
 
     @rule(really=st.integers(0, 9))
     def close(self, really: int) -> None:
@@ -384,7 +384,7 @@ def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
     room = make_room(eviction, slots=8, depth=8)
     use_all(room, 0, [0])
     room.begin_step()
-    room.source.step_budget = 2 * BLOB + 1
+    room.source.grants.step_budget = 2 * BLOB + 1
     wish(room, (0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     room.check()
     counted = room.counters

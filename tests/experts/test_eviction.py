@@ -443,7 +443,7 @@ def loads_per_step(name: str, slots: int, steps: int, *, told: bool) -> list[int
         counters,
         threaded=False,
     )
-    source.step_budget = 0  # the draft informs what to keep; nothing is fetched ahead
+    source.grants.step_budget = 0  # the draft informs what to keep; nothing is fetched ahead
     loads = []
     for _ in range(steps):
         before = counters.demand_loads

@@ -137,20 +137,14 @@ class Pump:
             assert self._called.wait_for(lambda: self.calls >= calls, LIMIT), f"{self.calls} calls, not {calls}"
 
 
-def over() -> ScriptedTicket:
-    ticket = ScriptedTicket()
-    ticket.ended.set()
-    return ticket
-
-
-def test_worker_pumps_only_when_told_and_ends_when_closed() -> None:
+def test_worker_pumps_only_when_poked_and_ends_when_closed() -> None:
     before = own_threads()
     pump = Pump()
     worker = PrefetchWorker(pump)
     assert len(own_threads() - before) == 1
     assert pump.calls == 0
     for calls in (1, 2, 3):
-        worker.go_on_after(over())
+        worker.poke()
         pump.wait_for(calls)
     within(LIMIT, worker.close)
     assert own_threads() == before
@@ -159,16 +153,16 @@ def test_worker_pumps_only_when_told_and_ends_when_closed() -> None:
 
 def test_worker_pumps_again_when_the_ticket_it_was_given_ends() -> None:
     first, second = ScriptedTicket(), ScriptedTicket()
-    pump = Pump(second)
+    pump = Pump(first, second)
     worker = PrefetchWorker(pump)
-    worker.go_on_after(first)
+    worker.poke()
     assert first.waited.wait(LIMIT)
-    assert pump.calls == 0, "it waits for the ticket, it does not spin"
+    assert pump.calls == 1, "it waits for the ticket, it does not spin"
     first.ended.set()
     assert second.waited.wait(LIMIT)
-    assert pump.calls == 1
+    assert pump.calls == 2
     second.ended.set()
-    pump.wait_for(2)
+    pump.wait_for(3)
     within(LIMIT, worker.close)
 
 
@@ -177,32 +171,30 @@ def test_worker_survives_a_copy_that_failed() -> None:
     failing.ended.set()
     pump = Pump(failing)
     worker = PrefetchWorker(pump)
-    worker.go_on_after(failing)
+    worker.poke()
     pump.wait_for(2)
-    worker.go_on_after(over())
+    worker.poke()
     pump.wait_for(3)
     within(LIMIT, worker.close)
 
 
-def test_a_ticket_given_while_the_worker_is_busy_is_not_lost() -> None:
-    ticket, another = ScriptedTicket(), ScriptedTicket()
-    pump = Pump()
+def test_a_poke_while_the_worker_is_busy_is_not_lost() -> None:
+    ticket = ScriptedTicket()
+    pump = Pump(ticket)
     worker = PrefetchWorker(pump)
-    worker.go_on_after(ticket)
+    worker.poke()
     assert ticket.waited.wait(LIMIT)
-    worker.go_on_after(another)
+    worker.poke()
     ticket.ended.set()
-    assert another.waited.wait(LIMIT)
-    another.ended.set()
-    pump.wait_for(2)
+    pump.wait_for(3)  # the poke, the ticket, the poke in between
     within(LIMIT, worker.close)
 
 
 def test_closing_a_busy_worker_waits_for_its_ticket_and_pumps_no_more() -> None:
     ticket = ScriptedTicket()
-    pump = Pump(ScriptedTicket())
+    pump = Pump(ticket, ScriptedTicket())
     worker = PrefetchWorker(pump)
-    worker.go_on_after(ticket)
+    worker.poke()
     assert ticket.waited.wait(LIMIT)
     closing = threading.Thread(target=worker.close)
     closing.start()
@@ -211,7 +203,7 @@ def test_closing_a_busy_worker_waits_for_its_ticket_and_pumps_no_more() -> None:
     ticket.ended.set()
     closing.join(LIMIT)
     assert not closing.is_alive()
-    assert pump.calls == 0
+    assert pump.calls == 1
 
 
 def test_closing_twice_is_harmless() -> None:
@@ -220,12 +212,12 @@ def test_closing_twice_is_harmless() -> None:
     within(LIMIT, worker.close)
 
 
-@pytest.mark.parametrize("tickets", [1, 50])
-def test_closing_right_after_telling_it_never_hangs(tickets: int) -> None:
+@pytest.mark.parametrize("pokes", [1, 50])
+def test_closing_right_after_poking_never_hangs(pokes: int) -> None:
     before = own_threads()
     for _ in range(20):
         worker = PrefetchWorker(Pump())
-        for _ in range(tickets):
-            worker.go_on_after(over())
+        for _ in range(pokes):
+            worker.poke()
         within(LIMIT, worker.close)
     assert own_threads() == before

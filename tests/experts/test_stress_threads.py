@@ -135,7 +135,7 @@ class Stand:
     def step(self) -> None:
         rng, source = self.rng, self.source
         source.begin_step()
-        source.step_budget = rng.choice([None, None, 3 * LAYOUT.nbytes])
+        source.grants.step_budget = rng.choice([None, None, 3 * LAYOUT.nbytes])
         needed = [rng.sample(range(count), rng.randint(1, count)) for count in EXPERTS]
         for layer, experts in enumerate(needed):
             guesses = [e for e in range(EXPERTS[layer]) if (e in experts) == (rng.random() < 0.8)]

@@ -127,7 +127,7 @@ def run_live(
     transfer = VirtualTransfer(clock, 1, rate, depth=trace.shape.depth)
     rule = make_eviction(eviction, trace.shape.experts)
     source = ExpertSource(NoWeights(slots), transfer, rule, 1, clock, counters, threaded=False)
-    source.step_budget = slots
+    source.grants.step_budget = slots
     clock.watch(transfer.link.next_event, source.pump)
 
     def wish(told: Foretold, below: int) -> None:

@@ -27,6 +27,7 @@ from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
+from spmoe.experts.filling import load_all
 from spmoe.experts.store import StoreSpec
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Bench:
         self._tell("note: all experts at once do not fit, so what a step takes with them in slots is an estimate")
 
     def _run_resident(self, llm: LLM, memory: Size) -> None:
-        llm.engine.source.load_all(llm.engine.store.experts)
+        load_all(llm.engine.source, llm.engine.store.experts)
         settings = [Setting(memory, "on-demand", k) for k in self._unknown()]
         self._take_turns(llm, settings, self.resident, "all experts in slots, run")
 

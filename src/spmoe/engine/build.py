@@ -19,6 +19,7 @@ from spmoe.engine.prefetching import make_policy
 from spmoe.engine.room import make_room
 from spmoe.errors import CheckpointError, UsageError
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.filling import load_all
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.models.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
         target.connect(source, room.backend)
         if room.cuda is not None and budget.slots == spec.count and config.link_gbps is None:
-            source.load_all(spec.experts)
+            load_all(source, spec.experts)
             room.backend.synchronize()
             room.cuda.stay_resident({entry.key: entry.slot for entry in source.cache.entries()})
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)

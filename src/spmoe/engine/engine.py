@@ -94,7 +94,7 @@ class Engine:
         self.source.synchronous = config.synchronous
         self.loop.draft_tokens = k
         self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()
-        self.profile = self.profile_file = self.cutoff = self.source.step_budget = None
+        self.profile = self.profile_file = self.cutoff = self.source.grants.step_budget = None
         self.loop.policy = self.make_policy(self)
 
     @contextmanager

@@ -40,7 +40,7 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
     if not isinstance(policy, OnDemand):
         _note_silent_layers(engine, policy)
         # more than the slots can hold at once would push itself out again within the step
-        engine.source.step_budget = engine.slots * engine.store.layout.nbytes
+        engine.source.grants.step_budget = engine.slots * engine.store.layout.nbytes
     return policy
 
 

@@ -83,10 +83,14 @@ class DraftInformed(Valued):
     def wished(self, wishes: Sequence[Wish]) -> None:
         if not wishes:
             return
-        layers, experts = np.array([wish.key for wish in wishes]).T
-        np.add.at(self._named, (layers, experts), 1)
-        np.maximum.at(self._score, (layers, experts), [wish.score for wish in wishes])
-        self._passes[np.unique(layers)] += 1
+        width, best = self._shape[1], dict[int, float]()  # of each expert, by its place in the tables
+        for (layer, expert), score, *_ in wishes:
+            place = layer * width + expert
+            best[place] = max(score, best.get(place, 0.0))
+        places, scores = np.array(list(best)), np.array(list(best.values()))
+        self._named.ravel()[places] += 1
+        self._score.ravel()[places] = np.maximum(self._score.ravel()[places], scores)
+        self._passes[list({wish.key.layer for wish in wishes})] += 1
         self._worths = None
 
     def begin_step(self, request: int = 0) -> None:

@@ -1,16 +1,19 @@
-"""The prefetcher: the queue of wishes, and the worker thread that turns them into copies."""
+"""The prefetcher: the queue of wishes, how they are granted, and the worker thread that sees to it."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from spmoe.errors import SpmoeError
+from spmoe.experts.cache import Entry, ExpertCache
+from spmoe.experts.loads import Loads
 from spmoe.experts.transfer import Ticket
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey, Wish
+
+_CHUNK_BYTES = 16 * 2**20  # small experts share a submission; others wait while one has the lock, not while many do
 
 
 class WishQueue:
@@ -64,23 +67,67 @@ def _rank(wish: Wish) -> tuple[int, float, ExpertKey]:
     return (wish.deadline, -wish.score, wish.key)
 
 
+class Granting:
+    """Gives wishes slots and submits them, within a budget per step. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, queue: WishQueue, cache: ExpertCache, loads: Loads, blob_bytes: int, counters: Counters) -> None:
+        self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
+        self._queue = queue
+        self._cache = cache
+        self._loads = loads
+        self._blob_bytes = blob_bytes
+        self._counters = counters
+        self._issued = 0  # bytes, in this step
+
+    def begin_step(self) -> None:
+        """Wishes of the last step are void."""
+        self._queue.drop_all()
+        self._issued = 0
+
+    def grant(self, room: int) -> bool:
+        """Submit wishes, as one batch of a chunk's size at most, while fewer than `room` copies are under way.
+
+        Whether there was one.
+        """
+        batch: list[Entry] = []
+        most = max(1, _CHUNK_BYTES // self._blob_bytes)
+        while len(batch) < most and (wish := self._queue.first()) is not None:
+            if len(self._loads) + len(batch) >= room:
+                break
+            if self._cache.get(wish.key) is not None:
+                self._counters.wishes_resident += 1
+                self._queue.discard(wish.key)
+                continue
+            if self.step_budget is not None and self._issued + self._blob_bytes > self.step_budget:
+                self._queue.drop_all(over_budget=True)
+                break
+            reservation = self._cache.reserve(wish.key, prefetched=True)
+            if reservation is None:
+                break  # every slot is worth more; asked again as the pass proceeds
+            self._queue.discard(wish.key)
+            self._issued += self._blob_bytes
+            self._counters.prefetch_loads += 1
+            self._counters.issued_bytes += self._blob_bytes
+            batch.append(self._loads.begin(reservation))
+        self._loads.submit(batch, urgent=False)
+        return bool(batch)
+
+
 class PrefetchWorker:
-    """A thread that calls `pump` when a copy has ended and made room for more.
+    """A thread that calls `pump` whenever there may be something to submit.
 
     `pump` submits what it can; it returns a ticket when more could follow once that ticket's copy has ended.
     """
 
     def __init__(self, pump: Callable[[], Ticket | None]) -> None:
         self._pump = pump
-        self._next: Ticket | None = None
         self._work = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
         self._thread.start()
 
-    def go_on_after(self, ticket: Ticket) -> None:
-        """Wishes are left that have room once this copy has ended."""
-        self._next = ticket
+    def poke(self) -> None:
+        """Something changed: look again."""
         self._work.set()
 
     def close(self) -> None:
@@ -93,10 +140,10 @@ class PrefetchWorker:
         while True:
             self._work.wait()
             self._work.clear()
-            ticket, self._next = self._next, None
-            while not self._closed and ticket is not None:
-                with suppress(SpmoeError):  # told where the expert is used, if it ever is
+            while not self._closed and (ticket := self._pump()) is not None:
+                try:
                     ticket.wait()
-                ticket = None if self._closed else self._pump()
+                except SpmoeError:
+                    continue  # told where the expert is used, if it ever is
             if self._closed:
                 return

@@ -6,13 +6,14 @@ One lock guards the bookkeeping; nobody waits for bytes while holding it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.cache import Entry, ExpertCache
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.loads import Loads, wait_for
-from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
+from spmoe.experts.prefetcher import Granting, PrefetchWorker, WishQueue
 from spmoe.experts.slots import Slots
 from spmoe.experts.transfer import Ticket, Transfer
 from spmoe.experts.waves import Opened, Wave
@@ -45,7 +46,6 @@ class ExpertSource:
         self.blob_bytes = blob_bytes
         self.timeline = timeline or Timeline()
         self.counters = counters
-        self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
         self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
@@ -55,7 +55,7 @@ class ExpertSource:
         self._queue = WishQueue(counters)
         self._lock = threading.RLock()
         self._loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
-        self._issued_in_step = 0
+        self.grants = Granting(self._queue, self.cache, self._loads, blob_bytes, counters)
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
         self._on_routed: OnRouted | None = None
@@ -72,10 +72,9 @@ class ExpertSource:
         """
         self.book()
         with self._lock:
-            self._queue.drop_all()
+            self.grants.begin_step()
             self._on_routed = on_routed
             self._eviction.begin_step(request)
-            self._issued_in_step = 0
             self._position = -1
 
     def wish(self, wishes: Iterable[Wish]) -> None:
@@ -140,10 +139,7 @@ class ExpertSource:
                 self.cache.unpin(opened.entries.pop())
 
     def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
-        """Whether these are all among what was opened, so that compute needs nothing else; they are booked later.
-
-        That is done by `book`, or before anything else that the order matters to.
-        """
+        """Whether these are all among what was opened; then they are booked later, before anything else is."""
         if not {entry.key.expert for entry in opened.entries}.issuperset(experts):
             return False
         self.book()
@@ -202,16 +198,6 @@ class ExpertSource:
             if opened is not None:
                 self.shut(opened)
 
-    def load_all(self, experts: Sequence[int]) -> None:
-        """Fill the slots with every expert, where there are slots for all; counts as nobody's demand."""
-        before = self.counters.copy()
-        for layer, count in enumerate(experts):
-            for _ in self.use(layer, range(count)):
-                pass
-        self.begin_step()
-        for name in ("hits", "late", "demand_loads", "demand_bytes", "stall_seconds"):
-            setattr(self.counters, name, getattr(before, name))
-
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
         self.book()
@@ -231,38 +217,22 @@ class ExpertSource:
         return min(self._transfer.depth, max(1, self.cache.slot_count - 1))
 
     def pump(self) -> Ticket | None:
-        """Submit wishes, in one batch, while the transfer has room for them.
-
-        Returns the ticket to wait for when wishes are left and only the transfer's depth holds them back.
-        """
-        room = self.depth
-        with self._lock:
-            self._loads.reap()
-            batch: list[Entry] = []
-            while not self._closed and not self._unplaced and (wish := self._queue.first()) is not None:
-                if len(self._loads) + len(batch) >= room:
-                    break
-                if self.cache.get(wish.key) is not None:
-                    self.counters.wishes_resident += 1
-                    self._queue.discard(wish.key)
-                    continue
-                if self.step_budget is not None and self._issued_in_step + self.blob_bytes > self.step_budget:
-                    self._queue.drop_all(over_budget=True)
-                    break
-                reservation = self.cache.reserve(wish.key, prefetched=True)
-                if reservation is None:
-                    break  # every slot is worth more; asked again as the pass proceeds
-                self._queue.discard(wish.key)
-                self._issued_in_step += self.blob_bytes
-                self.counters.prefetch_loads += 1
-                self.counters.issued_bytes += self.blob_bytes
-                batch.append(self._loads.begin(reservation))
-            try:
-                self._loads.submit(batch, urgent=False)
-            except SpmoeError:
-                return None  # booked as failed; the error is raised where an expert is used
-            full = len(self._loads) >= room
-            return self._loads.entries[0].ticket if full and len(self._queue) else None
+        """Submit wishes; the ticket to wait for where only the transfer's depth holds some back."""
+        room, granted = self.depth, True
+        while granted:
+            with self._lock:
+                self._loads.reap()
+                if self._closed:
+                    return None
+                try:
+                    granted = not self._unplaced and self.grants.grant(room)
+                except SpmoeError:
+                    return None  # booked as failed; the error is raised where an expert is used
+                full = len(self._loads) >= room
+                ticket = self._loads.entries[0].ticket if full and len(self._queue) else None
+            if self._worker is not None:
+                time.sleep(0)  # whoever waits for the lock may have it
+        return ticket
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""
@@ -371,9 +341,9 @@ class ExpertSource:
                     self.cache.unpin(entry)
 
     def _poke(self) -> None:
-        """Submit what can be submitted; the worker goes on once there is room for more."""
         if self.synchronous:
             return  # whoever wishes sees to it
-        ticket = self.pump()
-        if ticket is not None and self._worker is not None:
-            self._worker.go_on_after(ticket)
+        if self._worker is not None:
+            self._worker.poke()
+        else:
+            self.pump()
