@@ -17,7 +17,8 @@ from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
-from spmoe.models.stored import expand, read_quantization
+from spmoe.models.quantization import read_quantization
+from spmoe.models.stored import expand
 from spmoe.types import ExpertKey
 
 PROMPT, COUNT = [5, 9, 3, 17, 60, 2], 12

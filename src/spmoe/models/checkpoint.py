@@ -19,7 +19,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
-from spmoe.models.stored import Quantization, read_quantization
+from spmoe.models.quantization import Quantization, read_quantization
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]

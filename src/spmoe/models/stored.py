@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spmoe.errors import CheckpointError, reason
-
-if TYPE_CHECKING:
-    from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.quantization import USUAL_BLOCK
 
 _SCALES = ("_scale_inv", "_scale")  # what is added to a weight's name; both are multiplied with
-_USUAL_BLOCK = (128, 128)
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How a checkpoint's weights are stored, as far as its config.json tells."""
-
-    method: str
-    block: tuple[int, int] = _USUAL_BLOCK  # outputs and inputs that share a scale, where there are blocks
-
-
-def read_quantization(declared: Any) -> Quantization | None:
-    """What `quantization_config` means; None where weights cannot be expanded from it."""
-    if not isinstance(declared, dict):
-        return None
-    method = str(declared.get("quant_method"))
-    if method == "mxfp4":
-        return Quantization(method)
-    if method == "fp8":
-        return _with_block(method, declared.get("weight_block_size"))
-    groups = declared.get("config_groups")
-    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
-        return None
-    weights = [group["weights"] for group in groups.values() if isinstance(group, dict) and "weights" in group]
-    if len(weights) < len(groups) or not all(isinstance(one, dict) for one in weights):
-        return None
-    kinds = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in weights}
-    blocks = {str(one.get("block_structure")) for one in weights}
-    if kinds != {("float", 8, True)} or len(blocks) > 1:
-        return None
-    return _with_block(method, weights[0].get("block_structure"))
-
-
-def _with_block(method: str, block: Any) -> Quantization | None:
-    if block is None:
-        return Quantization(method)
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        return None
-    return Quantization(method, (block[0], block[1]))
 
 
 class StoredTensors:
@@ -114,7 +73,7 @@ class StoredTensors:
 
     def _expanded(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
         quantization = self._checkpoint.quantization
-        found = expand(weight, scale, quantization.block if quantization is not None else _USUAL_BLOCK)
+        found = expand(weight, scale, quantization.block if quantization is not None else USUAL_BLOCK)
         if found is None:
             raise CheckpointError(
                 f"{name} of {self._checkpoint.name} is {list(weight.shape)} but its scale {list(scale.shape)}, which "
