@@ -50,18 +50,19 @@ class CudaDriver:
         self.version = version.value
         self._batches = self.version >= _BATCHES_SINCE and hasattr(self._library, "cudaMemcpyBatchAsync")
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        pointer = ctypes.c_void_p
+        self._library.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
 
     def copy(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> None:
         """Put copies from host to device on a stream, in no order among them; many as one submission if possible."""
-        handle = ctypes.c_void_p(stream.cuda_stream)
+        handle = stream.cuda_stream
         if len(pieces) >= _BATCH_FROM and self._batches:
-            self._check(self._copy_batch(pieces, handle), "submitting a batch of copies")
+            self._check(self._copy_batch(pieces, ctypes.c_void_p(handle)), "submitting a batch of copies")
             return
         for to, source, nbytes in pieces:
-            code = self._library.cudaMemcpyAsync(
-                ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), _HOST_TO_DEVICE, handle
-            )
-            self._check(code, "submitting a copy")
+            code = self._library.cudaMemcpyAsync(to, source, nbytes, _HOST_TO_DEVICE, handle)
+            if code:
+                self._check(code, "submitting a copy")
 
     def lock_pages(self, address: int, nbytes: int) -> None:
         """Page-lock memory, so that the device reads it at full speed and asynchronously."""
