@@ -49,6 +49,23 @@ def test_damage_inside_is_refused(tmp_path: Path) -> None:
         Trace.load(path)
 
 
+def test_whatever_bit_is_wrong_one_message_says_so(tmp_path: Path) -> None:
+    """Most of them make the compressed data invalid; those that nobody reads change nothing."""
+    path, rng, said = tmp_path / "a.trace", np.random.default_rng(0), list[str]()
+    make_trace(steps=6).save(path)
+    sound = path.read_bytes()
+    for place in rng.integers(0, len(sound), 60):
+        data = bytearray(sound)
+        data[place] ^= int(rng.integers(1, 256))
+        path.write_bytes(data)
+        try:
+            Trace.load(path)
+        except UsageError as error:
+            said.append(str(error))
+    assert len(said) > 40
+    assert all("record" in words for words in said)
+
+
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.trace"
     monkeypatch.setattr(trace_file, "VERSION", 7)
@@ -84,9 +101,40 @@ def test_a_missing_array_and_a_missing_file_are_named(tmp_path: Path) -> None:
         ("chosen", lambda values: values + 8),
         ("step_rest", lambda values: values - 1),
         ("forward_front", lambda values: values * np.float32("nan")),
+        ("slab_layers", lambda values: values.ravel()),
+        ("slab_layers", lambda values: values + 90),
+        ("slab_layers", lambda values: values[:, ::-1]),
+        ("slab_pass", lambda values: values - 5),
+        ("forward_rows", lambda values: -values),
+        ("step_accepted", lambda values: values + 9),
+        ("step_drafted", lambda values: values * 0 + 9),
+        ("step_request", lambda values: np.array(3)),
+        ("chosen", lambda values: values.astype(float)),
+        ("weight", lambda values: values.astype(str)),
     ],
 )
 def test_contradictions_are_refused(name: str, change: object) -> None:
     trace = make_trace()
     with pytest.raises(UsageError, match="contradicts itself"):
         replace(trace, **{name: change(getattr(trace, name))})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"experts": ()},
+        {"experts": ("many",) * 6},
+        {"top_k": 0},
+        {"expert_bytes": -1},
+        {"slots": 0},
+        {"depth": "two"},
+        {"draft_tokens": True},
+        {"chunk_bytes": 0},
+        {"link_bytes_per_second": float("nan")},
+        {"link_bytes_per_second": "fast"},
+    ],
+)
+def test_shapes_that_nothing_has_are_refused(change: dict[str, object]) -> None:
+    trace = make_trace()
+    with pytest.raises(UsageError, match="contradicts itself"):
+        replace(trace, shape=replace(trace.shape, **change))

@@ -8,8 +8,10 @@ slabs and forwards have rows. docs/traces.md describes every field.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +43,33 @@ class Shape:
     def layers(self) -> int:
         """MoE layers."""
         return len(self.experts)
+
+    def problems(self) -> list[str]:
+        """What cannot be true of any model and machine."""
+        least = {
+            "top_k": 1,
+            "expert_bytes": 1,
+            "draft_layers": 0,
+            "draft_tokens": 0,
+            "depth": 1,
+            "window": 1,
+            "slots": 1,
+        }
+        whole: dict[str, tuple[object, int]] = {
+            f"experts of layer {n}": (count, 1) for n, count in enumerate(self.experts)
+        }
+        whole |= {name: (getattr(self, name), bound) for name, bound in least.items()}
+        if self.chunk_bytes is not None:
+            whole["chunk_bytes"] = (self.chunk_bytes, 1)
+        found = [f"{name} is {value!r}" for name, (value, bound) in whole.items() if not _is_whole(value, bound)]
+        link = self.link_bytes_per_second
+        if not isinstance(link, (int, float)) or not 0 <= link < math.inf:
+            found.append(f"link_bytes_per_second is {link!r}")
+        return found if self.experts else ["no layer has experts"]
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -87,7 +116,9 @@ class Trace:
         return int((self.step_drafted > 0).sum())
 
     def _problems(self) -> list[str]:
-        shape, found = self.shape, list[str]()
+        if found := [*self.shape.problems(), *self._wrong_kinds()]:
+            return found
+        shape = self.shape
         layers, top_k = shape.layers, shape.top_k
         steps, slabs, forwards = len(self.step_request), len(self.slab_pass), len(self.forward_rows)
         foretold = int((self.slab_rows * (self.slab_layers[:, 1] - self.slab_layers[:, 0])).sum()) if slabs else 0
@@ -105,6 +136,14 @@ class Trace:
                 found.append(f"{name} is {getattr(self, name).shape}, not {expected}")
         if self.step_slabs.sum() != slabs or self.step_forwards.sum() != forwards:
             found.append("steps do not add up to their slabs and forwards")
+        counts = ("step_slabs", "step_forwards", "slab_pass", "slab_rows", "forward_rows")
+        found += [f"{name} is below 0" for name in counts if (getattr(self, name) < 0).any()]
+        low, high = self.slab_layers.T if slabs else np.zeros((2, 0))
+        if not ((low >= 0) & (low < high) & (high <= layers)).all():
+            found.append("slab_layers names layers that the model does not have")
+        drafted, accepted = self.step_drafted, self.step_accepted
+        if not ((accepted >= 0) & (accepted <= drafted) & (drafted <= shape.draft_tokens)).all():
+            found.append("more is accepted than drafted, or drafted than can be")
         for name in ("chosen", "ahead", "foretold"):
             values = getattr(self, name)
             if values.size and not (values.min() >= -1 and values.max() < max(shape.experts)):
@@ -113,6 +152,15 @@ class Trace:
             values = getattr(self, name)
             if values.size and not (np.isfinite(values).all() and values.min() >= 0):
                 found.append(f"{name} holds times that are none")
+        return found
+
+    def _wrong_kinds(self) -> list[str]:
+        """Arrays that are no arrays of numbers, or of another kind of number or dimension."""
+        found = []
+        for name in _ARRAYS:
+            values, kind, dimensions = getattr(self, name), "f" if name in _REAL else "i", _DIMENSIONS.get(name, 1)
+            if values.dtype.kind != kind or values.ndim != dimensions:
+                found.append(f"{name} is {values.dtype} with {values.ndim} dimensions")
         return found
 
     def save(self, path: Path) -> None:
@@ -146,12 +194,15 @@ class Trace:
                 arrays = {name: file[name] for name in _ARRAYS}
         except OSError as error:
             raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from error
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise UsageError(f"{path} is not a whole trace ({error}); record it anew") from error
         return cls(_shape(path, header), header["about"], **arrays)
 
 
 _ARRAYS = [f.name for f in fields(Trace) if f.name not in ("shape", "about")]
+_REAL = ("step_rest", "slab_seconds", "foretold_score", "forward_front", "forward_experts", "weight", "ahead_score")
+_DIMENSIONS = {"slab_layers": 2, "foretold": 2, "foretold_score": 2, "forward_front": 2, "forward_experts": 2}
+_DIMENSIONS |= {"chosen": 3, "weight": 3, "ahead": 4, "ahead_score": 4}  # of those with more than one
 
 
 def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
@@ -170,6 +221,6 @@ def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
 def _shape(path: Path, header: dict[str, Any]) -> Shape:
     values = header.get("shape")
     names = {f.name for f in fields(Shape)}
-    if not isinstance(values, dict) or set(values) != names:
+    if not isinstance(values, dict) or set(values) != names or not isinstance(values["experts"], list):
         raise UsageError(f"the header of {path} does not say what the model is like; record it anew")
     return Shape(**{**values, "experts": tuple(values["experts"])})
