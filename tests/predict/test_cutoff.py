@@ -174,9 +174,10 @@ def test_steps_are_predicted_by_hand() -> None:
     assert step_seconds(AMPLE, ONE_MISSING, 0) == pytest.approx(32 + 16 * 3)
     # everything: the link is done long before the layers are reached, but for the tenth that was not predicted
     assert step_seconds(AMPLE, ONE_MISSING, 16) == pytest.approx(32 + 16 * 2.1)
-    # a link that takes 100 per expert is never idle from the first pass on
+    # a link that takes 100 per expert is never idle from the first pass on; of what moves before it is asked for, in
+    # the other three passes and while layers compute, a twentieth moves in vain
     slow = replace(AMPLE, seconds_per_expert=100.0)
-    assert step_seconds(slow, ONE_MISSING, 16) == pytest.approx(8 + 16 * 100 * (0.9 / 0.95 + 0.1) + 2)
+    assert step_seconds(slow, ONE_MISSING, 16) == pytest.approx(8 + 16 * 100 + 0.05 * (24 + 16 * 2))
 
 
 def test_a_slow_link_is_kept_busy_where_just_in_time_gives_up() -> None:

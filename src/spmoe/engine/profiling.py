@@ -7,8 +7,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +20,10 @@ from spmoe.experts.source import ExpertSource
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
+from spmoe.observe.timeline import Activity
 from spmoe.predict.cutoff import CutoffInputs, Profile
 
-_PASSES = 5  # timed passes, after one that warms up
+PASSES = 5  # timed passes, after one that warms up
 
 
 def profile_path(settings: Mapping[str, Any]) -> Path:
@@ -67,11 +68,17 @@ def measure(
 
     `synchronize` waits for a device that computes, and receives experts, behind the host's back.
     """
-    timer = _Timer(source, clock, synchronize)
+    timer = Timer(source, clock, synchronize)
     load = _seconds_per_expert(timer, inputs)
-    verify = _seconds_per_pass(target, inputs.draft_tokens + 1, timer) / inputs.layers
-    drafting = _seconds_per_pass(draft, 1, timer) / draft.depth_count
-    return Profile(drafting, draft.depth_count, verify, load, free_slots(inputs))
+    verify, draft_passes = time_passes(target, inputs.draft_tokens + 1, timer), time_passes(draft, 1, timer)
+    return Profile(
+        fastest(draft_passes) / draft.depth_count,
+        draft.depth_count,
+        fastest(verify) / inputs.layers,
+        load,
+        free_slots(inputs),
+        expert_share=expert_share(target, verify, source.blob_bytes, inputs.needed_per_layer),
+    )
 
 
 def free_slots(inputs: CutoffInputs) -> int:
@@ -79,7 +86,37 @@ def free_slots(inputs: CutoffInputs) -> int:
     return max(0, inputs.slots - math.ceil(inputs.needed_per_layer))
 
 
-class _Timer:
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How long something took that the source took part in."""
+
+    seconds: float
+    stall_seconds: float  # of them, that compute waited for copies
+    expert_seconds: float  # of them, from a router's choice to the end of its layer's experts, waiting not included
+    loads: int  # demanded
+
+    @property
+    def own_seconds(self) -> float:
+        """Without the waiting."""
+        return self.seconds - self.stall_seconds
+
+
+def fastest(times: Sequence[Timed]) -> float:
+    """What the machine can do; anything above it is somebody else's load."""
+    return min(one.own_seconds for one in times)
+
+
+def expert_share(target: Target, verified: Sequence[Timed], blob_bytes: int, needed: float) -> float:
+    """What part of a layer's time its experts take, as measured where the host computes them.
+
+    A device's kernels run behind the host's back; there it is the experts' part of the weights that a layer reads.
+    """
+    if target.model.device.type == "cpu":
+        return median(max(0.0, one.expert_seconds / one.own_seconds) for one in verified)
+    return needed * blob_bytes / (needed * blob_bytes + target.resident_bytes / max(1, target.depth_count))
+
+
+class Timer:
     """Times what the source takes part in, from one moment at which nothing is under way to the next."""
 
     def __init__(self, source: ExpertSource, clock: Clock, synchronize: Callable[[], None]) -> None:
@@ -87,37 +124,54 @@ class _Timer:
         self._clock = clock
         self._synchronize = synchronize
 
-    def time(self, work: Callable[[], object]) -> tuple[float, float, int]:
-        """Seconds, those of them that compute stalled, and loads."""
+    def time(self, work: Callable[[], object]) -> Timed:
+        """Run it as a step of its own."""
+        timeline = self.source.timeline
         self.source.begin_step()
         self._synchronize()
-        before, started = self.source.counters.copy(), self._clock.now()
-        work()
-        self._synchronize()
-        seconds = self._clock.now() - started
-        self.source.end_step()
+        before, mark, recording = self.source.counters.copy(), len(timeline.spans), timeline.recording
+        timeline.recording = True
+        try:
+            started = self._clock.now()
+            work()
+            self._synchronize()
+            seconds = self._clock.now() - started
+            self.source.end_step()
+            layers = sum(one.end - one.start for one in timeline.spans[mark:] if one.activity is Activity.LAYER)
+        finally:
+            timeline.recording = recording
+            del timeline.spans[mark:]
         spent = self.source.counters.minus(before)
-        return seconds, spent.stall_seconds, spent.demand_loads
+        return Timed(seconds, spent.stall_seconds, layers - spent.stall_seconds, spent.demand_loads)
 
 
-def _seconds_per_expert(timer: _Timer, inputs: CutoffInputs) -> float:
+def time_passes(
+    network: Network, rows: int, timer: Timer, text: Sequence[int] | None = None, passes: int = PASSES
+) -> list[Timed]:
+    """Passes of so many rows, each continuing the one before, over a text or any tokens; one before does not count."""
+    text = text or range(network.vocab_size)
+    kv = network.new_kv(rows * (passes + 2) + 1)
+    found = []
+    try:
+        network.forward(
+            [text[0]], kv, keep=1
+        )  # a state that has begun: only such a one is continued by recorded forwards
+        for number in range(passes + 1):
+            tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
+            found.append(timer.time(lambda tokens=tokens: network.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
+    finally:
+        network.give_back(kv)
+    return found[1:]
+
+
+def time_load(timer: Timer, layer: int, experts: Sequence[int]) -> Timed:
+    """Have experts of a layer, those that are in no slot demanded together."""
+    return timer.time(lambda: list(timer.source.use(layer, experts)))
+
+
+def _seconds_per_expert(timer: Timer, inputs: CutoffInputs) -> float:
     """Throughput of demand loads, as many at once as a layer may ask for."""
     batch = range(min(inputs.slots, inputs.experts_per_layer))
-    times = []
-    for layer in range(min(inputs.layers, _PASSES)):
-        seconds, _, loads = timer.time(lambda layer=layer: list(timer.source.use(layer, batch)))  # type: ignore[misc]
-        if loads:
-            times.append(seconds / loads)
+    found = [time_load(timer, layer, batch) for layer in range(min(inputs.layers, PASSES))]
+    times = [one.seconds / one.loads for one in found if one.loads]
     return median(times) if times else 0.0
-
-
-def _seconds_per_pass(network: Network, rows: int, timer: _Timer) -> float:
-    kv = network.new_kv(rows * (_PASSES + 2) + 1)
-    network.forward([0], kv, keep=1)  # a state that has begun: only such a one is continued by recorded forwards
-    tokens = [i % network.vocab_size for i in range(rows)]
-    times = []
-    for _ in range(_PASSES + 1):
-        seconds, stalled, _ = timer.time(lambda: network.forward(tokens, kv, keep=rows))
-        times.append(seconds - stalled)
-    network.give_back(kv)
-    return min(times[1:])  # what the machine can do; anything above it is somebody else's load

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spmoe.predict.latency import Costs, Guess, Step, evenly_needed, predict_step
+
 RECALL, PRECISION = 0.9, 0.95  # of draft-driven prediction, over the rows of a step, as the pair that ships shows them
 _INDIFFERENCE = 0.005
 
@@ -32,6 +34,7 @@ class Profile:
     seconds_per_expert: float  # store to slot
     free_slots: int  # slots beyond what one layer needs at once
     missing_per_layer: float | None = None  # as real requests showed it; None: not known yet
+    expert_share: float = 0.0  # of a verified layer, what comes after its router has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,7 @@ class CutoffInputs:
     @property
     def needed_per_layer(self) -> float:
         """Expected experts of a layer that K + 1 rows need between them, under even routing."""
-        unused = (1 - self.top_k / self.experts_per_layer) ** (self.draft_tokens + 1)
-        return self.experts_per_layer * (1 - unused)
+        return evenly_needed(self.experts_per_layer, self.top_k, self.draft_tokens + 1)
 
     @property
     def missing_per_layer(self) -> float:
@@ -91,21 +93,25 @@ def fastest_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
 
 
 def step_seconds(profile: Profile, inputs: CutoffInputs, cutoff: int) -> float:
-    """The predicted time of a step that prefetches for the first `cutoff` layers.
-
-    The link serves one copy at a time. Predicted experts of layers before the cutoff queue from the first prediction
-    on, in the order of layers; what was not predicted, and all of later layers, is asked for when a layer is reached.
-    """
-    missing, t_io = _missing(profile, inputs), profile.seconds_per_expert
-    reached = _draft_window(profile, inputs)
-    free = reached / max(1, inputs.draft_tokens)  # the first predictions are there: the link begins
-    for layer in range(inputs.layers):
-        predicted = RECALL if layer < cutoff else 0.0
-        ahead = free + predicted * missing / PRECISION * t_io  # what is wrong is fetched as well
-        asked = (1 - predicted) * missing * t_io
-        free = max(ahead, reached) + asked if asked else ahead
-        reached = max(reached, free) + profile.verify_seconds_per_layer
-    return reached
+    """The predicted time of a step that prefetches for the first `cutoff` layers."""
+    return predict_step(
+        Step(
+            costs=Costs(
+                draft_pass=profile.draft_layers * profile.draft_seconds_per_layer,
+                verify_layer=profile.verify_seconds_per_layer,
+                load=profile.seconds_per_expert,
+                expert_share=profile.expert_share,
+            ),
+            policy="draft-gate",
+            layers=inputs.layers,
+            passes=inputs.draft_tokens,
+            cutoff=cutoff,
+            missing=_missing(profile, inputs),
+            needed=inputs.needed_per_layer,
+            row_share=inputs.top_k / inputs.experts_per_layer,
+            draft=Guess(RECALL, PRECISION),
+        )
+    ).seconds
 
 
 def _missing(profile: Profile, inputs: CutoffInputs) -> float:

@@ -1,0 +1,212 @@
+"""The latency model: how long a step takes, from what its parts take and how much of what it needs is missing.
+
+A step is played in experts and fractions of them. The link serves one copy at a time. What is foretold waits in the
+order of layers, from the draft pass that names it on. When a layer's router has chosen, what it lacks goes first,
+foretold or not, and the layer computes what is there meanwhile. docs/latency-model.md says what is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spmoe.errors import UsageError
+
+POLICIES = ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate", "oracle")  # that it knows
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the parts of a step take when nothing else runs. Seconds."""
+
+    draft_pass: float
+    verify_layer: float  # every expert in a slot
+    load: float  # of one expert
+    expert_share: float = 0.0  # of a verified layer, what comes after its router has chosen
+    compute_slowdown: float = 1.0  # times as long, while copies run
+    link_slowdown: float = 1.0  # times as long, while compute runs
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """How good foresight is, counted in experts that are missing."""
+
+    recall: float  # of the needed ones, those that were named
+    precision: float  # of the named ones, those that were needed
+
+
+SURE, BLIND = Guess(1.0, 1.0), Guess(0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to predict."""
+
+    costs: Costs
+    policy: str  # one of `POLICIES`
+    layers: int  # MoE layers of the target
+    passes: int  # of the draft: K, and one more where that pays
+    cutoff: int  # layers that the draft stage prefetches for
+    missing: float  # experts per layer that are needed and in no slot as the step begins
+    needed: float  # experts per layer that are needed
+    row_share: float  # of a layer's experts, what one row uses
+    draft: Guess = BLIND  # what the draft foretells
+    own: Guess = BLIND  # what the layer before foretells
+    budget: float = math.inf  # experts that may be moved ahead of demand in a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step is predicted to take. Seconds."""
+
+    seconds: float
+    draft_seconds: float
+    stall_seconds: float
+    loads: float  # experts moved, in vain ones included
+
+
+def predict_step(step: Step) -> StepTime:
+    """Play one step."""
+    if step.policy not in POLICIES:
+        raise UsageError(f"the latency model knows {', '.join(POLICIES)}, not {step.policy}; choose one of them")
+    play, parts, costs = _Play(step), step.policy.split("+"), step.costs
+    if step.policy == "oracle":
+        play.name(range(step.layers), SURE)
+    for number in range(step.passes):
+        play.compute(costs.draft_pass)
+        if "draft-gate" in parts:
+            news = _named_by(number + 1, step) - _named_by(number, step)
+            play.name(range(min(step.cutoff, step.layers)), Guess(step.draft.recall * news, step.draft.precision))
+    drafted = play.now
+    for layer in range(step.layers):
+        play.compute(costs.verify_layer * (1 - costs.expert_share))
+        play.experts(layer, foretells="next-gate" in parts and layer + 1 < step.layers)
+    return StepTime(play.now, drafted, play.stalled, play.moved)
+
+
+def _named_by(passes: int, step: Step) -> float:
+    """The share of all that the draft names which it has named after so many passes, each of which adds one row."""
+    return (1 - (1 - step.row_share) ** passes) / (1 - (1 - step.row_share) ** step.passes) if step.row_share else 0.0
+
+
+class _Play:
+    """The clock, the link and what waits for it."""
+
+    def __init__(self, step: Step) -> None:
+        self.now = 0.0
+        self.stalled = 0.0
+        self.moved = 0.0
+        self._step = step
+        self._costs = step.costs
+        self._right = [0.0] * step.layers  # experts that wait, by layer
+        self._wrong = [0.0] * step.layers
+        self._named = [0.0] * step.layers  # of a layer's missing experts
+        self._budget = step.budget
+        self._waiting = 0.0
+        self._first = 0  # nothing waits before this layer
+
+    def name(self, layers: range, guess: Guess) -> None:
+        """Experts of these layers are foretold: a share of all that are missing."""
+        for layer in layers:
+            right = min(guess.recall * self._step.missing, self._step.missing - self._named[layer])
+            wrong = right * (1 / guess.precision - 1) if guess.precision else 0.0
+            allowed = min(1.0, self._budget / (right + wrong)) if right + wrong > 0 else 0.0
+            right, wrong = allowed * right, allowed * wrong
+            self._named[layer] += right
+            self._right[layer] += right
+            self._wrong[layer] += wrong
+            self._waiting += right + wrong
+            self._budget -= right + wrong
+        if layers:
+            self._first = min(self._first, layers.start)
+
+    def compute(self, seconds: float) -> None:
+        """Compute for so long, what waits moving meanwhile; both are slower where they meet."""
+        costs = self._costs
+        together, waiting = seconds * costs.compute_slowdown, self._waiting * costs.load * costs.link_slowdown
+        if waiting < together:  # the link falls idle on the way
+            together = waiting + seconds - waiting / costs.compute_slowdown
+        self._serve(together, costs.link_slowdown)
+        self.now += together
+
+    def experts(self, layer: int, foretells: bool) -> None:
+        """A layer's router has chosen: what it lacks moves first, then what it may foretell of the next layer."""
+        step, costs = self._step, self._costs
+        late = self._right[layer]
+        self._waiting = max(0.0, self._waiting - late - self._wrong[layer])
+        self._right[layer] = self._wrong[layer] = 0.0
+        demanded = late + step.missing - self._named[layer]
+        if foretells and step.missing > 0.0:
+            unnamed = 1 - self._named[layer + 1] / step.missing
+            self.name(range(layer + 1, layer + 2), Guess(step.own.recall * unnamed, step.own.precision))
+        compute = costs.verify_layer * costs.expert_share
+        if demanded <= 0.0:
+            self.compute(compute)
+            return
+        loading = demanded * costs.load
+        self.moved += demanded
+        busy = compute + (costs.compute_slowdown - 1) * min(compute, loading)
+        last = compute * min(1.0, demanded) / max(1.0, step.needed)  # of the experts that arrive last
+        took = max(busy, loading + last)
+        self._serve(took - loading, costs.link_slowdown)
+        self.stalled += took - busy
+        self.now += took
+
+    def _serve(self, seconds: float, slowdown: float) -> None:
+        """Move what waits, the nearest layers first."""
+        each = self._costs.load * slowdown
+        amount = min(self._waiting, seconds / each) if each else self._waiting
+        self._waiting -= amount
+        self.moved += amount
+        while amount > 0.0 and self._first < self._step.layers:
+            here = self._right[self._first] + self._wrong[self._first]
+            if here <= amount:
+                amount -= here
+                self._right[self._first] = self._wrong[self._first] = 0.0
+                self._first += 1
+            else:
+                left = 1 - amount / here
+                self._right[self._first] *= left
+                self._wrong[self._first] *= left
+                return
+
+
+# ---- how much is needed and missing
+
+
+def evenly_needed(experts: int, top_k: int, rows: int) -> float:
+    """Expected experts of a layer that so many rows need between them, under even routing."""
+    return experts * (1 - (1 - top_k / experts) ** rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a run has shown of one policy's needs, and the rules by which that says something of others."""
+
+    layers: int
+    experts_per_layer: int
+    top_k: int
+    slots: int
+    rows: int  # verified together: K + 1
+    needed: float  # experts per layer and step
+    missing: float
+
+    def needed_for(self, rows: int) -> float:
+        """As even routing grows with the rows, from where this run was."""
+        grown = evenly_needed(self.experts_per_layer, self.top_k, rows)
+        here = evenly_needed(self.experts_per_layer, self.top_k, self.rows)
+        return min(float(self.experts_per_layer), self.needed * grown / here)
+
+    def missing_for(self, rows: int, slots: int) -> float:
+        """The share that is missing is (1 - slots / experts) to the power that this run has shown."""
+        return self.needed_for(rows) * self._missing_share(slots)
+
+    def _missing_share(self, slots: int) -> float:
+        every = self.layers * self.experts_per_layer
+        without, here = max(0.0, 1 - slots / every), max(0.0, 1 - self.slots / every)
+        shown = min(1.0, self.missing / self.needed) if self.needed else 0.0
+        if without == 0.0 or here in (0.0, 1.0):  # all have slots; or the run had none, or all, and shows nothing
+            return without
+        if shown == 0.0:
+            return 0.0 if slots >= self.slots else without
+        return float(without ** (math.log(shown) / math.log(here)))
