@@ -184,8 +184,7 @@ class EngineConfig:
     @property
     def eviction_rule(self) -> str:
         """The eviction asked for or, where that is left to the policy, the one that it was published with, if any."""
-        own = self.prefetch if self.prefetch in EVICTION_RULES else "draft-informed"
-        return own if self.eviction == "auto" else self.eviction
+        return rule_for(self.prefetch, self.eviction)
 
     def refuse_oracle(self) -> None:
         """Refuse the policy that knows a request in advance, where none has been recorded."""
@@ -230,6 +229,12 @@ class EngineConfig:
             self.link_gbps is None or 0 < self.link_gbps < float("inf"),
             f"link_gbps must be a speed above 0, not {self.link_gbps}",
         )
+
+
+def rule_for(prefetch: str, eviction: str) -> str:
+    """The eviction rule: the one named or, for `auto`, the policy's own, if it was published with one."""
+    own = prefetch if prefetch in EVICTION_RULES else "draft-informed"
+    return own if eviction == "auto" else eviction
 
 
 def _require(holds: bool, message: str) -> None:

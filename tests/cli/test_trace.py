@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from spmoe.engine.loop import Loop
+from spmoe.replay.replay import Replayer
 from spmoe.replay.trace import Trace
 
 if TYPE_CHECKING:
@@ -78,6 +81,8 @@ def test_other_sizes_and_times_can_be_assumed(trace: Path, invoke: Invoke) -> No
         (("--link-gbps", "0"), ("not a speed",)),
         (("--cutoff", "deep"), ("not a cutoff",)),
         (("--expert-memory", ","), ("got none",)),
+        (("--expert-memory", "75%,1B"), ("1 B holds 0 experts", "fewer than")),
+        (("--prefetch", "on-demand,magic"), ("prefetch must be one of",)),
         (("--transfer", "pigeon"), ("recorded or cuda",)),
         (("--chrome", "/no/such/place.json"), ("cannot write",)),
     ],
@@ -95,8 +100,64 @@ def test_files_that_are_no_traces_are_one_line(tmp_path: Path, invoke: Invoke) -
     invoke("trace", "replay", tmp_path / "nothing").refused(2, "cannot read", "check the path")
 
 
+def test_what_cannot_be_replayed_is_refused_before_the_rest_is(
+    trace: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*ignored: object) -> None:
+        raise AssertionError("a replay began")
+
+    monkeypatch.setattr(Replayer, "run", ran)
+    invoke("trace", "replay", trace, "-k", "2,9").refused(2, "recorded with 2")
+    invoke("trace", "replay", trace, "--eviction", "lru,magic").refused(2, "eviction must be one of")
+
+
+def test_auto_is_the_rule_that_a_policy_was_published_with(trace: Path, invoke: Invoke) -> None:
+    options = ("--prefetch", "on-demand,activation", "--eviction", "auto,activation", "--link-gbps", 1, "--json")
+    records = [json.loads(line) for line in invoke("trace", "replay", trace, *options).succeeded().out.splitlines()]
+    pairs = [(record["prefetch"], record["eviction"]) for record in records]
+    assert pairs == [("on-demand", "draft-informed"), ("on-demand", "activation"), ("activation", "activation")]
+    assert Trace.load(trace).about["options"]["eviction"] == "draft-informed"
+
+
+def test_ctrl_c_keeps_what_was_recorded(
+    checkpoints: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the second prompt of three."""
+    prompts, path, steps = tmp_path / "prompts.txt", tmp_path / "a.trace", 0
+    prompts.write_text("hello\n\nhello hello\n\nhello hello hello\n")
+    step = Loop.step
+
+    def interrupted(loop: Loop, *arguments: object) -> list[int]:
+        nonlocal steps
+        steps += 1
+        if steps == 12:
+            signal.raise_signal(signal.SIGINT)
+        return step(loop, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Loop, "step", interrupted)
+    options = ("--prompts", prompts, "--max-tokens", 8, "--ignore-eos", "-k", 0, "-o", path)
+    result = invoke("trace", "record", checkpoints / "target", *options)
+    assert result.code == 130
+    assert "interrupted; 12 steps" in result.err
+    assert Trace.load(path).step_request.tolist() == [0] * 8 + [1] * 4
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_any_is_run(
+    checkpoints: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*ignored: object) -> None:
+        raise AssertionError("a step was run")
+
+    monkeypatch.setattr(Loop, "step", ran)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n\n" + "hello " * 9000)
+    options = ("--prompts", prompts, "-k", 0, "-o", tmp_path / "a.trace")
+    invoke("trace", "record", checkpoints / "target", *options).refused(2, "shorten the prompt")
+
+
 def test_where_a_trace_cannot_be_written_nothing_is_loaded(checkpoints: Path, invoke: Invoke) -> None:
-    invoke("trace", "record", checkpoints / "target", "-o", "/no/such/a.trace").refused(2, "no directory")
+    invoke("run", checkpoints / "target", "-p", "x", "--chrome", "/no/such/a.json").refused(2, "cannot write")
+    invoke("trace", "record", checkpoints / "target", "-o", "/no/such/a.trace").refused(2, "cannot write", "directory")
 
 
 @pytest.mark.parametrize("link", [(), ("--link-gbps", "0.05")])

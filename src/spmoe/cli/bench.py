@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from spmoe.cli.options import ctrl_c_stops, stderr
+from spmoe.cli.output import require_writable, write_text
 from spmoe.errors import SpmoeError, UsageError
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ def bench(
     resident = dict(_listed("--resident-step-ms", resident_step_ms, _step_time) or [])
     if resume and json_file in (None, "-"):
         raise UsageError("--resume takes the file that results are in; name it with --json")
-    for file in (json_file, report):
-        _require_writable(file)
+    require_writable(json_file, report)
 
     from spmoe.bench.jobs import cases_of, make_job
 
@@ -162,15 +161,6 @@ def _step_time(word: str) -> tuple[int, float]:
     if not 0 < time < float("inf"):
         raise ValueError("write K=milliseconds, as 0=12.5,4=30")
     return _whole(k.strip()), time
-
-
-def _require_writable(file: str | Path | None) -> None:
-    if file is None or file == "-":
-        return
-    path = Path(file)
-    there = path if path.exists() else path.parent
-    if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
-        raise UsageError(f"cannot write {path}; choose a file in a directory that exists and can be written")
 
 
 class _Benchmark:
@@ -291,11 +281,3 @@ def _group(running: Bench, interrupted: bool) -> Group | None:
         return None
     others = running.stored.others if running.stored is not None else []
     return Group({**machine_record(running), "interrupted": interrupted}, [*rows, *others])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, or say why it cannot be."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from spmoe.cli.bench import write_text
 from spmoe.cli.options import stderr
+from spmoe.cli.output import require_writable, write_text
 from spmoe.errors import UsageError
 
 
@@ -25,6 +25,7 @@ def report(
     """Make one page of plots and tables of what was measured, or tables in Markdown."""
     if output is None and not markdown:
         raise UsageError("say where the page goes, as -o report.html; or --markdown for tables on standard output")
+    require_writable(output)
     from spmoe.bench.results import read_results
 
     groups = [group for file in results for group in read_results(file) if group.rows]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import require_writable, write_text
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def families(
 
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, not {device!r}")
+    require_writable(markdown)
     name = device_facts(choose_device(device)).name
     there = known()
     if unknown := [name for name in names or () if name not in there]:
@@ -55,7 +57,7 @@ def families(
 
     verdicts = proof.prove_all(chosen, workers, tell, device)
     if markdown is not None:
-        markdown.write_text(page.markdown(verdicts, version, device))
+        write_text(markdown, page.markdown(verdicts, version, device))
     if as_json:
         print(json.dumps({"transformers": version, "device": name, "families": [v.to_dict() for v in verdicts]}))
     else:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, load, read_text_file, takes_shared_options
+from spmoe.cli.output import require_writable, write_text
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def predictability(
     """
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
+    require_writable(plot)
     from spmoe.bench.predictability import measure_predictability
     from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar
@@ -88,7 +90,4 @@ def _write_plot(path: Path, result: Predictability) -> None:
 
     shown = ("top1", "recall", "recall_plus_one", "union_recall", "next_gate_recall", "previous_token")
     lines = {_COLUMNS[name]: [getattr(one, name) for one in result.layers] for name in shown}
-    try:
-        path.write_text(line_plot("Prediction of the target's experts", "MoE layer", lines))
-    except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+    write_text(path, line_plot("Prediction of the target's experts", "MoE layer", lines))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, show, stderr, takes_shared_options
+from spmoe.cli.output import require_writable
 from spmoe.config import SamplingParams
 
 
@@ -24,6 +25,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete a prompt, and say where the time went. Ctrl-C stops it early."""
+    require_writable(chrome)
     text = read_text(prompt)
     with load(engine, progress=not as_json) as llm:
         generation = llm.stream(text, params)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,11 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, stderr, takes_shared_options
-from spmoe.config import Cutoff, SamplingParams, Size
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options
+from spmoe.cli.output import require_writable
+from spmoe.config import Cutoff, SamplingParams, Size, rule_for
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
+    from spmoe.engine.llm import Generation
     from spmoe.replay.replay import Outcome, Setting
     from spmoe.replay.trace import Trace
 
@@ -43,28 +46,43 @@ def record_trace(
     prompts: Annotated[
         str, typer.Option(help="Prompts: a file (text, or JSON lines), a set of the hub, or 'sample'.")
     ] = "sample",
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts to take; default: all.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Take no more prompts than this.")] = None,
     as_json: Json = False,
 ) -> None:
     """Generate from prompts, and write what was routed, foretold and took how long to a file.
 
-    Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed.
+    Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed. Ctrl-C
+    keeps what there is.
     """
     from spmoe.bench.prompts import find_prompts
+    from spmoe.observe.progress import progress_bar
     from spmoe.replay.record import record
 
-    if not output.parent.is_dir():
-        raise UsageError(f"{output.parent} is no directory; create it, or choose another file")
-    chosen = find_prompts(prompts).first(num_prompts).prompts
-    with load({**engine, "enforce_eager": True}, progress=not as_json) as llm:
-        made = record(llm, list(chosen), params)
+    require_writable(output)
+    chosen, bar, stopped = find_prompts(prompts).first(max_prompts).prompts, not as_json and sys.stderr.isatty(), False
+
+    @contextmanager
+    def watch(generation: Generation) -> Iterator[None]:
+        nonlocal stopped
+        with ctrl_c_stops(generation):
+            yield
+        stopped = generation.stopped
+
+    with (
+        load({**engine, "enforce_eager": True}, progress=not as_json) as llm,
+        progress_bar("Recording", bar) as report,
+    ):
+        made = record(llm, list(chosen), params, watch, report)
     made.save(output)
     size = output.stat().st_size
     facts = {"file": str(output), "bytes": size, "steps": len(made), "verified_steps": made.verified}
     if as_json:
         print(json.dumps({**facts, "live": made.about["live"]}))
     else:
-        stderr().print(f"{len(made)} steps, {made.verified} of them with a draft, in {output} ({size / 1e6:.1f} MB)")
+        kept = "interrupted; " * stopped + f"{len(made)} steps, {made.verified} of them with a draft, in {output}"
+        stderr().print(f"{kept} ({size / 1e6:.1f} MB)", soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
 
 
 @trace.command("replay")
@@ -74,8 +92,8 @@ def replay_trace(
         str, typer.Option(help="Prefetch policies, by commas; also 'oracle'.")
     ] = "on-demand,draft-gate",
     eviction: Annotated[
-        str, typer.Option(help="Eviction rules, by commas; also 'belady' and 'one-step-perfect'.")
-    ] = "draft-informed",
+        str, typer.Option(help="Eviction rules, by commas; also 'belady' and 'one-step-perfect'; auto: the policy's.")
+    ] = "auto",
     num_speculative_tokens: Annotated[
         str | None, typer.Option("--num-speculative-tokens", "-k", help="K, by commas; default: as recorded.")
     ] = None,
@@ -110,6 +128,7 @@ def replay_trace(
 
     if transfer not in ("recorded", "cuda"):
         raise UsageError(f"transfer must be recorded or cuda, not {transfer!r}")
+    require_writable(chrome)
     recorded = Trace.load(file)
     if expert_size is not None:
         size = Size.parse(expert_size).of(recorded.shape.expert_bytes)
@@ -118,7 +137,7 @@ def replay_trace(
         recorded = as_cuda(recorded)
     times = Times(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
     settings = [
-        Setting(policy, rule, k, depth, memory, link)
+        Setting(policy, rule_for(policy, rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
             _parts(prefetch),
             _parts(eviction),
@@ -128,7 +147,10 @@ def replay_trace(
             _each(link_gbps, _speed),
         )
     ]
+    settings = list(dict.fromkeys(settings))  # a rule may be named twice, by its name and as auto
     replayer, outcomes, lines = Replayer(recorded, times), list["Outcome"](), dict[str, Timeline]()
+    for setting in settings:
+        replayer.require(setting)
     for setting in settings:
         timeline = Timeline() if chrome is not None else None
         outcomes.append(replayer.run(setting, timeline))

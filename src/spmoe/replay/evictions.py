@@ -87,8 +87,13 @@ RULES: dict[str, Maker] = {
 }
 
 
-def make_rule(name: str, layers: int, width: int, steps: Sequence[StepPlan]) -> Rule:
-    """The rule of this name."""
+def require_rule(name: str) -> None:
+    """Refuse a name that no rule has."""
     if name not in RULES:
         raise UsageError(f"eviction must be one of {', '.join(RULES)}, not {name!r}")
+
+
+def make_rule(name: str, layers: int, width: int, steps: Sequence[StepPlan]) -> Rule:
+    """The rule of this name."""
+    require_rule(name)
     return RULES[name](layers, width, steps)

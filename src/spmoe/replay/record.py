@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import SamplingParams
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion
+from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_port import attach
@@ -182,7 +183,7 @@ class TraceRecorder(PrefetchPolicy):
             expert_bytes=spec.layout.nbytes,
             draft_layers=drafter.network.depth_count if isinstance(drafter, DraftModel) else 0,
             draft_tokens=engine.loop.draft_tokens,
-            depth=engine.source.depth,
+            depth=engine.source.grants.depth,
             chunk_bytes=chunk_for(spec.layout.nbytes) if on_cuda else None,
             window=WINDOW,
             slots=engine.slots,
@@ -193,7 +194,7 @@ class TraceRecorder(PrefetchPolicy):
             "model": config.model,
             "draft": config.draft,
             "options": {
-                "prefetch": self._inner.name, "eviction": config.eviction, "cutoff": str(config.cutoff),
+                "prefetch": self._inner.name, "eviction": config.eviction_rule, "cutoff": str(config.cutoff),
                 "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps, "fitted": engine.fitted is not None,
             },
@@ -287,14 +288,28 @@ def _totals(requests: list[Stats], spent: dict[int, list[float]]) -> dict[str, f
     }
 
 
-def record(llm: LLM, prompts: list[str], params: SamplingParams) -> Trace:
-    """Generate from each prompt and note everything."""
+def record(
+    llm: LLM,
+    prompts: list[str],
+    params: SamplingParams,
+    watch: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext(),
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Trace:
+    """Generate from each prompt and note everything.
+
+    `watch` is entered around every generation; where it stops one, what there is so far is the trace. `report` is told
+    how many prompts are done.
+    """
+    generations = [llm.stream(prompt, params) for prompt in prompts]  # a prompt that cannot be read is refused first
     recorder = TraceRecorder(llm.engine)
     completions = []
     try:
-        for prompt in prompts:
-            generation = llm.stream(prompt, params)
-            completions.append(generation.run())
+        for number, generation in enumerate(generations):
+            report(number, len(generations))
+            with watch(generation):
+                completions.append(generation.run())
+            if generation.stopped:
+                break
         return recorder.trace(completions)
     finally:
         recorder.detach()

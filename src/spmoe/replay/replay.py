@@ -14,11 +14,11 @@ from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, last_pass_pays
-from spmoe.replay.evictions import make_rule
+from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
 from spmoe.replay.simulate import Machine, Simulation
 from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, plan_steps
-from spmoe.replay.trace import Trace
+from spmoe.replay.trace import Shape, Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)
 _DRAWN_STEPS = 32
@@ -133,6 +133,15 @@ class Replayer:
         """A run that has not begun."""
         return Run(self, setting, timeline)
 
+    def require(self, setting: Setting) -> None:
+        """Refuse what cannot be replayed, before anything else is."""
+        shape = self.trace.shape
+        self.steps(shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens)
+        make_foresight(setting.prefetch, shape.layers, self.width)
+        require_rule(setting.eviction)
+        _slots(setting.memory, shape)
+        _rate(setting.link_gbps, shape)
+
     def steps(self, draft_tokens: int) -> list[StepPlan]:
         """The trace's steps for this K, with the times that compute takes."""
         return self._plans(draft_tokens)
@@ -165,11 +174,8 @@ class Run:
         self.k = shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens
         self.plan = replayer.steps(self.k)
         self.shape, self.expert_bytes = shape, shape.expert_bytes
-        self.slots = shape.slots if setting.memory is None else _slots(setting.memory, sum(shape.experts), shape)
-        rate = shape.link_bytes_per_second if setting.link_gbps is None else setting.link_gbps * 1e9
-        if rate <= 0:
-            raise UsageError("the trace does not say how fast its link was; give --link-gbps")
-        self.rate = rate
+        self.slots = _slots(setting.memory, shape)
+        self.rate = rate = _rate(setting.link_gbps, shape)
         chunk = None if shape.chunk_bytes is None else shape.chunk_bytes / rate
         machine = Machine(
             self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
@@ -306,7 +312,17 @@ def _expert_share(trace: Trace) -> float:
     return experts / (front + experts) if front + experts else 0.5
 
 
-def _slots(memory: Size, experts: int, shape: Any) -> int:
+def _rate(link_gbps: float | None, shape: Shape) -> float:
+    rate = shape.link_bytes_per_second if link_gbps is None else link_gbps * 1e9
+    if rate <= 0:
+        raise UsageError("the trace does not say how fast its link was; give --link-gbps")
+    return rate
+
+
+def _slots(memory: Size | None, shape: Shape) -> int:
+    if memory is None:
+        return shape.slots
+    experts = sum(shape.experts)
     slots = min(experts, memory.of(experts * shape.expert_bytes) // shape.expert_bytes)
     if slots < shape.top_k:
         raise UsageError(f"{memory} holds {slots} experts, fewer than the {shape.top_k} of one token; give more")
