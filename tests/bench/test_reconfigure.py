@@ -110,7 +110,7 @@ def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) ->
     assert found.token_ids == expected.token_ids
     assert found.stats.counters.wishes > 0
     source = llm.engine.source
-    assert source.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
+    assert source.loads.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
     assert source.synchronous is changes.get("synchronous", False)
     if source.synchronous:
         assert found.stats.counters.late == 0, "nothing is on its way when it is asked for"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import pytest
 from experts_helpers import BLOB, MarkedSlots
 from hypothesis import given, settings
@@ -472,3 +474,35 @@ def test_a_cyclic_scan_defeats_lru_but_not_draft_informed(told: bool) -> None:
 def test_when_everything_fits_both_load_once() -> None:
     for name in EVICTION_RULES:
         assert loads_per_step(name, 8, 4, told=True) == [8, 0, 0, 0]
+
+
+def test_what_is_foreseen_changes_no_answer() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        thoughtful, plain = (DraftInformed((6, 6, 6)) for _ in range(2))
+        rules = (thoughtful, plain)
+        for layer, expert in product(range(3), range(6)):
+            for rule in rules:
+                rule.inserted(ExpertKey(layer, expert))
+        for _ in range(6):
+            for rule in rules:
+                rule.begin_step()
+            keys = [ExpertKey(*divmod(int(n), 6)) for n in rng.integers(0, 18, 5)]
+            named = [Wish(key, float(rng.random()), key.layer) for key in keys]
+            later = [Wish(ExpertKey(2, int(rng.integers(6))), 0.5, 2)]
+            for rule in rules:
+                rule.wished(named)
+            for layer in range(3):
+                thoughtful.foresee(layer)
+                if rng.random() < 0.5:  # the draft goes on while there is thought
+                    for rule in rules:
+                        rule.wished(later)
+                if rng.random() < 0.2:
+                    thoughtful.foresee((layer + 1) % 3)  # of another layer than the one that comes
+                for rule in rules:
+                    rule.reached(layer)
+                used = [ExpertKey(layer, int(e)) for e in rng.choice(6, 2, replace=False)]
+                for rule, key in product(rules, used):
+                    rule.used(key)
+                assert thoughtful.victims(4, used, float("inf")) == plain.victims(4, used, float("inf"))
+                assert thoughtful.worth(used[0]) == plain.worth(used[0])

@@ -71,8 +71,8 @@ class Place:
 @pytest.mark.parametrize("batching", [True, False])
 def test_one_copy_per_submission_without_batching(batching: bool) -> None:
     place = Place()
-    place.source.batching = batching
-    assert place.transfer.batched == place.source.batching == batching
+    place.source.loads.batching = batching
+    assert place.transfer.batched == place.source.loads.batching == batching
     place.wish((1, 0), (1, 1), (1, 2))
     place.use(0, 0, 1, 2)  # the first that is demanded does not wait for the others
     assert [len(jobs) for jobs in place.transfer.submissions] == ([3, 1, 2] if batching else [1] * 6)
@@ -84,7 +84,7 @@ def test_one_copy_per_submission_without_batching(batching: bool) -> None:
 @pytest.mark.parametrize("batching", [True, False])
 def test_a_submission_that_is_refused_fails_what_was_not_submitted(batching: bool) -> None:
     place = Place()
-    place.source.batching = batching
+    place.source.loads.batching = batching
     place.transfer.refused = ExpertKey(1, 1)
     place.wish((1, 0), (1, 1), (1, 2))
     first = Residency.ABSENT if batching else Residency.LOADING

@@ -215,7 +215,9 @@ class CudaPort:
                 self._backend.post(opened.experts, opened.slots)
                 run()
             self._source.book()  # of the last layer, while the device is busy
-            known.synchronize()
+            if not known.query():
+                self._source.foresee(self._layer)
+                known.synchronize()
             if self._source.use_opened(opened, _numbers(chosen)):
                 for note in notes:
                     note()

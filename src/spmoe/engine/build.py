@@ -71,7 +71,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction_rule, spec.experts)
     source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
-    source.batching = config.batching
+    source.loads.batching = config.batching
     source.synchronous = config.synchronous
     try:
         states: dict[int, KvState] = {}

@@ -90,7 +90,7 @@ class Engine:
                 self.evictions[rule] = make_eviction(rule, self.store.experts)
             self.source.change_eviction(self.evictions[rule])
         self.config = config
-        self.source.batching = config.batching
+        self.source.loads.batching = config.batching
         self.source.synchronous = config.synchronous
         self.loop.draft_tokens = k
         self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()

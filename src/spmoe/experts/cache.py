@@ -112,6 +112,20 @@ class ExpertCache:
         if not entry.pins and entry.state is Residency.READY:
             self._held.discard(entry.key)
 
+    def pin_all(self, entries: Sequence[Entry]) -> None:
+        """The same for many at once."""
+        for entry in entries:
+            entry.pins += 1
+        self._held.update([entry.key for entry in entries])
+
+    def unpin_all(self, entries: Sequence[Entry]) -> None:
+        """The same for many at once."""
+        held = self._held
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins and entry.state is Residency.READY:
+                held.discard(entry.key)
+
     def loaded(self, entry: Entry) -> None:
         """The copy ended well: READY."""
         entry.state, entry.ticket = Residency.READY, None

@@ -75,6 +75,7 @@ class DraftInformed(Valued):
         self._passes = np.zeros(self._shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
         self._usual_passes = 1
         self._reliability = Reliability()
+        self._foreseen: tuple[int, np.ndarray] | None = None  # a layer, and what worths will be once it is reached
 
     def used(self, key: ExpertKey) -> None:
         self._used[key] = True
@@ -91,9 +92,21 @@ class DraftInformed(Valued):
         self._named.ravel()[places] += 1
         self._score.ravel()[places] = np.maximum(self._score.ravel()[places], scores)
         self._passes[list({wish.key.layer for wish in wishes})] += 1
-        self._worths = None
+        self._worths = self._foreseen = None
+
+    def reached(self, layer: int) -> None:
+        foreseen, self._foreseen = self._foreseen, None
+        super().reached(layer)
+        if foreseen is not None and foreseen[0] == layer:
+            self._worths = foreseen[1]
+
+    def foresee(self, layer: int) -> None:
+        now, self._position = self._position, layer
+        self._foreseen = (layer, self._value())
+        self._position = now
 
     def begin_step(self, request: int = 0) -> None:
+        self._foreseen = None
         if len(spoken := np.flatnonzero(self._passes)):
             seen = (self._named, self._score, self._used, self._frequency)
             self._reliability.learn(*(figure[spoken] for figure in seen))

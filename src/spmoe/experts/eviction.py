@@ -30,6 +30,10 @@ class Eviction(Protocol):
         """The pass is about to run this layer."""
         ...
 
+    def foresee(self, layer: int) -> None:
+        """The pass will run this layer next, and there is time to think about it; changes no answer."""
+        ...
+
     def begin_step(self, request: int = 0) -> None:
         """A step of this request begins; its first one reads the prompt."""
         ...

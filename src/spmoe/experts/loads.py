@@ -28,7 +28,7 @@ class Loads:
         timeline: Timeline,
     ) -> None:
         self.entries: list[Entry] = []
-        self.batching = True  # what is ready to go together is submitted together
+        self._batching = True
         self._transfer = transfer
         self._cache = cache
         self._blob_bytes = blob_bytes
@@ -40,6 +40,20 @@ class Loads:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @property
+    def depth(self) -> int:
+        """How many copies keep the transfer busy."""
+        return self._transfer.depth
+
+    @property
+    def batching(self) -> bool:
+        """Whether copies that are ready to go together are submitted together."""
+        return self._batching
+
+    @batching.setter
+    def batching(self, batching: bool) -> None:
+        self._batching = self._transfer.batched = batching
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -74,6 +88,16 @@ class Loads:
                 self._counters.used_bytes += self._blob_bytes
                 self._counters.late_bytes += self._blob_bytes if entry.state is Residency.LOADING else 0
         return ready, waiting, absent
+
+    def book_hits(self, entries: list[Entry], eviction: Eviction) -> None:
+        """These were READY when they were needed."""
+        self._counters.hits += len(entries)
+        for entry in entries:
+            eviction.used(entry.key)
+            if entry.prefetched:
+                entry.prefetched = False
+                self._counters.prefetch_used += 1
+                self._counters.used_bytes += self._blob_bytes
 
     def begin(self, reservation: Reservation) -> Entry:
         """The entry of a slot that was had; what had to leave it may have been fetched in vain."""

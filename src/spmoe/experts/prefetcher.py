@@ -84,11 +84,14 @@ class Granting:
         self._queue.drop_all()
         self._issued = 0
 
-    def grant(self, room: int) -> bool:
-        """Submit wishes, as one batch of a chunk's size at most, while fewer than `room` copies are under way.
+    @property
+    def depth(self) -> int:
+        """Copies outstanding at most, for wishes to be added; one slot is left to demands, which would else wait."""
+        return min(self._loads.depth, max(1, self._cache.slot_count - 1))
 
-        Whether there was one.
-        """
+    def grant(self) -> bool:
+        """Submit wishes, as one batch of a chunk's size at most, while the transfer has room; whether there was one."""
+        room = self.depth
         batch: list[Entry] = []
         most = max(1, _CHUNK_BYTES // self._blob_bytes)
         while len(batch) < most and (wish := self._queue.first()) is not None:

@@ -51,6 +51,9 @@ class EqualQuotas:
     def reached(self, layer: int) -> None:
         self._promised = {key for key in self._promised if key.layer >= layer}
 
+    def foresee(self, layer: int) -> None:
+        """It keeps its order as it goes."""
+
     def begin_step(self, request: int = 0) -> None:
         self._promised.clear()
 

@@ -54,9 +54,10 @@ class ExpertSource:
         self._clock = clock
         self._queue = WishQueue(counters)
         self._lock = threading.RLock()
-        self._loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
-        self.grants = Granting(self._queue, self.cache, self._loads, blob_bytes, counters)
+        self.loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
+        self.grants = Granting(self._queue, self.cache, self.loads, blob_bytes, counters)
         self._unplaced = 0  # demanded experts that no slot could be had for yet
+        self._demanded = False  # whether the last layer lacked any
         self._position = -1  # the layer that runs; -1 while the draft does
         self._on_routed: OnRouted | None = None
         self._unbooked: tuple[Opened, Sequence[int]] | None = None
@@ -66,10 +67,7 @@ class ExpertSource:
     # ---- the step, as the loop tells it
 
     def begin_step(self, request: int = 0, on_routed: OnRouted | None = None) -> None:
-        """A draft is about to start: wishes of the last step are void.
-
-        In this step `on_routed` is told what each layer's router has chosen, once all of it is there or on its way.
-        """
+        """A draft is about to start. `on_routed` will be told what each layer's router chose, once that is demanded."""
         self.book()
         with self._lock:
             self.grants.begin_step()
@@ -79,8 +77,7 @@ class ExpertSource:
 
     def wish(self, wishes: Iterable[Wish]) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
-        wishes = list(wishes)  # before the lock is taken: an iterator may compute
-        if not wishes:
+        if not (wishes := list(wishes)):  # before the lock is taken: an iterator may compute
             return
         with self._lock:
             if self._closed:
@@ -111,32 +108,21 @@ class ExpertSource:
             self.cache.change_eviction(eviction)
             self._eviction = eviction
 
-    @property
-    def batching(self) -> bool:
-        """Whether copies that are ready to go together are submitted together."""
-        return self._loads.batching
-
-    @batching.setter
-    def batching(self, batching: bool) -> None:
-        with self._lock:
-            self._loads.batching = self._transfer.batched = batching
-
     def open(self, layer: int) -> Opened:
         """Pin what a layer has READY. Compute may be given it at once; `use` or `shut` lets go of it."""
         with self._lock:
             if self._closed:
                 raise TransferError("the engine was closed")
-            self._loads.reap()
+            self.loads.reap()
             opened = Opened(layer, self.cache.ready_of(layer))
-            for entry in opened.entries:
-                self.cache.pin(entry)
+            self.cache.pin_all(opened.entries)
             return opened
 
     def shut(self, opened: Opened) -> None:
         """Let go of what was opened. Idempotent."""
         with self._lock:
-            while opened.entries:
-                self.cache.unpin(opened.entries.pop())
+            self.cache.unpin_all(opened.entries)
+            opened.entries.clear()
 
     def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
         """Whether these are all among what was opened; then they are booked later, before anything else is."""
@@ -148,10 +134,25 @@ class ExpertSource:
 
     def book(self) -> None:
         """Account for what `use_opened` has put off."""
-        if self._unbooked is not None:
-            (opened, experts), self._unbooked = self._unbooked, None
-            for _ in self.use(opened.layer, experts, opened):
-                raise AssertionError("an expert that was opened has left its slot")
+        if self._unbooked is None:
+            return
+        (opened, experts), self._unbooked = self._unbooked, None
+        with self._lock:
+            self.loads.reap()
+            self._reach(opened.layer)
+            chosen = frozenset(experts)
+            used = [entry for entry in opened.entries if entry.key.expert in chosen]
+            self.loads.book_hits(used, self._eviction)
+            self._transfer.fence([entry.slot for entry in used])
+            self.shut(opened)
+        if self._on_routed is not None:
+            self.wish(self._on_routed(opened.layer, experts))
+
+    def foresee(self, layer: int) -> None:
+        """A layer is about to be used, and there is time: think now of what may leave for it."""
+        with self._lock:
+            if self._demanded:
+                self._eviction.foresee(layer)
 
     def use(self, layer: int, experts: Sequence[int], opened: Opened | None = None) -> Iterator[Wave]:
         """Yield all these experts, wave by wave: those READY first, the others as they arrive.
@@ -164,11 +165,9 @@ class ExpertSource:
         started = self._clock.now()
         try:
             with self._lock:
-                self._loads.reap()
-                self._position = layer
-                self._queue.drop_passed(layer)
-                self._eviction.reached(layer)
-                ready, waiting, absent = self._loads.claim(
+                self.loads.reap()
+                self._reach(layer)
+                ready, waiting, absent = self.loads.claim(
                     [ExpertKey(layer, e) for e in dict.fromkeys(experts)], self._eviction
                 )
                 held += ready + waiting
@@ -179,6 +178,7 @@ class ExpertSource:
                     self._release(under_way, held)
                     self.shut(opened)
                 self._unplaced += len(absent)
+                self._demanded = bool(absent)
                 self._demand(absent, waiting, held)
             if self._on_routed is not None:
                 self.wish(self._on_routed(layer, experts))
@@ -211,25 +211,20 @@ class ExpertSource:
         with self._lock:
             self.counters.stall_seconds += self._transfer.stalled_seconds()
 
-    @property
-    def depth(self) -> int:
-        """Copies outstanding at most, for wishes to be added; one slot is left to demands, which would else wait."""
-        return min(self._transfer.depth, max(1, self.cache.slot_count - 1))
-
     def pump(self) -> Ticket | None:
         """Submit wishes; the ticket to wait for where only the transfer's depth holds some back."""
-        room, granted = self.depth, True
+        granted = True
         while granted:
             with self._lock:
-                self._loads.reap()
+                self.loads.reap()
                 if self._closed:
                     return None
                 try:
-                    granted = not self._unplaced and self.grants.grant(room)
+                    granted = not self._unplaced and self.grants.grant()
                 except SpmoeError:
                     return None  # booked as failed; the error is raised where an expert is used
-                full = len(self._loads) >= room
-                ticket = self._loads.entries[0].ticket if full and len(self._queue) else None
+                full = len(self.loads) >= self.grants.depth
+                ticket = self.loads.entries[0].ticket if full and len(self._queue) else None
             if self._worker is not None:
                 time.sleep(0)  # whoever waits for the lock may have it
         return ticket
@@ -249,6 +244,11 @@ class ExpertSource:
 
     # ---- under the lock
 
+    def _reach(self, layer: int) -> None:
+        self._position = layer
+        self._queue.drop_passed(layer)
+        self._eviction.reached(layer)
+
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
         if not absent:
@@ -257,14 +257,14 @@ class ExpertSource:
             raise TransferError("the engine was closed")
         batch: list[Entry] = []
         for reservation in self.cache.reserve_for_demand(tuple(absent)):
-            batch.append(self._loads.begin(reservation))
+            batch.append(self.loads.begin(reservation))
             self.cache.pin(batch[-1])
             del absent[0]
             self._unplaced -= 1
             if len(batch) == 1:  # the link need not wait for the others' slots
-                self._loads.submit(batch, urgent=True)
+                self.loads.submit(batch, urgent=True)
                 held += batch
-        self._loads.submit(batch[1:], urgent=True)
+        self.loads.submit(batch[1:], urgent=True)
         for entry in batch:
             self._eviction.used(entry.key)
         waiting += batch
@@ -278,11 +278,11 @@ class ExpertSource:
         With nothing of its own under way, it waits for whatever copy holds the slot that is needed next.
         """
         with self._lock:
-            self._loads.reap()
+            self.loads.reap()
             self._demand(absent, waiting, held)
             arrived = [e for e in waiting if e.state is Residency.READY]
-            own = [e for e in self._loads.entries if e in waiting] or waiting  # the next, else one that failed
-            blocking = next(iter(own or self._loads.entries), None)
+            own = [e for e in self.loads.entries if e in waiting] or waiting  # the next, else one that failed
+            blocking = next(iter(own or self.loads.entries), None)
             ticket = blocking.ticket if blocking is not None else None
         if not arrived:
             if blocking is None or ticket is None:
@@ -292,7 +292,7 @@ class ExpertSource:
                 ticket.order()
             except SpmoeError:
                 with self._lock:
-                    self._loads.give_up(blocking)
+                    self.loads.give_up(blocking)
                 if blocking in waiting:
                     raise
             finally:
@@ -300,7 +300,7 @@ class ExpertSource:
                 self.counters.stall_seconds += now - started
                 self.timeline.add(Activity.STALL, started, now)
             with self._lock:
-                self._loads.reap()
+                self.loads.reap()
                 arrived = [e for e in waiting if e.state is Residency.READY]
         for entry in arrived:
             waiting.remove(entry)
@@ -312,10 +312,10 @@ class ExpertSource:
         while full:
             full = self.pump() is not None
             with self._lock:
-                tickets = self._loads.tickets
+                tickets = self.loads.tickets
             wait_for(tickets)
         with self._lock:
-            self._loads.reap()
+            self.loads.reap()
         now = self._clock.now()
         self.counters.stall_seconds += now - started
         self.timeline.add(Activity.STALL, started, now)

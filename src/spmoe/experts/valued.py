@@ -37,6 +37,9 @@ class Valued:
         self._position = layer
         self._worths = None
 
+    def foresee(self, layer: int) -> None:
+        """Values are worked out when they are asked for."""
+
     def begin_step(self, request: int = 0) -> None:
         self.reached(-1)
 
