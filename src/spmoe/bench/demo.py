@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from spmoe.config import SamplingParams
 from spmoe.engine.llm import LLM, Completion
@@ -41,17 +38,6 @@ def balanced_link(prompt: str, tokens: int, options: dict[str, Any]) -> float:
     counters = completion.stats.counters
     compute = counters.draft_seconds + counters.verify_seconds - counters.stall_seconds
     return max(_SLOWEST_LINK, float(f"{counters.demand_bytes / max(compute, 1e-6) / 1e9:.1g}"))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small products are fastest on one thread, and several of them wait for each other where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run_way(way: str, prompt: str, tokens: int, options: dict[str, Any], on_token: Callable[[int, int], None]) -> Shown:

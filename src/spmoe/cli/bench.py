@@ -199,6 +199,7 @@ class _Benchmark:
         """Run one; where tokens differ that must not, if they do."""
         from spmoe.bench.results import find_stored
         from spmoe.bench.runs import Bench
+        from spmoe.engine.threads import threads_for
 
         if (link := job.engine["link_gbps"]) is not None:
             self._tell(f"note: emulated link of {link:g} GB/s; times are not this machine's own")
@@ -210,7 +211,8 @@ class _Benchmark:
         running = Bench(job, self._tell, ctrl_c_stops, stored, lambda: self._keep(running))
         interrupted = False
         try:
-            running.run()
+            with threads_for(job.engine["model"], job.engine["shape"]):
+                running.run()
         except KeyboardInterrupt:
             interrupted = True
             self._tell(f"interrupted after {len(running.runs)} runs")

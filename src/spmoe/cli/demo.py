@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +34,8 @@ def demo(
 
     A quarter of the experts in slots, float32, and an emulated link.
     """
-    from spmoe.bench.demo import WAYS, balanced_link, one_thread, run_way
+    from spmoe.bench.demo import WAYS, balanced_link, run_way
+    from spmoe.engine.threads import threads_for
     from spmoe.observe.progress import progress_bar
 
     if model is not None and draft is None:
@@ -43,7 +43,7 @@ def demo(
     options: dict[str, Any] = {"model": model, "draft": draft, "expert_memory": "25%", "dtype": "float32"}
     options["progress"] = not as_json and sys.stderr.isatty()
     shown: dict[str, Shown] = {}
-    with one_thread() if model is None else nullcontext():  # the pair that ships is small
+    with threads_for(model):
         if link_gbps is None:
             stderr().print("measuring how fast this machine computes ...")
             link_gbps = balanced_link(prompt, max_tokens, options)

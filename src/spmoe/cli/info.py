@@ -27,11 +27,14 @@ def info(
     """Show what a model is, the division of the memory, the profile and the cutoff. Loads no weights."""
     from spmoe.engine.llm import with_default_pair
     from spmoe.engine.plan import make_plan
+    from spmoe.engine.threads import threads_for
 
     engine = with_default_pair(engine)
     if measure:
-        load(engine, progress=not as_json).close()
-    plan = make_plan(EngineConfig.make(**engine))
+        with load(engine, progress=not as_json):
+            pass
+    with threads_for(engine["model"]):  # which a profile depends on
+        plan = make_plan(EngineConfig.make(**engine))
     if as_json:
         print(json.dumps(plan.to_dict()))
         return

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,21 +122,25 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def load(engine: dict[str, Any], *, progress: bool) -> LLM:
-    """Build the engine; says what it is and where it does less than was asked."""
-    try:
-        from spmoe.engine.llm import LLM
+@contextmanager
+def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
+    """Build the engine, and close it in the end; says what it is and where it does less than was asked."""
+    with ExitStack() as held:
+        try:
+            from spmoe.engine.llm import LLM
+            from spmoe.engine.threads import threads_for
 
-        llm = LLM(**engine, progress=progress and sys.stderr.isatty())
-    except KeyboardInterrupt:
-        stderr().print("interrupted while loading")
-        raise
-    notes = list(llm.notices)
-    if llm.engine.config.link_gbps is not None:
-        notes.insert(0, f"emulated link of {llm.engine.config.link_gbps:g} GB/s; times are not this machine's own")
-    for note in notes:
-        stderr().print(f"note: {note}", soft_wrap=True)
-    return llm
+            held.enter_context(threads_for(engine["model"]))
+            llm = held.enter_context(LLM(**engine, progress=progress and sys.stderr.isatty()))
+        except KeyboardInterrupt:
+            stderr().print("interrupted while loading")
+            raise
+        notes = list(llm.notices)
+        if (link := llm.engine.config.link_gbps) is not None:
+            notes.insert(0, f"emulated link of {link:g} GB/s; times are not this machine's own")
+        for note in notes:
+            stderr().print(f"note: {note}", soft_wrap=True)
+        yield llm
 
 
 def read_text(prompt: str) -> str:
