@@ -84,7 +84,7 @@ def _table(shown: dict[str, Shown]) -> Table:
     def row(name: str, values: list[str]) -> None:
         table.add_row(name, *values)
 
-    row("time per output token", [f"{1e3 * (s.tpot_seconds or 0):.1f} ms" for s in stats])
+    row("time per token", [f"{1e3 * (s.tpot_seconds or 0):.1f} ms" for s in stats])
     row("tokens per step", [f"{s.output_tokens / s.counters.steps:.2f}" for s in stats])
     row("hit rate", [f"{100 * (s.counters.hit_rate or 0):.0f}%" for s in stats])
     row("stall per token", [f"{1e3 * s.counters.stall_seconds / s.output_tokens:.1f} ms" for s in stats])

@@ -47,7 +47,7 @@ def info(
 def _table(plan: Plan) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # paths are there to be copied
     millions = plan.parameters / 1e6
     size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
     table.add_row("model", f"{plan.model} ({plan.architecture}, {size} parameters, {plan.dtype})")

@@ -163,9 +163,10 @@ def replay_trace(
         for outcome, place in zip(outcomes, places, strict=True):
             print(json.dumps({**outcome.to_dict(), "rank": place}))
     else:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        console.print(_table(outcomes, places))
-        console.print(_recorded_line(recorded))
+        table, console = _table(outcomes, places), Console(highlight=False, markup=False, emoji=False)
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # a row is one line
+        console.print(table)
+        console.print(_recorded_line(recorded), soft_wrap=True)
 
 
 def _table(outcomes: list[Outcome], places: list[int]) -> Table:
