@@ -78,7 +78,7 @@ def _table(result: Predictability) -> Table:
     title = f"{result.top_k} of {result.experts} experts; union over {result.span} tokens; %"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     for heading in ("layer", *_COLUMNS.values()):
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+        table.add_column(heading, justify="right", width=max(5, *map(len, heading.split())))
     rows = [(str(layer), figures) for layer, figures in enumerate(result.layers)]
     for name, figures in [*rows, ("mean", result.mean())]:
         table.add_row(name, *(f"{100 * getattr(figures, column):.1f}" for column in _COLUMNS))
