@@ -70,6 +70,7 @@ def test_a_scenario_from_file_to_page(scenario: Path, invoke: Invoke, tmp_path: 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--report", page).succeeded()
     assert "case 1 of 2" in result.err
     assert "case 2 of 2: depths" in result.err
+    assert [line for line in result.out.splitlines() if line.startswith("depths: cpu, ")], "a table says what it is of"
     (first, compared), (second, swept) = groups(results)
     assert [row["prefetch"] for row in compared] == ["draft-gate", "on-demand"]
     assert [row["cutoff"] for row in swept] == ["auto", "0", "1", "2", "3"]

@@ -27,10 +27,11 @@ def _machines(groups: Sequence[Group]) -> str:
     lines = []
     for m in (group.machine for group in groups):
         link = f"{m['link_bytes_per_second'] / 1e9:.3g} GB/s ({m['link_source']})"
+        commit = f" at {m['commit'][:12]}" if m["commit"] else ""
         lines.append(
-            f"{m['device']}, torch {m['torch']}, transformers {m['transformers']}, spmoe {m['spmoe']} at "
-            f"{str(m['commit'])[:12]}, {m['dtype']}; {model_name(m)}; link {link}, memory "
-            f"{m['memory_bytes_per_second'] / 1e9:.3g} GB/s; {m['prompts']} prompts ({m.get('prompt_set')}), each "
+            f"{m['device']}, torch {m['torch']}, transformers {m['transformers']}, spmoe {m['spmoe']}{commit}, "
+            f"{m['dtype']}; {model_name(m)}; link {link}, memory "
+            f"{m['memory_bytes_per_second'] / 1e9:.3g} GB/s; prompts: {m['prompts']} ({m.get('prompt_set')}), each "
             f"{m['repeat']} times, {m['output_len']} tokens."
         )
     return "\n\n".join(dict.fromkeys(lines))

@@ -16,9 +16,10 @@ def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: boo
     console.width = max(console.width, wide.measure(table).maximum)  # a row is one line, also where that is too long
     link = "emulated link" if machine["link_source"] == "emulated" else f"link ({machine['link_source']})"
     link_speed, memory_speed = machine["link_bytes_per_second"] / 1e9, machine["memory_bytes_per_second"] / 1e9
+    case = f"{machine['matrix']}: " if machine.get("matrix") else ""
     console.print(
-        f"{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} {link_speed:.3g} "
-        f"GB/s, memory {memory_speed:.3g} GB/s; prompts: {machine['prompts']}, each {machine['repeat']} times, "
+        f"{case}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
+        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; prompts: {machine['prompts']}, each {machine['repeat']} times, "
         f"{machine['output_len']} tokens",
         soft_wrap=True,
     )
