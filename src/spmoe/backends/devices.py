@@ -94,6 +94,19 @@ def link_bandwidth(device: torch.device, piece: int) -> float:
     return host.numel() / _best_seconds(device, copy)
 
 
+def copy_seconds(device: torch.device, nbytes: int, tries: int, *, pinned: bool) -> list[float]:
+    """How long so many bytes take from host memory to a CUDA device, one time after the other."""
+    pieces = [min(_LINK_PIECE * 4, nbytes - start) for start in range(0, nbytes, _LINK_PIECE * 4)]
+    host = torch.empty(max(pieces), dtype=torch.uint8, pin_memory=pinned)
+    there = torch.empty(max(pieces), dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        for piece in pieces:
+            there[:piece].copy_(host[:piece], non_blocking=True)
+
+    return _seconds(device, copy, tries)
+
+
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a large copy within the device's own memory reads and writes, both counted."""
     size = _MEMORY_BYTES[device.type]
@@ -106,8 +119,12 @@ def memory_bandwidth(device: torch.device) -> float:
 
 def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """The shortest time that work took of several."""
+    return min(_seconds(device, work, _TRIES))
+
+
+def _seconds(device: torch.device, work: Callable[[], object], tries: int) -> list[float]:
     times = []
-    for _ in range(_TRIES):
+    for _ in range(tries):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
@@ -115,4 +132,4 @@ def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return min(times)
+    return times

@@ -162,3 +162,36 @@ def line_plot(title: str, x_label: str, lines: Mapping[str, Sequence[float]], fl
         parts.append(f'<rect x="{left + inner_w + 14}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{left + inner_w + 34}" y="{y}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines with all that is said about them."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    floor: float | None = None
+
+
+def standalone(charts: Sequence[Chart]) -> str:
+    """Charts below each other, with their legends, as an SVG document."""
+    width, height, head = 480, 290, 46
+    colours = "; ".join(f"--c{number}: {colour}" for number, colour in enumerate(_COLOURS))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{(height + head) * len(charts)}" '
+        'font-family="sans-serif" font-size="12">',
+        f"<style>svg {{ {colours} }} .grid {{ stroke: #d0d7de }} .marked {{ stroke-dasharray: 4 3 }}</style>",
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, chart in enumerate(charts):
+        top = (height + head) * number
+        parts.append(f'<text x="8" y="{top + 18}" font-weight="bold">{escape(chart.title)}</text>')
+        for place, line in enumerate(chart.lines):
+            x, colour = 8 + 225 * place, _COLOURS[line.colour % len(_COLOURS)]
+            parts.append(f'<rect x="{x}" y="{top + 29}" width="14" height="4" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 20}" y="{top + 36}">{escape(line.name)}</text>')
+        drawn = line_chart(chart.title, chart.x_label, chart.y_label, chart.lines, chart.floor)
+        parts.append(drawn.replace("<svg ", f'<svg y="{top + head}" width="{width}" height="{height}" ', 1))
+    return "\n".join([*parts, "</svg>", ""])

@@ -20,6 +20,7 @@ from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
 from spmoe.cli.predictability import predictability
+from spmoe.cli.profile import profile
 from spmoe.cli.run import run
 from spmoe.cli.trace import trace
 from spmoe.errors import SpmoeError, UsageError, reason
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability, fit_predictor, families, bench, report):
+for verb in (demo, run, chat, info, predictability, profile, fit_predictor, families, bench, report):
     app.command()(verb)
 app.add_typer(trace)
 

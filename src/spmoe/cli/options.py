@@ -100,9 +100,18 @@ _GROUPS: dict[str, Callable[..., Any]] = {"engine": _engine, "params": _sampling
 
 
 def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread a command's `engine` and `params` arguments into the options they are made from."""
+    """Spread a command's `engine` and `params` arguments into the options they are made from.
+
+    An option that the command declares itself, under the same name, is the command's own business.
+    """
     own = inspect.signature(command, eval_str=True).parameters
-    groups = {name: inspect.signature(_GROUPS[name], eval_str=True).parameters for name in own if name in _GROUPS}
+    groups = {
+        name: {
+            p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values() if p.name not in own
+        }
+        for name in own
+        if name in _GROUPS
+    }
     spread = [p for group in groups.values() for p in group.values()]
     spread += [p for p in own.values() if p.name not in groups]
 

@@ -52,7 +52,7 @@ class Step:
     row_share: float  # of a layer's experts, what one row uses
     draft: Guess = BLIND  # what the draft foretells
     own: Guess = BLIND  # what the layer before foretells
-    budget: float = math.inf  # experts that may be moved ahead of demand in a step
+    slots: float = math.inf  # which bound what can be moved ahead of demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,10 @@ class _Play:
         self._right = [0.0] * step.layers  # experts that wait, by layer
         self._wrong = [0.0] * step.layers
         self._named = [0.0] * step.layers  # of a layer's missing experts
-        self._budget = step.budget
+        self._budget = step.slots  # no more is moved ahead of demand in a step
+        self._hits = max(0.0, step.needed - step.missing)  # of a layer: they keep their slots until it has run
+        self._room = max(0.0, step.slots - step.layers * self._hits)
+        self._fetched = [0.0] * step.layers  # ahead, into slots that are held until their layer has run
         self._waiting = 0.0
         self._first = 0  # nothing waits before this layer
 
@@ -110,20 +113,18 @@ class _Play:
         for layer in layers:
             right = min(guess.recall * self._step.missing, self._step.missing - self._named[layer])
             wrong = right * (1 / guess.precision - 1) if guess.precision else 0.0
-            allowed = min(1.0, self._budget / (right + wrong)) if right + wrong > 0 else 0.0
-            right, wrong = allowed * right, allowed * wrong
             self._named[layer] += right
             self._right[layer] += right
             self._wrong[layer] += wrong
             self._waiting += right + wrong
-            self._budget -= right + wrong
         if layers:
             self._first = min(self._first, layers.start)
 
     def compute(self, seconds: float) -> None:
         """Compute for so long, what waits moving meanwhile; both are slower where they meet."""
         costs = self._costs
-        together, waiting = seconds * costs.compute_slowdown, self._waiting * costs.load * costs.link_slowdown
+        together = seconds * costs.compute_slowdown
+        waiting = self._allowed * costs.load * costs.link_slowdown
         if waiting < together:  # the link falls idle on the way
             together = waiting + seconds - waiting / costs.compute_slowdown
         self._serve(together, costs.link_slowdown)
@@ -131,6 +132,10 @@ class _Play:
 
     def experts(self, layer: int, foretells: bool) -> None:
         """A layer's router has chosen: what it lacks moves first, then what it may foretell of the next layer."""
+        self._run_experts(layer, foretells)
+        self._room += self._hits + self._fetched[layer]  # it has run
+
+    def _run_experts(self, layer: int, foretells: bool) -> None:
         step, costs = self._step, self._costs
         late = self._right[layer]
         self._waiting = max(0.0, self._waiting - late - self._wrong[layer])
@@ -147,19 +152,27 @@ class _Play:
         self.moved += demanded
         busy = compute + (costs.compute_slowdown - 1) * min(compute, loading)
         last = compute * min(1.0, demanded) / max(1.0, step.needed)  # of the experts that arrive last
-        took = max(busy, loading + last)
+        took = last + _longer(busy - last, demanded, max(1, round(step.needed)), costs.load)
         self._serve(took - loading, costs.link_slowdown)
         self.stalled += took - busy
         self.now += took
 
+    @property
+    def _allowed(self) -> float:
+        """Of what waits, what may move now."""
+        return min(self._waiting, self._budget, self._room)
+
     def _serve(self, seconds: float, slowdown: float) -> None:
         """Move what waits, the nearest layers first."""
         each = self._costs.load * slowdown
-        amount = min(self._waiting, seconds / each) if each else self._waiting
+        amount = min(self._allowed, seconds / each) if each else self._allowed
         self._waiting -= amount
+        self._budget -= amount
+        self._room -= amount
         self.moved += amount
         while amount > 0.0 and self._first < self._step.layers:
             here = self._right[self._first] + self._wrong[self._first]
+            self._fetched[self._first] += min(here, amount)
             if here <= amount:
                 amount -= here
                 self._right[self._first] = self._wrong[self._first] = 0.0
@@ -169,6 +182,21 @@ class _Play:
                 self._right[self._first] *= left
                 self._wrong[self._first] *= left
                 return
+
+
+def _longer(compute: float, demanded: float, needed: int, load: float) -> float:
+    """The mean of the longer one, compute or loads, where each needed expert is demanded by a chance of its own.
+
+    Their number varies from layer to layer: those that lack many wait, and those that lack none gain nothing by it.
+    """
+    chance = min(1.0, demanded / needed)
+    if compute <= 0.0 or chance >= 1.0 or load <= 0.0:
+        return max(compute, demanded * load)
+    mean, likely = compute, (1 - chance) ** needed  # of none
+    for count in range(1, needed + 1):
+        likely *= (needed - count + 1) / count * chance / (1 - chance)
+        mean += likely * max(0.0, count * load - compute)
+    return mean
 
 
 # ---- how much is needed and missing

@@ -1,0 +1,242 @@
+"""The latency model against measurement: short generations over a sweep, predicted and measured step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from spmoe.bench.profile_behaviour import Watch, generate
+from spmoe.bench.profile_predict import Predictor
+from spmoe.config import Cutoff, CutoffMode, Size
+from spmoe.engine.llm import LLM, Completion
+from spmoe.predict.next_gate import draft_gate_of
+
+_TO_LEARN = 16  # verified steps after which the engine believes what it has seen
+_DRAFTED = "draft-gate"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One configuration of the sweep, on one engine."""
+
+    policy: str
+    draft_tokens: int
+    cutoff: int | None  # None: the draft does not prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What one configuration took, and what it was predicted to. Seconds per step, experts per layer."""
+
+    memory: str
+    slots: int
+    case: Case
+    steps: int
+    tokens_per_step: float
+    measured: float
+    predicted: float
+    given_loads: float  # predicted, with what was really missing
+    missing: float
+    predicted_missing: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def error_given_loads(self) -> float:
+        """What is left of it where the loads are known."""
+        return self.given_loads / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Step time over the cutoff, for one budget and K."""
+
+    memory: str
+    draft_tokens: int
+    measured: Mapping[int, float]  # by depth
+    predicted: Mapping[int, float]  # every depth
+    analytic: int  # what --cutoff auto chose
+    just_in_time: int
+
+    @property
+    def best(self) -> int:
+        """The fastest of those that were run."""
+        return min(self.measured, key=lambda depth: (self.measured[depth], depth))
+
+    def slower(self, depth: int) -> float:
+        """How much slower a depth was than the best."""
+        return self.measured[depth] / self.measured[self.best] - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            **asdict(self),
+            "best": self.best,
+            "analytic_slower": self.slower(self.analytic),
+            "just_in_time_slower": self.slower(self.just_in_time),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Absolute errors, as shares."""
+
+    mean: float
+    worst: float
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> Errors:
+        """Of some."""
+        found = [abs(one) for one in errors]
+        return cls(sum(found) / len(found), max(found)) if found else cls(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Check:
+    """All of it."""
+
+    rows: list[Checked]
+    sweeps: list[Sweep]
+
+    @property
+    def errors(self) -> dict[str, Errors]:
+        """By what is predicted: steps; steps, the loads being known; steps against those on demand, run beside them."""
+        return {
+            "step": Errors.of(row.error for row in self.rows),
+            "given_loads": Errors.of(row.error_given_loads for row in self.rows),
+            "ratio": Errors.of(self._ratio_errors()),
+        }
+
+    def _ratio_errors(self) -> Iterable[float]:
+        plain = {(row.memory, row.case.draft_tokens): row for row in self.rows if row.case.policy == "on-demand"}
+        for row in self.rows:
+            beside = plain.get((row.memory, row.case.draft_tokens))
+            if beside is not None and beside is not row:
+                yield (row.predicted / beside.predicted) / (row.measured / beside.measured) - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "rows": [
+                {**asdict(row), "error": row.error, "error_given_loads": row.error_given_loads} for row in self.rows
+            ],
+            "sweeps": [sweep.to_dict() for sweep in self.sweeps],
+            "errors": {name: asdict(one) for name, one in self.errors.items()},
+        }
+
+
+def check_engine(
+    llm: LLM,
+    predictor: Predictor,
+    memory: Size,
+    draft_tokens: Sequence[int],
+    depths: Sequence[int] | None,
+    prompts: Sequence[list[int]],
+    output_len: int,
+    repeat: int,
+    tell: Callable[[str], None],
+    watch: Watch,
+) -> Check:
+    """Run an engine's part of the sweep; `depths` None is every one."""
+    found = Check([], [])
+    layers = len(llm.engine.store.experts)
+    for k in draft_tokens:
+        chosen = _choices(llm, k, prompts, output_len, watch) if k else None
+        wanted = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
+        cases = [Case(policy, k, None) for policy in ("on-demand", "next-gate") if _can(llm, policy, k)]
+        if chosen is not None:
+            cases += [Case(_DRAFTED, k, depth) for depth in sorted({*wanted, *chosen})]
+        runs = _take_turns(llm, cases, prompts, output_len, repeat, watch, lambda words: tell(f"{memory}, {words}"))
+        rows = [_checked(llm, predictor, memory, case, runs[case]) for case in cases]
+        found.rows.extend(rows)
+        if chosen is not None:
+            drafted = {row.case.cutoff: row.measured for row in rows if row.case.cutoff is not None}
+            last_pass = _last_pass(llm, k)
+            every = {
+                depth: predictor.step(_DRAFTED, k, depth, llm.engine.slots, last_pass=last_pass).seconds
+                for depth in range(layers + 1)
+            }
+            found.sweeps.append(Sweep(str(memory), k, drafted, every, *chosen))
+    return found
+
+
+def _can(llm: LLM, policy: str, k: int) -> bool:
+    """Whether a policy comes to itself on this pair."""
+    llm.engine.reconfigure(prefetch=policy, num_speculative_tokens=k)
+    return llm.engine.loop.policy.name == policy
+
+
+def _choices(llm: LLM, k: int, prompts: Sequence[list[int]], output_len: int, watch: Watch) -> tuple[int, int] | None:
+    """The depths that the two forms of the cutoff choose, once enough has been seen; None where no draft prefetches."""
+    engine = llm.engine
+    engine.reconfigure(prefetch=_DRAFTED, num_speculative_tokens=k, cutoff=Cutoff(CutoffMode.AUTO))
+    if draft_gate_of(engine.loop.policy) is None:
+        return None
+    before = engine.loop.counters.verified
+    for number in range(_TO_LEARN):
+        if engine.loop.counters.verified - before >= _TO_LEARN:
+            break
+        generate(llm, prompts[number % len(prompts)], output_len, watch)
+    engine.learn_cutoff()
+    analytic = engine.cutoff
+    engine.reconfigure(cutoff=Cutoff(CutoffMode.JUST_IN_TIME))
+    just_in_time = engine.cutoff
+    return (analytic, just_in_time) if analytic is not None and just_in_time is not None else None
+
+
+def _changes(case: Case) -> dict[str, Any]:
+    cutoff = Cutoff(CutoffMode.AUTO) if case.cutoff is None else Cutoff(CutoffMode.FIXED, case.cutoff)
+    return {"prefetch": case.policy, "num_speculative_tokens": case.draft_tokens, "cutoff": cutoff}
+
+
+def _last_pass(llm: LLM, k: int) -> bool:
+    """Whether drafts of this length make one more pass; all depths alike go by the profile."""
+    llm.engine.reconfigure(**_changes(Case(_DRAFTED, k, 0)))
+    return llm.engine.loop.policy.last_pass
+
+
+def _take_turns(
+    llm: LLM,
+    cases: Sequence[Case],
+    prompts: Sequence[list[int]],
+    output_len: int,
+    repeat: int,
+    watch: Watch,
+    tell: Callable[[str], None],
+) -> dict[Case, list[Completion]]:
+    """Every case on every prompt, one after the other, each turn beginning with another; the first turn warms up."""
+    found: dict[Case, list[Completion]] = {case: [] for case in cases}
+    turns = [prompts[0], *(prompt for _ in range(repeat) for prompt in prompts)]
+    for turn, prompt in enumerate(turns):
+        tell(f"K={cases[0].draft_tokens}: turn {turn} of {len(turns) - 1}" + (", which warms up" if turn == 0 else ""))
+        first = turn % len(cases)
+        for case in [*cases[first:], *cases[:first]]:
+            llm.engine.reconfigure(**_changes(case))
+            completion = generate(llm, prompt, output_len, watch)
+            if turn:
+                found[case].append(completion)
+    return found
+
+
+def _checked(llm: LLM, predictor: Predictor, memory: Size, case: Case, runs: Sequence[Completion]) -> Checked:
+    engine, layers = llm.engine, len(llm.engine.store.experts)
+    decoded = [run.stats.decode_counters for run in runs]
+    steps = sum(one.steps for one in decoded)
+    missing = sum(one.useful_loads for one in decoded) / max(1, steps) / layers
+    last_pass = case.cutoff is not None and _last_pass(llm, case.draft_tokens)
+    slots, cutoff = engine.slots, case.cutoff or 0
+
+    def predict(known: float | None) -> float:
+        k = case.draft_tokens
+        return predictor.step(case.policy, k, cutoff, slots, last_pass=last_pass, missing=known).seconds
+
+    return Checked(
+        str(memory), slots, case, steps, sum(one.tokens for one in decoded) / max(1, steps),
+        median((one.draft_seconds + one.verify_seconds) / max(1, one.steps) for one in decoded),
+        predict(None), predict(missing), missing, predictor.needs(case.policy, case.draft_tokens, slots).missing,
+    )  # fmt: skip
