@@ -19,8 +19,8 @@ def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: boo
     case = f"{machine['matrix']}: " if machine.get("matrix") else ""
     console.print(
         f"{case}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
-        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; prompts: {machine['prompts']}, each {machine['repeat']} times, "
-        f"{machine['output_len']} tokens",
+        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; prompts: {machine['prompts']}, each "
+        f"{machine['repeat']} times, {machine['output_len']} tokens",
         soft_wrap=True,
     )
     console.print(table)
