@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -68,13 +69,19 @@ class Recording:
                 piece()
 
 
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recorders: libraries keep a workspace for every stream that they have ever seen."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
     """Records forwards of one device. They share memory for what they compute on the way: run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.phase = Phase.EAGER
         self.stopwatch = Stopwatch()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _recording_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording = Recording()
