@@ -44,16 +44,18 @@ def families(
     there = known()
     if unknown := [name for name in names or () if name not in there]:
         raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(there)}")
-    chosen, done, checks = list(dict.fromkeys(names or there)), 0, page.checks_on(device)
+    chosen, checks = list(dict.fromkeys(names or there)), page.checks_on(device)
+    told: list[Verdict] = []
     stderr().print(f"{len(chosen)} families of transformers {version} on {name}", soft_wrap=True)
 
     def tell(verdict: Verdict, seconds: float) -> None:
-        nonlocal done
-        done += 1
+        told.append(verdict)
         said = "ok" if verdict.holds else "no"
-        stderr().print(f"[{done}/{len(chosen)}] {verdict.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
+        stderr().print(f"[{len(told)}/{len(chosen)}] {verdict.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
         for line in _reasons([verdict], checks):
             stderr().print(f"  {line}", soft_wrap=True, markup=False)
+        if markdown is not None:  # what is known is kept, however this ends
+            write_text(markdown, page.markdown(sorted(told, key=lambda one: one.family), version, device))
 
     verdicts = proof.prove_all(chosen, workers, tell, device)
     if markdown is not None:
