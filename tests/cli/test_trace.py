@@ -139,6 +139,7 @@ def test_ctrl_c_keeps_what_was_recorded(
     result = invoke("trace", "record", checkpoints / "target", *options)
     assert result.code == 130
     assert "interrupted; 12 steps" in result.err
+    assert "replay it with --link-gbps" in result.err, "nothing was prefetched, so nothing was measured"
     assert Trace.load(path).step_request.tolist() == [0] * 8 + [1] * 4
 
 

@@ -81,6 +81,8 @@ def record_trace(
     else:
         kept = "interrupted; " * stopped + f"{len(made)} steps, {made.verified} of them with a draft, in {output}"
         stderr().print(f"{kept} ({size / 1e6:.1f} MB)", soft_wrap=True)
+        if not made.shape.link_bytes_per_second:  # which is known from the profile of what prefetches from a draft
+            stderr().print("note: the link was not measured in such a run; replay it with --link-gbps", soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
 
