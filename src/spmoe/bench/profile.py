@@ -103,6 +103,7 @@ class Behaviour:
     loads: float
     needed: float  # experts per layer
     missing: float  # of them, in no slot as the step began
+    missing_by_layer: tuple[float, ...]
     draft_recall: float  # of the missing ones, those that the draft named
     draft_precision: float  # of those that it named and that were missing, those that were needed
     own_recall: float  # of those that the draft did not name, those that the layer before did

@@ -16,6 +16,7 @@ from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
 
 OBSERVED = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
 PROMPT = 32  # tokens of a prompt
+_MARGIN = 4  # steps within which some text comes, so that a generation can be stopped
 _BY = (Stage.DRAFT, Stage.VERIFY)
 ALL_LAYERS = Cutoff(CutoffMode.NONE)
 
@@ -29,7 +30,7 @@ class Observer(PrefetchPolicy):
         self._inner, self._source = engine.loop.policy, engine.source
         self.name, self.stages = self._inner.name, self._inner.stages
         self.needed = 0  # experts, in all counted steps
-        self.missing = 0
+        self.missing = [0] * len(engine.store.experts)  # by layer
         self.named = dict.fromkeys(_BY, 0)  # while they were in no slot, by who named them first
         self.right = dict.fromkeys(_BY, 0)  # of them, needed
         self._request: int | None = None
@@ -57,6 +58,8 @@ class Observer(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
         self._used.update(ExpertKey(layer, expert) for expert in experts)
+        before, self._loaded = self._loaded, self._source.counters.useful_loads  # which counts this layer's by now
+        self.missing[layer] += (self._loaded - before) * self._counted
         return self._note(self._inner.on_routed(layer, experts), Stage.VERIFY)
 
     def on_accept(self, accepted: Accepted) -> None:
@@ -64,7 +67,6 @@ class Observer(PrefetchPolicy):
         if not self._counted:
             return
         self.needed += len(self._used)
-        self.missing += self._source.counters.useful_loads - self._loaded
         for key, stage in self._by.items():
             self.named[stage] += 1
             self.right[stage] += key in self._used
@@ -107,7 +109,7 @@ def observe(
 def generate(llm: LLM, prompt: list[int], output_len: int, watch: Watch) -> Completion:
     """Greedy, to a length or a little beyond: drafts cut short at the end would be steps of another K."""
     engine = llm.engine
-    room = min(output_len + engine.loop.draft_tokens + 1, engine.max_model_len - len(prompt))
+    room = min(output_len + _MARGIN * (engine.loop.draft_tokens + 1), engine.max_model_len - len(prompt))
     generation = llm.stream(prompt, SamplingParams(max_tokens=room, ignore_eos=True))
     enough = False
     with watch(generation):
@@ -127,7 +129,8 @@ def _behaviour(engine: Engine, policy: str, k: int, runs: Sequence[tuple[Observe
     drafting = sum(one.draft_seconds for one in decoded) / steps
     verifying = sum(one.verify_seconds for one in decoded) / steps
     drafted = sum(one.drafted for one in decoded) / steps
-    missing = sum(one.missing for one in seen)
+    by_layer = [sum(counts) for counts in zip(*(one.missing for one in seen), strict=True)]
+    missing = sum(by_layer)
     named, right = ({by: sum(getattr(one, what)[by] for one in seen) for by in _BY} for what in ("named", "right"))
     return Behaviour(
         policy=policy,
@@ -144,6 +147,7 @@ def _behaviour(engine: Engine, policy: str, k: int, runs: Sequence[tuple[Observe
         loads=sum(one.loads for one in decoded) / steps,
         needed=sum(one.needed for one in seen) / steps / layers,
         missing=missing / steps / layers,
+        missing_by_layer=tuple(one / steps for one in by_layer),
         draft_recall=_share(right[Stage.DRAFT], missing),
         draft_precision=_share(right[Stage.DRAFT], named[Stage.DRAFT]),
         own_recall=_share(right[Stage.VERIFY], missing - right[Stage.DRAFT]),

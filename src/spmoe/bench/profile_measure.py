@@ -155,20 +155,38 @@ def _mover(engine: Engine, most: int) -> Iterator[Callable[[int], list[float]]]:
 
 def _loads(engine: Engine, timer: Timer) -> tuple[CopyTime, ...]:
     """Experts of a layer that no slot holds, so many demanded at once."""
-    experts, layers, blob = min(engine.store.experts), len(engine.store.experts), engine.store.layout.nbytes
-    most, found, size, layer = min(engine.slots, experts), list[CopyTime](), 1, 0
+    layers, blob, found, size, layer = len(engine.store.experts), engine.store.layout.nbytes, list[CopyTime](), 1, 0
+    most = min(engine.slots, min(engine.store.experts)) if engine.slots < engine.store.count else 0
     while size <= most:
         times = []
         for _ in range(_TRIES):
             layer = (layer + 1) % layers
-            absent = [e for e in range(experts) if engine.source.cache.get(ExpertKey(layer, e)) is None]
-            timed = time_load(timer, layer, absent[:size]) if len(absent) >= size else None
-            if timed is not None and timed.loads == size:
+            absent = _make_absent(engine, layer, size)
+            timed = time_load(timer, layer, absent[:size])
+            if timed.loads == size:
                 times.append(timed.seconds)
         if times:
             found.append(CopyTime(size, size * blob, min(times), median(times)))
         size = most if size < most < 2 * size else 2 * size
     return tuple(found)
+
+
+def _make_absent(engine: Engine, layer: int, count: int) -> list[int]:
+    """Experts of a layer that are in no slot; where they are fewer, other layers' have theirs before."""
+
+    def absent() -> list[int]:
+        every = range(engine.store.experts[layer])
+        return [expert for expert in every if engine.source.cache.get(ExpertKey(layer, expert)) is None]
+
+    layers = len(engine.store.experts)
+    for other in (n % layers for n in range(layer + 1, layer + layers)):
+        if len(absent()) >= count:
+            break
+        engine.source.begin_step()
+        for _ in engine.source.use(other, range(min(engine.slots, engine.store.experts[other]))):
+            pass
+        engine.source.end_step()
+    return absent()
 
 
 def _contention(engine: Engine, network: Network, text: Sequence[int]) -> Contention | None:

@@ -114,9 +114,14 @@ class Predictor:
                 self.costs(policy, draft_tokens, found, link), policy, subject.layers,
                 draft_tokens + (last_pass and draft_tokens > 0), cutoff, found, max(needs.needed, found),
                 subject.top_k / subject.experts_per_layer, needs.draft, SURE if policy == "oracle" else needs.own,
-                slots,
+                slots, self._by_layer(policy),
             )
         )  # fmt: skip
+
+    def _by_layer(self, policy: str) -> tuple[float, ...]:
+        """How layers share what is missing, as the policy's own generations showed it."""
+        shown = _shown(self.profile, policy)
+        return tuple(one / shown.missing for one in shown.missing_by_layer) if shown.missing else ()
 
     def costs(self, policy: str, draft_tokens: int, missing: float, link: float | None = None) -> Costs:
         """What the parts take: as long as in this policy's own generations, scaled by rows as single passes are."""

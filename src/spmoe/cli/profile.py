@@ -144,7 +144,10 @@ class _Work:
         return predictor.profile, found
 
     def _load(self, memory: Size) -> Any:
-        k = max(_LEAST_DRAFT, *self._lengths) if max(self._lengths) else 0
+        from spmoe.engine.llm import with_default_pair
+
+        drafts = with_default_pair(self._engine)["draft"] not in (None, "none") and max(self._lengths) > 0
+        k = max(_LEAST_DRAFT, *self._lengths) if drafts else 0
         return load({**self._engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
 
     def _measure(self, llm: LLM) -> EngineProfile:

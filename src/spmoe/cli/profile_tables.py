@@ -43,7 +43,7 @@ def _profile_tables(profile: EngineProfile) -> Iterable[Table]:
             ([one.rows, _ms(one.best), _ms(one.median), _ms(one.per_layer)] for one in profile.draft),
         )
     yield _table(
-        f"verification, {subject.layers} layers, without waiting; a layer is {100 * profile.expert_share:.0f} % experts",
+        f"verification, {subject.layers} layers, without waiting; {100 * profile.expert_share:.0f} % is experts",
         ("rows", "ms at best", "ms", "ms per layer"),
         ([one.rows, _ms(one.best), _ms(one.median), _ms(one.per_layer)] for one in profile.verify),
     )

@@ -53,6 +53,7 @@ class Step:
     draft: Guess = BLIND  # what the draft foretells
     own: Guess = BLIND  # what the layer before foretells
     slots: float = math.inf  # which bound what can be moved ahead of demand
+    by_layer: tuple[float, ...] = ()  # how many times the mean each layer misses; empty: all alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,9 @@ class _Play:
         self._wrong = [0.0] * step.layers
         self._named = [0.0] * step.layers  # of a layer's missing experts
         self._budget = step.slots  # no more is moved ahead of demand in a step
-        self._hits = max(0.0, step.needed - step.missing)  # of a layer: they keep their slots until it has run
-        self._room = max(0.0, step.slots - step.layers * self._hits)
+        self._missing = [step.missing * times for times in step.by_layer or (1.0,) * step.layers]
+        self._hits = [max(0.0, step.needed - one) for one in self._missing]  # they keep their slots until they ran
+        self._room = max(0.0, step.slots - sum(self._hits))
         self._fetched = [0.0] * step.layers  # ahead, into slots that are held until their layer has run
         self._waiting = 0.0
         self._first = 0  # nothing waits before this layer
@@ -111,7 +113,7 @@ class _Play:
     def name(self, layers: range, guess: Guess) -> None:
         """Experts of these layers are foretold: a share of all that are missing."""
         for layer in layers:
-            right = min(guess.recall * self._step.missing, self._step.missing - self._named[layer])
+            right = min(guess.recall * self._missing[layer], self._missing[layer] - self._named[layer])
             wrong = right * (1 / guess.precision - 1) if guess.precision else 0.0
             self._named[layer] += right
             self._right[layer] += right
@@ -133,16 +135,16 @@ class _Play:
     def experts(self, layer: int, foretells: bool) -> None:
         """A layer's router has chosen: what it lacks moves first, then what it may foretell of the next layer."""
         self._run_experts(layer, foretells)
-        self._room += self._hits + self._fetched[layer]  # it has run
+        self._room += self._hits[layer] + self._fetched[layer]  # it has run
 
     def _run_experts(self, layer: int, foretells: bool) -> None:
         step, costs = self._step, self._costs
         late = self._right[layer]
         self._waiting = max(0.0, self._waiting - late - self._wrong[layer])
         self._right[layer] = self._wrong[layer] = 0.0
-        demanded = late + step.missing - self._named[layer]
-        if foretells and step.missing > 0.0:
-            unnamed = 1 - self._named[layer + 1] / step.missing
+        demanded = late + self._missing[layer] - self._named[layer]
+        if foretells and self._missing[layer + 1] > 0.0:
+            unnamed = 1 - self._named[layer + 1] / self._missing[layer + 1]
             self.name(range(layer + 1, layer + 2), Guess(step.own.recall * unnamed, step.own.precision))
         compute = costs.verify_layer * costs.expert_share
         if demanded <= 0.0:
