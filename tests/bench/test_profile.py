@@ -160,7 +160,7 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     errors = check.errors
     assert errors["step"].mean == pytest.approx((0.5 + 0.1 + 0.5) / 3)
     assert errors["step"].worst == pytest.approx(0.5)
-    assert errors["given_loads"].mean == pytest.approx(0.5 / 3)
+    assert errors["given_parts"].mean == pytest.approx(0.5 / 3)
     # against on demand: 1.1 for 0.5, and 0.5 for 0.5, which is right
     assert (errors["ratio"].mean, errors["ratio"].worst) == (pytest.approx(0.6), pytest.approx(1.2))
     assert Check([], []).errors["ratio"].worst == 0.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypedDict
 
 from spmoe.bench.profile_behaviour import Watch, generate
 from spmoe.bench.profile_predict import Predictor
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.engine.llm import LLM, Completion
+from spmoe.predict.latency import Costs
 from spmoe.predict.next_gate import draft_gate_of
 
 _TO_LEARN = 16  # verified steps after which the engine believes what it has seen
@@ -37,7 +37,7 @@ class Checked:
     tokens_per_step: float
     measured: float
     predicted: float
-    given_loads: float  # predicted, with what was really missing
+    given_parts: float  # predicted from the run's own compute and missing experts: what is left is how they overlap
     missing: float
     predicted_missing: float
 
@@ -47,9 +47,9 @@ class Checked:
         return self.predicted / self.measured - 1
 
     @property
-    def error_given_loads(self) -> float:
-        """What is left of it where the loads are known."""
-        return self.given_loads / self.measured - 1
+    def error_given_parts(self) -> float:
+        """What is left of it where compute and loads are known."""
+        return self.given_parts / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class Check:
 
     @property
     def errors(self) -> dict[str, Errors]:
-        """By what is predicted: steps; steps, the loads being known; steps against those on demand, run beside them."""
+        """By what is predicted: steps; steps whose parts are known; steps against those on demand, run beside them."""
         return {
             "step": Errors.of(row.error for row in self.rows),
-            "given_loads": Errors.of(row.error_given_loads for row in self.rows),
+            "given_parts": Errors.of(row.error_given_parts for row in self.rows),
             "ratio": Errors.of(self._ratio_errors()),
         }
 
@@ -123,7 +123,7 @@ class Check:
         """Plain values, for JSON."""
         return {
             "rows": [
-                {**asdict(row), "error": row.error, "error_given_loads": row.error_given_loads} for row in self.rows
+                {**asdict(row), "error": row.error, "error_given_parts": row.error_given_parts} for row in self.rows
             ],
             "sweeps": [sweep.to_dict() for sweep in self.sweeps],
             "errors": {name: asdict(one) for name, one in self.errors.items()},
@@ -224,19 +224,32 @@ def _take_turns(
 
 
 def _checked(llm: LLM, predictor: Predictor, memory: Size, case: Case, runs: Sequence[Completion]) -> Checked:
-    engine, layers = llm.engine, len(llm.engine.store.experts)
+    engine, layers, k = llm.engine, len(llm.engine.store.experts), case.draft_tokens
     decoded = [run.stats.decode_counters for run in runs]
-    steps = sum(one.steps for one in decoded)
-    missing = sum(one.useful_loads for one in decoded) / max(1, steps) / layers
-    last_pass = case.cutoff is not None and _last_pass(llm, case.draft_tokens)
+    steps = max(1, sum(one.steps for one in decoded))
+    missing = sum(one.useful_loads for one in decoded) / steps / layers
+    drafting = sum(one.draft_seconds for one in decoded) / steps
+    verifying = sum(one.verify_seconds for one in decoded) / steps
+    stalled = sum(one.stall_seconds for one in decoded) / steps
+    last_pass = case.cutoff is not None and _last_pass(llm, k)
+    passes = max(1, sum(one.drafted for one in decoded) / steps + last_pass)
+    own = replace(
+        predictor.costs(case.policy, k, missing),
+        draft_pass=drafting / passes,
+        verify_layer=max(0.0, verifying - stalled) / layers,
+        compute_slowdown=1.0,
+    )
     slots, cutoff = engine.slots, case.cutoff or 0
-
-    def predict(known: float | None) -> float:
-        k = case.draft_tokens
-        return predictor.step(case.policy, k, cutoff, slots, last_pass=last_pass, missing=known).seconds
-
+    predicted, given = (
+        predictor.step(case.policy, k, cutoff, slots, last_pass=last_pass, **known).seconds
+        for known in (_Known(), _Known(missing=missing, costs=own))
+    )
     return Checked(
-        str(memory), slots, case, steps, sum(one.tokens for one in decoded) / max(1, steps),
-        median((one.draft_seconds + one.verify_seconds) / max(1, one.steps) for one in decoded),
-        predict(None), predict(missing), missing, predictor.needs(case.policy, case.draft_tokens, slots).missing,
+        str(memory), slots, case, steps, sum(one.tokens for one in decoded) / steps, drafting + verifying, predicted,
+        given, missing, predictor.needs(case.policy, k, slots).missing,
     )  # fmt: skip
+
+
+class _Known(TypedDict, total=False):
+    missing: float
+    costs: Costs

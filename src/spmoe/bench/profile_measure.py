@@ -200,21 +200,21 @@ def _contention(engine: Engine, network: Network, text: Sequence[int]) -> Conten
     if not moved or not once:
         return None
     passes = min(_MOST_PASSES, max(1, int(seconds / once / 2)))  # so few that copies go on all the while
-    alone = together = loading = computing = 0.0
-    fetched = arrived = 0
+    alone, together, loads, slowed = list[float](), list[float](), list[float](), list[float]()
     for _ in range(_ROUNDS):
-        alone += passing.run(passes)
+        alone.append(passing.run(passes) / passes)
         moved, seconds = blobs.fetch()
-        fetched, loading = fetched + moved, loading + seconds
+        loads += [seconds / moved] if moved else []
         since, wished = engine.clock.now(), blobs.wish()
-        together += passing.run(passes)
-        computing += engine.clock.now() - since
+        together.append(passing.run(passes) / passes)
+        took = engine.clock.now() - since
         engine.source.pump()  # which settles what has arrived
-        arrived += blobs.arrived(wished)
+        arrived = blobs.arrived(wished)
+        slowed += [took / arrived] if arrived else []
         blobs.settle()
-    every = _ROUNDS * passes
-    load = loading / max(1, fetched)
-    return Contention(alone / every, together / every, load, computing / arrived if arrived else load)
+    if not loads or not slowed:
+        return None
+    return Contention(min(alone), min(together), min(loads), min(slowed))  # others' load on the machine left out
 
 
 class _Passes:

@@ -105,13 +105,14 @@ class Predictor:
         link: float | None = None,
         last_pass: bool = False,
         missing: float | None = None,
+        costs: Costs | None = None,
     ) -> StepTime:
-        """Predict a step; `link` in bytes per second, and `missing` where it is known better."""
+        """Predict a step; `link` in bytes per second, `missing` and `costs` where they are known better."""
         needs, subject = self.needs(policy, draft_tokens, slots), self.profile.subject
         found = needs.missing if missing is None else missing
         return predict_step(
             Step(
-                self.costs(policy, draft_tokens, found, link), policy, subject.layers,
+                costs or self.costs(policy, draft_tokens, found, link), policy, subject.layers,
                 draft_tokens + (last_pass and draft_tokens > 0), cutoff, found, max(needs.needed, found),
                 subject.top_k / subject.experts_per_layer, needs.draft, SURE if policy == "oracle" else needs.own,
                 slots, self._by_layer(policy),

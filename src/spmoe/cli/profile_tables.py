@@ -29,7 +29,7 @@ def show(profile: EngineProfile, check: Check | None) -> None:
 
 _ERRORS = {
     "step": "steps as predicted",
-    "given_loads": "with the loads that there were",
+    "given_parts": "from the compute and the loads that there were",
     "ratio": "against on-demand steps run beside them",
 }
 
@@ -113,13 +113,13 @@ def _profile_tables(profile: EngineProfile) -> Iterable[Table]:
 
 def _check_tables(check: Check) -> Iterable[Table]:
     yield _table(
-        "ms per step, measured and predicted; the second prediction knows the loads",
+        "ms per step, measured and predicted; the second prediction knows the run's own compute and loads",
         ("memory", "K", "policy", "cutoff", "ms", "predicted", "error", "knowing", "error", "missing", "predicted"),
         (
             [
                 row.memory, row.case.draft_tokens, row.case.policy, "-" if row.case.cutoff is None else row.case.cutoff,
-                _ms(row.measured), _ms(row.predicted), _percent(row.error), _ms(row.given_loads),
-                _percent(row.error_given_loads), f"{row.missing:.2f}", f"{row.predicted_missing:.2f}",
+                _ms(row.measured), _ms(row.predicted), _percent(row.error), _ms(row.given_parts),
+                _percent(row.error_given_parts), f"{row.missing:.2f}", f"{row.predicted_missing:.2f}",
             ]
             for row in check.rows
         ),
