@@ -58,6 +58,8 @@ def config_for(rows: int, geometry: Geometry, top_k: int, dtype: torch.dtype) ->
     hidden, ffn = geometry.hidden, geometry.ffn
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
+    elif rows > 16:  # more of them to be held: all stages still fit the 99 KiB of a consumer's multiprocessor
+        up, down = (32, 128, 4, 3), (32, 128, 4, 3)
     elif hidden * ffn >= 1 << 24:  # here and below the fastest, over 1 and 5 rows, of a sweep on an H200
         up, down = (32, 256, 4, 3), (32, 128, 4, 4)
     else:
