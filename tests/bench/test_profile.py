@@ -25,6 +25,8 @@ from spmoe.bench.profile_behaviour import OBSERVED, Observer, generate, observe
 from spmoe.bench.profile_check import Case, Check, Checked, Sweep, check_engine
 from spmoe.bench.profile_measure import measure_profile
 from spmoe.bench.profile_predict import Predictor, TraceNeeds
+from spmoe.bench.report import html_report
+from spmoe.bench.results import Group
 from spmoe.config import Size
 from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import UsageError
@@ -172,6 +174,17 @@ def test_a_sweep_knows_its_best_and_how_far_the_choices_are() -> None:
     assert sweep.best == 4
     assert (sweep.slower(8), sweep.slower(0)) == (pytest.approx(0.25), pytest.approx(0.5))
     assert sweep.to_dict()["analytic_slower"] == pytest.approx(0.25)
+
+
+def test_a_report_draws_what_is_predicted_beside_what_was_swept() -> None:
+    from test_report import MACHINE, SWEEP, SYSTEMS
+
+    groups = [Group(MACHINE, [*SYSTEMS, *SWEEP])]
+    plain, drawn = (html_report(groups, profile) for profile in (None, MADE_UP))
+    assert "predicted from the profile" not in plain
+    assert "predicted from the profile" in drawn
+    other = replace(MADE_UP, subject=replace(MADE_UP.subject, layers=5))
+    assert html_report(groups, other) == plain, "a profile of something else says nothing here"
 
 
 # ---- measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from statistics import median
 
@@ -22,6 +23,7 @@ from spmoe.bench.comparison import (
     tpot,
 )
 from spmoe.bench.plot import Bar, bar_chart
+from spmoe.bench.profile import EngineProfile
 from spmoe.bench.report_extras import ablation_section, acceptance_section, cutoff_section, machine_section
 from spmoe.bench.results import Group
 from spmoe.config import format_bytes
@@ -41,19 +43,19 @@ _SECTIONS = {
 }
 
 
-def html_report(groups: Sequence[Group]) -> str:
-    """One document."""
+def html_report(groups: Sequence[Group], profile: EngineProfile | None = None) -> str:
+    """One document; with a profile, what the latency model predicts from it is drawn beside swept cutoffs."""
     found = Comparison(groups)
     model = ", ".join(dict.fromkeys(model_name(group.machine) for group in groups))
     title = f"spmoe: {model}"
-    sections = {
+    sections: dict[str, Callable[[Comparison], str]] = {
         "table": _speedups,
         "speed": _speed,
         "time": _time,
         "hits": _hits,
         "ledger": _ledger,
         "acceptance": acceptance_section,
-        "cutoff": cutoff_section,
+        "cutoff": partial(cutoff_section, profile=profile),
         "ablation": ablation_section,
         "efficiency": _efficiency,
         "machine": machine_section,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from html import escape
 
 from spmoe.bench import page
-from spmoe.bench.comparison import Comparison, Row, milliseconds, model_name, tpot
+from spmoe.bench.comparison import Comparison, Row, milliseconds, model_name, tokens_per_step, tpot
 from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
+from spmoe.bench.profile import EngineProfile
+from spmoe.bench.profile_predict import Predictor
 from spmoe.bench.settings import ABLATIONS, ALL_ON
 from spmoe.config import format_bytes
+from spmoe.predict.latency import POLICIES
 
 
 def acceptance_section(found: Comparison) -> str:
@@ -35,8 +38,8 @@ def acceptance_section(found: Comparison) -> str:
     )  # fmt: skip
 
 
-def cutoff_section(found: Comparison) -> str:
-    """Time over depth, for every place that was swept."""
+def cutoff_section(found: Comparison, profile: EngineProfile | None = None) -> str:
+    """Time over depth, for every place that was swept; with what a profile of the same pair predicts."""
     sweeps: dict[tuple[str, str, int], dict[int, Row]] = {}
     chosen: dict[tuple[str, str, int], dict[str, Row]] = {}
     for case, row in found.rows():
@@ -77,9 +80,26 @@ def cutoff_section(found: Comparison) -> str:
         rows = [[f"{depth} layers", *_times(by_depth[depth])] for depth in depths]
         rows += [[f"{word} ({row['cutoff_layers']} layers)", *_times(row)] for word, row in own.items()]
         title = f"Time per output token over the cutoff, {memory}, K={k}"
-        chart = line_chart(title, "layers prefetched for", "ms per token", [line])
-        parts.append(page.figure(chart, caption, data=page.table(["", "10 %", "median", "90 %"], rows)))
+        lines = [line, *_predicted(profile, by_depth)]
+        legend = page.legend([("measured", 0), ("predicted from the profile", 1)]) if len(lines) > 1 else ""
+        chart = line_chart(title, "layers prefetched for", "ms per token", lines)
+        parts.append(page.figure(chart, caption, legend, page.table(["", "10 %", "median", "90 %"], rows)))
     return "".join(parts)
+
+
+def _predicted(profile: EngineProfile | None, by_depth: dict[int, Row]) -> list[Line]:
+    """What the latency model makes of a profile at every depth, where it is of a model like this one."""
+    row = by_depth[min(by_depth)]
+    if profile is None or row["prefetch"] not in POLICIES or row["layers"] != profile.subject.layers:
+        return []
+    predictor, k = Predictor(profile), row["num_speculative_tokens"]
+    shown = profile.behaviour(row["prefetch"])
+    last_pass = shown is not None and shown.passes > shown.rows - 0.5  # rows are one more than tokens drafted
+    points = []
+    for depth in range(row["layers"] + 1):
+        step = predictor.step(row["prefetch"], k, depth, row["slots"], last_pass=last_pass)
+        points.append((float(depth), 1e3 * step.seconds / tokens_per_step(row)))
+    return [Line("predicted", tuple(points), 1)]
 
 
 def _times(row: Row) -> list[str]:

@@ -21,13 +21,19 @@ def report(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Tables in Markdown, on standard output unless --output is given.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw what is predicted from this profile (`spmoe profile`) over cutoffs."),
+    ] = None,
 ) -> None:
     """Make one page of plots and tables of what was measured, or tables in Markdown."""
     if output is None and not markdown:
         raise UsageError("say where the page goes, as -o report.html; or --markdown for tables on standard output")
     require_writable(output)
+    from spmoe.bench.profile import read_engine_profile
     from spmoe.bench.results import read_results
 
+    known = read_engine_profile(profile) if profile is not None else None
     groups = [group for file in results for group in read_results(file) if group.rows]
     if not groups:
         raise UsageError(f"{results[0]} holds no configuration that was run; continue it with `spmoe bench --resume`")
@@ -38,7 +44,7 @@ def report(
     else:
         from spmoe.bench.report import html_report
 
-        text = html_report(groups)
+        text = html_report(groups, known)
     if output is None:
         sys.stdout.write(text)
         return
