@@ -287,7 +287,9 @@ class Run:
         depth = max(1, self.shape.draft_layers)
         per_layer = verify / max(1, len(forwards)) / self.shape.layers
         free = max(0, self.slots - -int(-self.inputs.needed_per_layer // 1))
-        return Profile(draft / depth, depth, per_layer, self.sim.machine.seconds_per_expert, free)
+        share = 1 - sum(sum(f.front) for f in forwards) / verify if verify else 0.0
+        load = self.sim.machine.seconds_per_expert
+        return Profile(draft / depth, depth, per_layer, load, free, expert_share=max(0.0, share))
 
     def _choose_depth(self) -> None:
         cutoff, layers = self.setting.cutoff, self.shape.layers
