@@ -65,6 +65,7 @@ def test_without_a_draft_there_is_less_to_say(checkpoints: Path, invoke: Invoke)
         (("--check", "--expert-memory", "much"), ("not a size",)),
         (("-o", "/no/such/a.json"), ("cannot write",)),
         (("--from", "/no/such/a.json"), ("cannot read",)),
+        (("--from", "a.json", "-o", "b.json"), ("none to write",)),
         (("--check", "--trace", "/no/such.trace"), ("cannot read",)),
         (("--shape", "mixtral-8x7b", "--device", "cpu"), ("CUDA device is needed",)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +67,10 @@ def profile(
     memories = [Size.parse(part) for part in _parts("--expert-memory", expert_memory)]
     lengths = [_whole("--num-speculative-tokens", part) for part in _parts("-k", num_speculative_tokens)]
     depths = _depths(cutoff)
+    if stored is not None and output is not None:
+        raise UsageError(
+            "--from takes a profile that was measured before, so that there is none to write; leave out one"
+        )
     if not check and (len(memories) > 1 or len(lengths) > 1 or cutoff is not None or trace is not None):
         raise UsageError("several values, --cutoff and --trace are for the check of predictions; add --check")
     for file in (output, plot):
@@ -78,14 +83,12 @@ def profile(
 
     known = read_engine_profile(stored) if stored is not None else None
     recorded = Trace.load(trace) if trace is not None else None
-    work = _Work(engine, memories, lengths, num_prompts, output_len, known)
+    work = _Work(engine, memories, lengths, num_prompts, output_len, known, output)
     found = work.measure_only() if not check else None
     compared: Check | None = None
     if check:
         found, compared = work.check(recorded, depths, repeat)
     assert found is not None
-    if output is not None:
-        found.save(output)
     from spmoe.cli import profile_tables
 
     if plot is not None:
@@ -107,10 +110,11 @@ class _Work:
         num_prompts: int,
         output_len: int,
         known: EngineProfile | None,
+        output: Path | None,
     ) -> None:
         self._engine, self._memories, self._lengths = engine, memories, lengths
         self._num_prompts, self._output_len = num_prompts, output_len
-        self._known = known
+        self._known, self._output = known, output
         self._err = stderr()
 
     def measure_only(self) -> EngineProfile:
@@ -156,9 +160,11 @@ class _Work:
 
         k = self._lengths[0] if llm.engine.draft is not None else 0
         prompts = self._prompts(llm)
-        return measure_profile(
-            llm.engine, lambda: observe(llm, k, prompts, self._output_len, ctrl_c_stops), self._tell
-        )  # fmt: skip
+        behave = partial(observe, llm, k, prompts, self._output_len, ctrl_c_stops)
+        found = measure_profile(llm.engine, behave, self._tell)
+        if self._output is not None:
+            found.save(self._output)  # before a check, which may take long
+        return found
 
     def _prompts(self, llm: LLM) -> list[list[int]]:
         from spmoe.bench.profile_behaviour import PROMPT
