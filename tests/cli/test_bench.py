@@ -39,20 +39,7 @@ def records(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_the_pair_that_ships(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "bench.jsonl"
-    options = (
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--link-gbps",
-        2,
-        "--output-len",
-        12,
-        "--max-prompts",
-        2,
-        "--cutoff",
-        "none",
-    )
+    options = ("--dtype", "float32", "--device", "cpu", "--link-gbps", 2, "--output-len", 12, "--max-prompts", 2)
     result = invoke("bench", *LISTS, *options, "--repeat", 1, "--json", file).succeeded()
     machine, rows = records(file.read_text())
     assert [(r["expert_memory"], r["prefetch"], r["num_speculative_tokens"]) for r in rows] == ROWS
