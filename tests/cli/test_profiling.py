@@ -13,7 +13,7 @@ from spmoe.bench.profile import read_engine_profile
 if TYPE_CHECKING:
     from conftest import Invoke
 
-SHORT = ("--num-prompts", 1, "--output-len", 6)
+SHORT = ("--max-prompts", 1, "--output-len", 6)
 
 
 @pytest.fixture(scope="module")

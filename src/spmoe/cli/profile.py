@@ -49,7 +49,7 @@ def profile(
     stored: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Take this profile instead of measuring one.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each generation that is run.")] = 2,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts that generations are made from.")] = 2,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each generation.")] = 48,
     repeat: Annotated[int, typer.Option(min=1, help="Times that the check runs each prompt.")] = 2,
     output: Annotated[
@@ -83,7 +83,7 @@ def profile(
 
     known = read_engine_profile(stored) if stored is not None else None
     recorded = Trace.load(trace) if trace is not None else None
-    work = _Work(engine, memories, lengths, num_prompts, output_len, known, output)
+    work = _Work(engine, memories, lengths, max_prompts, output_len, known, output)
     found = work.measure_only() if not check else None
     compared: Check | None = None
     if check:

@@ -284,12 +284,10 @@ class Run:
         verify = sum(
             sum(f.front) + sum(s * len(n) for s, n in zip(f.per_expert, f.needed, strict=True)) for f in forwards
         )
-        depth = max(1, self.shape.draft_layers)
-        per_layer = verify / max(1, len(forwards)) / self.shape.layers
+        depth, per_layer = max(1, self.shape.draft_layers), verify / max(1, len(forwards)) / self.shape.layers
         free = max(0, self.slots - -int(-self.inputs.needed_per_layer // 1))
-        share = 1 - sum(sum(f.front) for f in forwards) / verify if verify else 0.0
-        load = self.sim.machine.seconds_per_expert
-        return Profile(draft / depth, depth, per_layer, load, free, expert_share=max(0.0, share))
+        share = max(0.0, 1 - sum(sum(f.front) for f in forwards) / verify) if verify else 0.0
+        return Profile(draft / depth, depth, per_layer, self.sim.machine.seconds_per_expert, free, expert_share=share)
 
     def _choose_depth(self) -> None:
         cutoff, layers = self.setting.cutoff, self.shape.layers
