@@ -141,13 +141,24 @@ def test_compute_that_was_measured_beside_copies_is_freed_of_them() -> None:
     assert (noise.compute_slowdown, noise.link_slowdown) == (1.0, 1.0)
 
 
-def test_a_trace_of_another_model_is_refused() -> None:
-    class Recorded:
-        class shape:
-            layers, experts, top_k = 3, (4, 4, 4), 2
+def test_a_trace_says_what_is_needed_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "replay"))
+    from traces import make_trace
 
-    with pytest.raises(UsageError, match="2 of 4 experts in 3 layers, and this one has 2 of 8 in 16"):
-        TraceNeeds(Recorded(), MADE_UP)  # type: ignore[arg-type]
+    trace = make_trace(layers=16, experts=8, steps=40)
+    needs = TraceNeeds(trace, MADE_UP)
+    few, many = needs("on-demand", 4, 32), needs("on-demand", 4, 96)
+    assert 2 <= few.needed == many.needed <= 8
+    assert many.missing < few.missing <= few.needed
+    assert needs("on-demand", 1, 32).needed < few.needed
+    drafted, own = needs("draft-gate", 4, 96), needs("next-gate", 4, 96)
+    assert 0.5 < drafted.draft.recall <= 1.0
+    assert 0.5 < own.own.recall <= 1.0
+    assert (drafted.own.recall, own.draft.recall) == (0.0, 0.0)
+    found = Predictor(MADE_UP, needs).step("draft-gate", 4, 16, 96)
+    assert found.loads > 0
+    with pytest.raises(UsageError, match="2 of 8 experts in 6 layers, and this one has 2 of 8 in 16"):
+        TraceNeeds(make_trace(), MADE_UP)
 
 
 # ---- the check

@@ -65,6 +65,8 @@ class TraceNeeds:
             )
         self._replayer = Replayer(trace)
         self._eviction, self._blob = subject.eviction, shape.expert_bytes
+        load = _per_expert(profile.loads, 1.0) if profile.loads else 0.0
+        self._link = self._blob / load / 1e9 if load else _QUICK_LINK
         self._known: dict[tuple[str, int, int], Needs] = {}
 
     def __call__(self, policy: str, draft_tokens: int, slots: int) -> Needs:
@@ -75,11 +77,15 @@ class TraceNeeds:
 
     def _replay(self, policy: str, draft_tokens: int, slots: int) -> Needs:
         memory, every = Size(bytes=slots * self._blob), Cutoff(CutoffMode.NONE)
-        found = self._replayer.run(Setting(policy, self._eviction, draft_tokens, every, memory, _QUICK_LINK))
-        c, layers = found.counters, self._replayer.trace.shape.layers
-        steps, guess = found.steps * layers, BLIND
-        if c.prefetch_loads:
-            guess = Guess(c.prefetch_used / max(1, c.useful_loads), max(1, c.prefetch_used) / c.prefetch_loads)
+        as_here, at_once = (
+            self._replayer.run(Setting(policy, self._eviction, draft_tokens, every, memory, link))
+            for link in (self._link, _QUICK_LINK)
+        )
+        c, steps, guess = as_here.counters, as_here.steps * self._replayer.trace.shape.layers, BLIND
+        if (told := at_once.counters).prefetch_loads:  # whatever was named has moved
+            guess = Guess(
+                told.prefetch_used / max(1, told.useful_loads), max(1, told.prefetch_used) / told.prefetch_loads
+            )
         by_draft = "draft-gate" in policy.split("+")
         return Needs(c.asked / steps, c.useful_loads / steps, *((guess, BLIND) if by_draft else (BLIND, guess)))
 

@@ -24,7 +24,8 @@ def show(profile: EngineProfile, check: Check | None) -> None:
     if check is not None:
         for name, words in _ERRORS.items():
             one = check.errors[name]
-            console.print(f"{words}: {100 * one.mean:.1f} % off on average, {100 * one.worst:.1f} % at worst")
+            off = f"{100 * one.mean:.1f} % off on average, {100 * one.worst:.1f} % at worst"
+            console.print(f"{words}: {off}", soft_wrap=True)
 
 
 _ERRORS = {
@@ -99,7 +100,7 @@ def _profile_tables(profile: EngineProfile) -> Iterable[Table]:
     )
     yield _table(
         f"generations, {profile.subject.slots} slots, every layer prefetched for; ms per step, experts per layer",
-        ("policy", "K", "step", "draft", "verify", "stall", "loads", "needed", "missing", "recall", "precision"),
+        ("policy", "K", "step", "draft", "verify", "stall", "loads", "need", "miss", "recall", "right"),
         (
             [
                 one.policy, one.draft_tokens, _ms(one.step_seconds), _ms(one.draft_seconds), _ms(one.compute_seconds),
@@ -113,8 +114,8 @@ def _profile_tables(profile: EngineProfile) -> Iterable[Table]:
 
 def _check_tables(check: Check) -> Iterable[Table]:
     yield _table(
-        "ms per step, measured and predicted; the second prediction knows the run's own compute and loads",
-        ("memory", "K", "policy", "cutoff", "ms", "predicted", "error", "knowing", "error", "missing", "predicted"),
+        "ms per step, measured, by the model, and by the model knowing the run's own parts; missing experts per layer",
+        ("memory", "K", "policy", "cutoff", "ms", "model", "error", "known", "error", "miss", "model"),
         (
             [
                 row.memory, row.case.draft_tokens, row.case.policy, "-" if row.case.cutoff is None else row.case.cutoff,
@@ -187,4 +188,4 @@ def _percent(share: float) -> str:
 
 
 def _shares(first: float, second: float) -> str:
-    return "+".join(f"{100 * one:.0f}%" for one in (first, second) if one) or "-"
+    return "+".join(f"{100 * one:.0f}" for one in (first, second) if one) + "%" if first or second else "-"
