@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,15 @@ def test_auto_is_the_rule_that_a_policy_was_published_with(trace: Path, invoke: 
     assert Trace.load(trace).about["options"]["eviction"] == "draft-informed"
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As a terminal has it: a shell starts what it leaves in the background deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_was_recorded(
     checkpoints: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
