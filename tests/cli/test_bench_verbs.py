@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from conftest import Invoke
 
 
-def test_demo_writes_the_same_three_ways(invoke: Invoke) -> None:
-    result = invoke("demo", "--max-tokens", 12, "--link-gbps", 0.1, "--json").succeeded()
+def test_demo_writes_the_same_three_ways(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the latency model is not asked: on a busy machine it may find that nothing pays
+    monkeypatch.setitem(WAYS, "speculation, prefetched", WAYS["speculation, prefetched"] | {"cutoff": "none"})
+    result = invoke("demo", "--max-tokens", 12, "--link-gbps", 2, "--json").succeeded()
     found = json.loads(result.out)
     assert found["identical"]
     assert list(found["runs"]) == list(WAYS)
     assert len({tuple(run["token_ids"]) for run in found["runs"].values()}) == 1
     plain, on_demand, prefetched = (run["stats"] for run in found["runs"].values())
     assert plain["drafted_tokens"] == 0 < on_demand["drafted_tokens"]
-    assert on_demand["prefetch_issued_bytes"] == 0
-    assert (prefetched["prefetch_issued_bytes"] > 0) == (prefetched["cutoff_layers"] > 0)  # 0: it would not pay
+    assert on_demand["prefetch_issued_bytes"] == 0 < prefetched["prefetch_issued_bytes"]
     assert {run["stats"]["link"] for run in found["runs"].values()} == {"emulated"}
 
 

@@ -270,14 +270,15 @@ def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
 @pytest.mark.parametrize("draft", ["self:int8", "self:int4"])
 def test_on_a_device_it_is_recorded_and_tokens_are_the_cpus(draft: str, memory: str) -> None:
     prompts, params = [sample_text()[:400], "import os\n"], SamplingParams(max_tokens=40, ignore_eos=True)
-    with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
-        expected = [completion.token_ids for completion in llm.generate(prompts, params)]
-    with LLM(draft=draft, dtype="float32", device="cuda", expert_memory=memory, progress=False) as llm:
-        for _ in range(2):
-            assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
-        counters = llm.engine.loop.counters
-        assert own(llm).records
-        assert counters.accepted > 0.7 * counters.drafted  # int4 has 0.77 of them kept on these prompts, on any device
+    found, kept = {}, {}
+    for device in ("cpu", "cuda"):
+        with LLM(draft=draft, dtype="float32", device=device, expert_memory=memory, progress=False) as llm:
+            found[device] = [[c.token_ids for c in llm.generate(prompts, params)] for _ in range(2)]
+            counters = llm.engine.loop.counters
+            kept[device] = counters.accepted / counters.drafted
+            assert device == "cpu" or own(llm).records
+    assert found["cuda"] == found["cpu"]
+    assert kept["cuda"] == pytest.approx(kept["cpu"], abs=0.02)  # a wrong product would still give the right tokens
 
 
 # ---- on disk, in plans and in options

@@ -157,7 +157,7 @@ def read_text(prompt: str) -> str:
     if prompt == "-":
         prompt = _read_stdin()
     if not prompt:
-        raise PromptError("the prompt is empty; give at least one character")
+        raise PromptError("the prompt is empty; give one with --prompt TEXT, or on standard input")
     return prompt
 
 
