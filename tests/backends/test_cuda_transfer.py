@@ -36,7 +36,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmoe.backends.cuda_transfer import CudaTicket
+from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaTicket, chunk_for
 from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
@@ -1040,3 +1040,8 @@ def run_until_closed(room: Room, seed: int, warm: threading.Event) -> None:
     while not room.faults:
         run_step(room, rng)
         warm.set()
+
+
+@pytest.mark.parametrize(("parts", "chunk"), [(0.25, 1.0), (1.0, 1.0), (1.5, 1.5), (2.0, 1.0), (20.0, 1.0)])
+def test_a_chunk_is_a_whole_expert_rather_than_one_and_a_bit(parts: float, chunk: float) -> None:
+    assert chunk_for(int(parts * CHUNK_BYTES)) == chunk * CHUNK_BYTES

@@ -84,6 +84,23 @@ def test_what_was_learnt_is_kept_and_not_mixed(llm: LLM) -> None:
     assert [read_profile(file) for file in files] == [profile for profile, _ in engine.learnt.values()]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"eviction": "lru"}, {"batching": False}, {"synchronous": True}, {"prefetch": "draft-gate+next-gate"}],
+    ids=str,
+)
+def test_what_was_learnt_is_not_another_configuration_s(llm: LLM, change: dict[str, Any]) -> None:
+    engine = llm.engine
+    engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
+    for _ in range(3):
+        llm.generate(PROMPT, PARAMS)
+    before = engine.profile_file
+    engine.reconfigure(**change)
+    assert engine.profile_file != before
+    assert engine.profile is not None
+    assert engine.profile.missing_per_layer is None
+
+
 def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
     policy = llm.engine.loop.policy
     llm.engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)

@@ -104,7 +104,10 @@ def test_more_can_be_asked_of_what_is_stored(job: Job, whole: Group) -> None:
 )
 def test_another_job_is_not_continued(job: Job, whole: Group, change: dict[str, Any]) -> None:
     assert find_stored(replace(job, **change), [whole]) is None
-    assert find_stored(replace(job, labels={**job.labels, "command": "another"}), [whole]) is not None
+    for said in ("command", "scenario_text"):  # a comment in a scenario file decides nothing
+        assert find_stored(replace(job, labels={**job.labels, said: "another"}), [whole]) is not None
+    for asked in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"fitted": False}):
+        assert find_stored(replace(job, engine={**job.engine, **asked}), [whole]) is None
 
 
 def test_another_machine_is_refused(job: Job, whole: Group) -> None:

@@ -30,6 +30,8 @@ from spmoe.config import Cutoff
 from spmoe.engine import build
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
+from spmoe.experts.draft_informed import DraftInformed
+from spmoe.models.fused_gates import FusedGates
 
 PROMPT = list(b"def f(x):")
 COUNT = 14
@@ -113,12 +115,15 @@ class Rerunner:
 
     def split_around(self, work: Callable[[], None], between: Between) -> None:
         if self._replaying:
-            notes, self._notes = self._notes, []
-            between(work, notes)
+            between(work, self.take_notes())
 
     def note(self, later: Callable[[], None]) -> None:
         if self._replaying:
             self._notes.append(later)
+
+    def take_notes(self) -> list[Callable[[], None]]:
+        notes, self._notes = self._notes, []
+        return notes
 
     def new_event(self) -> Passed:
         return Passed()
@@ -281,6 +286,32 @@ def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkey
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert double.recorder.replayed
+
+
+def test_experts_that_the_kernels_do_not_know_are_foretold_too(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    wishes = []
+    for eager in (False, True):
+        options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
+        with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+            wishes.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.wishes)
+    assert wishes[0] == wishes[1] > COUNT
+
+
+def test_predictions_are_one_kernel_and_layers_are_thought_of_ahead(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Passed, "query", lambda self: False)  # the host is always ahead of the device
+    thought: list[int] = []
+    foresee = DraftInformed.foresee
+    monkeypatch.setattr(DraftInformed, "foresee", lambda self, layer: (thought.append(layer), foresee(self, layer))[1])
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "progress": False}
+    with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:
+        assert isinstance(llm.engine.target._stacked, FusedGates)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert len(set(thought)) > 1
 
 
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:

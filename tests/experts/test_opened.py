@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from spmoe.errors import TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
+from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey
@@ -161,3 +164,35 @@ def test_nothing_happens_before_what_was_put_off(then: str) -> None:
     else:
         getattr(source, then)()
     assert source.counters.minus(before).hits == 2
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_a_submission_that_is_refused_midway_leaves_no_pins(batching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, transfer = room(4)
+    source.loads.batching = batching
+    copy, copies = transfer.copy, 0
+
+    def refuse_the_third(jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+        nonlocal copies
+        copies += 1
+        if copies == (2 if batching else 3):
+            raise TransferError("refused")
+        return copy(jobs, urgent=urgent)
+
+    monkeypatch.setattr(transfer, "copy", refuse_the_third)
+    with pytest.raises(TransferError):
+        fill(source, 0, 0, 1, 2)
+    assert all(entry.pins == 0 for entry in source.cache.entries())
+
+
+def test_thought_is_given_to_layers_behind_one_that_lacked_something() -> None:
+    source, _ = room(4)
+    thought: list[int] = []
+    source._eviction.foresee = thought.append  # type: ignore[method-assign]
+    source.foresee(0)
+    fill(source, 0, 0, 1)
+    source.foresee(1)
+    source.use_opened(source.open(0), [0])
+    source.book()
+    source.foresee(1)
+    assert thought == [1], "nothing was lacking before, and nothing at last"

@@ -11,6 +11,7 @@ from spmoe.config import EVICTION_RULES
 from spmoe.errors import TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer, VirtualTransfer
+from spmoe.experts.prefetcher import _CHUNK_BYTES
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
@@ -47,12 +48,12 @@ class Refusing(VirtualTransfer):
 class Place:
     """A source on a virtual clock; a copy takes a second."""
 
-    def __init__(self, slots: int = 12, depth: int = 4, rule: str = "lru") -> None:
+    def __init__(self, slots: int = 12, depth: int = 4, rule: str = "lru", blob: int = 1) -> None:
         self.clock = VirtualClock()
         self.transfer = Refusing(self.clock, 1, 1.0, depth)
         eviction = make_eviction(rule, [EXPERTS] * LAYERS)
         room: Any = NoWeights(slots)
-        self.source = ExpertSource(room, self.transfer, eviction, 1, self.clock, Counters(), threaded=False)
+        self.source = ExpertSource(room, self.transfer, eviction, blob, self.clock, Counters(), threaded=False)
         self.clock.watch(self.transfer.link.next_event, self.source.pump)
         self.source.begin_step()
 
@@ -174,3 +175,9 @@ def test_another_rule_takes_over_what_is_resident(rule: str) -> None:
     place.use(3, 0, 1)
     assert len(place.source.cache) == 4
     assert place.state(3, 0) is place.state(3, 1) is Residency.READY
+
+
+def test_wishes_are_granted_a_chunk_at_a_time() -> None:
+    place = Place(depth=8, blob=_CHUNK_BYTES // 2)
+    place.wish((1, 0), (1, 1), (1, 2), (1, 3), (2, 0))
+    assert [len(jobs) for jobs in place.transfer.submissions] == [2, 2, 1]

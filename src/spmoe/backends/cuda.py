@@ -191,19 +191,23 @@ class CudaPort:
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
 
-        def run() -> Tensor:
-            waves = self._source.use(self._layer, torch.unique(index).tolist())
+        def run(notes: Sequence[Callable[[], None]] = ()) -> Tensor:
+            needed = torch.unique(index).tolist()  # waits for the device
+            for note in notes:
+                note()
+            waves = self._source.use(self._layer, needed)
             return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
 
-        if self._backend.recorder.phase is Phase.EAGER:
+        recorder = self._backend.recorder
+        if recorder.phase is Phase.EAGER:
             return run()
-        out = torch.zeros_like(hidden)
+        out, notes = torch.zeros_like(hidden), recorder.take_notes()
 
         def between() -> None:
             with torch.inference_mode():  # which recording was in, and replaying is not
-                out.copy_(run())
+                out.copy_(run(notes))
 
-        self._backend.recorder.split(between)
+        recorder.split(between)
         return out
 
     def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any, notes: list[Callable[[], None]]) -> None:
@@ -218,14 +222,14 @@ class CudaPort:
             if not known.query():
                 self._source.foresee(self._layer)
                 known.synchronize()
-            if self._source.use_opened(opened, _numbers(chosen)):
-                for note in notes:
-                    note()
-                return
-            self._run_waves(run, chosen, opened, notes)
+            if not (enough := self._source.use_opened(opened, _numbers(chosen))):
+                self._run_waves(run, chosen, opened, notes)
         except BaseException:
             self._source.shut(opened)
             raise
+        if enough:
+            for note in notes:
+                note()
 
     def _run_waves(
         self,

@@ -127,15 +127,19 @@ class Recorder:
             self._begin()
             work()
             self._end()
-            submit, notes = self._recording.pieces.pop(), self._notes
+            submit, notes = self._recording.pieces.pop(), self.take_notes()
             self._recording.pieces.append(lambda: between(submit, notes))
-            self._notes = []
             self._begin()
 
     def note(self, later: Callable[[], None]) -> None:
         """While recording: let the host do this at the next split at which it waits for the device anyway."""
         if self.phase is Phase.RECORDING:
             self._notes.append(later)
+
+    def take_notes(self) -> list[Callable[[], None]]:
+        """What was noted since they were last taken: whoever takes them does them, on every replay."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def new_event(self) -> torch.cuda.Event:
         """A mark to `record` between two graphs, and to wait for."""

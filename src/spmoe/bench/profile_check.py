@@ -10,10 +10,10 @@ from spmoe.bench.profile_behaviour import Watch, generate
 from spmoe.bench.profile_predict import Predictor
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.engine.llm import LLM, Completion
+from spmoe.predict.cutoff import ENOUGH_STEPS
 from spmoe.predict.latency import Costs
 from spmoe.predict.next_gate import draft_gate_of
 
-_TO_LEARN = 16  # verified steps after which the engine believes what it has seen
 _DRAFTED = "draft-gate"
 
 
@@ -178,8 +178,8 @@ def _choices(llm: LLM, k: int, prompts: Sequence[list[int]], output_len: int, wa
     if draft_gate_of(engine.loop.policy) is None:
         return None
     before = engine.loop.counters.verified
-    for number in range(_TO_LEARN):
-        if engine.loop.counters.verified - before >= _TO_LEARN:
+    for number in range(ENOUGH_STEPS):
+        if engine.loop.counters.verified - before >= ENOUGH_STEPS:
             break
         generate(llm, prompts[number % len(prompts)], output_len, watch)
     engine.learn_cutoff()

@@ -18,7 +18,7 @@ from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
 
-_NOT_THE_CASE = ("command",)  # of a job's labels, that may be another when it is continued
+_NOT_THE_CASE = ("command", "scenario_text")  # of a job's labels, that may be others when it is continued
 
 
 @dataclass(frozen=True)

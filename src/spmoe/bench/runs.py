@@ -173,8 +173,10 @@ class Bench:
         self._tell("note: all experts at once do not fit, so what a step takes with them in slots is an estimate")
 
     def _run_resident(self, llm: LLM, memory: Size) -> None:
-        load_all(llm.engine.source, llm.engine.store.experts)
         settings = [Setting(memory, "on-demand", k) for k in self._unknown()]
+        if not settings:
+            return
+        load_all(llm.engine.source, llm.engine.store.experts)
         self._take_turns(llm, settings, self.resident, "all experts in slots, run")
 
     def _unknown(self) -> list[int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from spmoe.config import Cutoff, CutoffMode, EngineConfig
+from spmoe.config import EngineConfig
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff
+from spmoe.predict.cutoff import CutoffInputs
 
 
 def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
@@ -29,14 +29,9 @@ def profile_settings(
         "shape": config.shape,
         "enforce_eager": config.enforce_eager,
         "pageable": config.pageable,
+        "prefetch": config.prefetch,  # what is missing, which is learnt, depends on it and on what follows
+        "eviction": config.eviction_rule,
+        "batching": config.batching,
+        "synchronous": config.synchronous,
         **asdict(inputs),
     }
-
-
-def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
-    """How many layers may be prefetched for."""
-    if cutoff.mode is CutoffMode.AUTO and profile is not None:
-        return fastest_cutoff(profile, inputs)
-    if cutoff.mode is CutoffMode.JUST_IN_TIME and profile is not None:
-        return just_in_time_cutoff(profile, inputs)
-    return min(cutoff.layers, inputs.layers) if cutoff.mode is CutoffMode.FIXED else inputs.layers

@@ -14,7 +14,7 @@ from spmoe.backends.devices import limit_memory
 from spmoe.config import EngineConfig
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
-from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs
+from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
 from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.profiling import write_profile
@@ -28,13 +28,12 @@ from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import Profile, last_pass_pays
+from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff, last_pass_pays
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
 from spmoe.predict.oracle import Recording, RoutingRecorder
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
-_ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Engine:
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
-    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by policy and K, and what it is from
+    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
     policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
     recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
@@ -110,7 +109,7 @@ class Engine:
     def learn_cutoff(self) -> None:
         """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
         counters, policy = self.loop.counters.minus(self.since), draft_gate_of(self.loop.policy)
-        if self.profile is None or policy is None or counters.verified < _ENOUGH_STEPS:
+        if self.profile is None or policy is None or counters.verified < ENOUGH_STEPS:
             return
         layers = len(self.target.moe)
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)

@@ -10,7 +10,7 @@ from torch import nn
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, EngineConfig
-from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.cutoffs import cutoff_inputs, profile_settings
 from spmoe.engine.materials import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
@@ -19,7 +19,7 @@ from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import find_predictor
-from spmoe.predict.cutoff import Profile
+from spmoe.predict.cutoff import Profile, choose_cutoff
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from spmoe.config import CutoffMode
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self_quantized import SelfNetwork
-from spmoe.engine.cutoffs import choose_cutoff, cutoff_inputs, profile_settings
+from spmoe.engine.cutoffs import cutoff_inputs, profile_settings
 from spmoe.engine.engine import Engine
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
 from spmoe.models.network import Network
@@ -17,7 +17,7 @@ from spmoe.observe.ledger import Counters
 from spmoe.predict.activation import Activation
 from spmoe.predict.adaptive import Adaptive
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import last_pass_pays
+from spmoe.predict.cutoff import choose_cutoff, last_pass_pays
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import Both, NextGate

@@ -76,14 +76,9 @@ def measure(
         draft.depth_count,
         fastest(verify) / inputs.layers,
         load,
-        free_slots(inputs),
+        inputs.free_slots,
         expert_share=expert_share(target, verify, source.blob_bytes, inputs.needed_per_layer),
     )
-
-
-def free_slots(inputs: CutoffInputs) -> int:
-    """Slots beyond what one layer is expected to need at once."""
-    return max(0, inputs.slots - math.ceil(inputs.needed_per_layer))
 
 
 @dataclass(frozen=True, slots=True)

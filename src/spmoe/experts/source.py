@@ -109,7 +109,7 @@ class ExpertSource:
             self._eviction = eviction
 
     def open(self, layer: int) -> Opened:
-        """Pin what a layer has READY. Compute may be given it at once; `use` or `shut` lets go of it."""
+        """Pin what a layer has READY. Compute may be given it at once; `use`, `book` or `shut` lets go of it."""
         with self._lock:
             if self._closed:
                 raise TransferError("the engine was closed")
@@ -140,7 +140,7 @@ class ExpertSource:
         with self._lock:
             self.loads.reap()
             self._reach(opened.layer)
-            chosen = frozenset(experts)
+            self._demanded, chosen = False, frozenset(experts)
             used = [entry for entry in opened.entries if entry.key.expert in chosen]
             self.loads.book_hits(used, self._eviction)
             self._transfer.fence([entry.slot for entry in used])
@@ -259,16 +259,15 @@ class ExpertSource:
         for reservation in self.cache.reserve_for_demand(tuple(absent)):
             batch.append(self.loads.begin(reservation))
             self.cache.pin(batch[-1])
+            held.append(batch[-1])
             del absent[0]
             self._unplaced -= 1
             if len(batch) == 1:  # the link need not wait for the others' slots
                 self.loads.submit(batch, urgent=True)
-                held += batch
         self.loads.submit(batch[1:], urgent=True)
         for entry in batch:
             self._eviction.used(entry.key)
         waiting += batch
-        held += batch[1:]
 
     # ---- the compute thread, outside the lock
 

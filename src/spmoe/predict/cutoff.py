@@ -16,12 +16,15 @@ The first form keeps the bound on memory. k is what requests have shown, and unt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from spmoe.config import Cutoff, CutoffMode
 from spmoe.predict.latency import Costs, Guess, Step, evenly_needed, predict_step
 
 RECALL, PRECISION = 0.9, 0.95  # of draft-driven prediction, over the rows of a step, as the pair that ships shows them
 _INDIFFERENCE = 0.005
+ENOUGH_STEPS = 16  # verified ones, from which on the number of missing experts is believed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class CutoffInputs:
         return evenly_needed(self.experts_per_layer, self.top_k, self.draft_tokens + 1)
 
     @property
+    def free_slots(self) -> int:
+        """Slots beyond what one layer is expected to need at once."""
+        return max(0, self.slots - math.ceil(self.needed_per_layer))
+
+    @property
     def missing_per_layer(self) -> float:
         """Those of them that no slot holds."""
         return self.needed_per_layer * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
@@ -66,6 +74,15 @@ def last_pass_pays(profile: Profile, inputs: CutoffInputs) -> bool:
     """
     unseen = _missing(profile, inputs) * inputs.layers / (inputs.draft_tokens + 1) / 2
     return unseen * profile.seconds_per_expert > profile.draft_layers * profile.draft_seconds_per_layer
+
+
+def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
+    """How many layers may be prefetched for."""
+    if cutoff.mode is CutoffMode.AUTO and profile is not None:
+        return fastest_cutoff(profile, inputs)
+    if cutoff.mode is CutoffMode.JUST_IN_TIME and profile is not None:
+        return just_in_time_cutoff(profile, inputs)
+    return min(cutoff.layers, inputs.layers) if cutoff.mode is CutoffMode.FIXED else inputs.layers
 
 
 def just_in_time_cutoff(profile: Profile, inputs: CutoffInputs) -> int:

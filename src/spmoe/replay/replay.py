@@ -13,7 +13,7 @@ from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.predict.cutoff import CutoffInputs, Profile, fastest_cutoff, just_in_time_cutoff, last_pass_pays
+from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff, last_pass_pays
 from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
 from spmoe.replay.simulate import Machine, Simulation
@@ -22,7 +22,6 @@ from spmoe.replay.trace import Shape, Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)
 _DRAWN_STEPS = 32
-_ENOUGH_STEPS = 16  # verified steps from which the number of missing experts is believed, as in the live engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,8 @@ class Run:
         self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
         self.sim = Simulation(shape.layers, replayer.width, machine, rule, timeline)
         self.timeline = timeline
-        self.sim.step_budget = self.slots
+        # as in the live engine: who knows what comes is not bounded
+        self.sim.step_budget = None if setting.prefetch == "oracle" else self.slots
         self.inputs = CutoffInputs(shape.layers, replayer.width, shape.top_k, self.slots, self.k)
         self.profile = self._first_profile()
         self.missing = self.verified = 0
@@ -281,26 +281,24 @@ class Run:
         passes = sum(max(slab.of_pass for slab in step.slabs) + 1 for step in drafted if step.slabs)
         draft = sum(slab.seconds for step in drafted for slab in step.slabs) / max(1, passes)
         forwards = [forward for step in drafted or self.plan for forward in step.forwards]
-        verify = sum(
-            sum(f.front) + sum(s * len(n) for s, n in zip(f.per_expert, f.needed, strict=True)) for f in forwards
-        )
+        verify = sum(forward.seconds for forward in forwards)
         depth, per_layer = max(1, self.shape.draft_layers), verify / max(1, len(forwards)) / self.shape.layers
-        free = max(0, self.slots - -int(-self.inputs.needed_per_layer // 1))
         share = max(0.0, 1 - sum(sum(f.front) for f in forwards) / verify) if verify else 0.0
-        return Profile(draft / depth, depth, per_layer, self.sim.machine.seconds_per_expert, free, expert_share=share)
+        return Profile(
+            draft / depth,
+            depth,
+            per_layer,
+            self.sim.machine.seconds_per_expert,
+            self.inputs.free_slots,
+            expert_share=share,
+        )
 
     def _choose_depth(self) -> None:
-        cutoff, layers = self.setting.cutoff, self.shape.layers
-        if cutoff.mode is CutoffMode.AUTO:
-            self.cutoff = fastest_cutoff(self.profile, self.inputs)
-        elif cutoff.mode is CutoffMode.JUST_IN_TIME:
-            self.cutoff = just_in_time_cutoff(self.profile, self.inputs)
-        else:
-            self.cutoff = min(cutoff.layers, layers) if cutoff.mode is CutoffMode.FIXED else layers
+        self.cutoff = choose_cutoff(self.setting.cutoff, self.profile, self.inputs)
         self.last_pass = self.foresight.uses_draft and self.k > 0 and last_pass_pays(self.profile, self.inputs)
 
     def _learn(self) -> None:
-        if self.verified >= _ENOUGH_STEPS:
+        if self.verified >= ENOUGH_STEPS:
             found = self.missing / self.verified / self.shape.layers
             self.profile = replace(self.profile, missing_per_layer=found)
             self._choose_depth()

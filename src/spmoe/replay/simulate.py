@@ -35,7 +35,7 @@ class Machine:
 
 
 class Simulation:
-    """One configuration. `run_step` in order, for every step; `counters` is the live ledger, in experts for bytes."""
+    """One configuration, told of steps as the live source is; `counters` is the live ledger, in experts for bytes."""
 
     def __init__(self, layers: int, width: int, machine: Machine, rule: Rule, timeline: Timeline | None = None) -> None:
         self.machine = machine
@@ -45,7 +45,6 @@ class Simulation:
         self.timeline = timeline
         self.now = 0.0
         self.link_seconds = 0.0
-        self.fetch_below = layers  # layers that wishes are fetched for
         self.step_budget: int | None = None  # loads by wishes, per step
         self._state = bytearray(layers * width)
         self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory
