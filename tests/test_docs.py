@@ -54,9 +54,10 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.run]
 
 
-def commands(page: Path) -> list[str]:
-    """The `spmoe` commands of a page's shell blocks, a line each."""
-    shell = [block for block in BLOCKS if block.page == page and block.language in ("bash", "console") and block.run]
+def commands(page: Path, *, all_of_them: bool = False) -> list[str]:
+    """The `spmoe` commands of a page's shell blocks, a line each; of those that are not run too, if asked for."""
+    shell = [block for block in BLOCKS if block.page == page and block.language in ("bash", "console")]
+    shell = [block for block in shell if block.run or all_of_them]
     lines = [line for block in shell for line in block.text.replace("\\\n", " ").splitlines()]
     return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith("spmoe ")]
 
@@ -115,7 +116,7 @@ def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_exist(page: Path) -> None:
     """Also of the commands that are not run."""
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for command in commands(page):
+    for command in commands(page, all_of_them=True):
         verb, *words = shlex.split(command, comments=True)[1:]
         if verb.startswith("-") or is_pattern(verb):
             continue
