@@ -174,7 +174,7 @@ def _overview(found: Comparison, cases: dict[str, list[Column]]) -> str:
         ranks = found.ranks(columns)
         rows.append([case, *spans, f"{ranks.count(1)} of {len(ranks)}" if ranks else "-"])
     words = f"How many times the speed of each other system {found.ours} has, over all budgets and K of a case."
-    return page.paragraph(words) + page.table(["", *others, "fastest in"], rows)
+    return page.paragraph(words) + page.table(["", *others, "fastest, of those that speculate, in"], rows)
 
 
 def _cell(found: Comparison, system: str, column: Column) -> str:
