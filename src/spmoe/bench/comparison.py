@@ -158,9 +158,8 @@ class Comparison:
             if ratios := self.ratios(name, self.columns):
                 said.append(f"{span(ratios)} the speed of {name}")
         if ranks := self.ranks(self.columns):
-            said.append(
-                f"fastest of those that speculate in {ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}"
-            )
+            of = f"{ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}"
+            said.append(f"fastest of those that speculate in {of}")
         bounds = [
             1 / ratio for name in self.systems if self.is_bound(name) for ratio in self.ratios(name, self.columns)
         ]
