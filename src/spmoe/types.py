@@ -1,14 +1,16 @@
-"""The nouns every room shares. Words are those of docs/architecture.md; nothing here has behaviour.
+"""The nouns every room shares. Words are those of docs/architecture.md; nothing here decides anything.
 
 A *layer* is always counted among the target's MoE layers, in the order a forward reaches them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +50,45 @@ class Wish(NamedTuple):
     score: float
     deadline: int
     fetch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Wishes that come together, each expert once, as columns: a draft pass names hundreds."""
+
+    layers: np.ndarray  # int64 [wishes]
+    experts: np.ndarray  # int64 [wishes]
+    scores: np.ndarray  # float64 [wishes]
+    deadlines: np.ndarray  # int64 [wishes]
+    fetch: np.ndarray  # bool [wishes]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def of(cls, wishes: Iterable[Wish]) -> Wishes:
+        """From one by one; of several for one expert the highest score counts."""
+        best: dict[ExpertKey, Wish] = {}
+        for wish in wishes:
+            if wish.key not in best or best[wish.key].score < wish.score:
+                best[wish.key] = wish
+        if not best:
+            return NO_WISHES
+        keys, scores, deadlines, fetch = zip(*best.values(), strict=True)
+        layers, experts = np.array(keys).T
+        return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
+
+    def where(self, kept: np.ndarray) -> Wishes:
+        """Some of them."""  # kept: bool [wishes]
+        columns = (self.layers, self.experts, self.scores, self.deadlines, self.fetch)
+        return Wishes(*(column[kept] for column in columns))
+
+    def __iter__(self) -> Iterator[Wish]:
+        keys = map(ExpertKey, self.layers.tolist(), self.experts.tolist())
+        return map(Wish, keys, self.scores.tolist(), self.deadlines.tolist(), self.fetch.tolist())
+
+
+NO_WISHES = Wishes(*(np.zeros(0, dtype) for dtype in (int, int, float, int, bool)))
 
 
 class Routing(NamedTuple):

@@ -210,6 +210,9 @@ class Device:
             self._copies.append(Wait(event))
             self.moved.notify_all()
 
+    def stand_here(self) -> None:
+        pass
+
     def compute_point(self) -> Event:
         with self.moved:
             point = Mark(self)

@@ -42,10 +42,10 @@ from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
-from spmoe.experts.waves import Wave
+from spmoe.experts.waves import Opened, Wave
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 urgencies = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "wish"])
 
@@ -294,7 +294,9 @@ def test_compute_that_is_over_is_not_waited_for(make: Callable[..., Stand], urge
     stand.device.run_copies()
     stand.launch("A0")
     stand.transfer.fence([0, 1])
+    point = stand.transfer.mark()
     stand.device.run_compute()
+    stand.transfer.passed(point)
     stand.launch("A0")
     tickets = stand.copy("B1", urgent=urgent)
     stand.device.run_copies(1)
@@ -302,6 +304,25 @@ def test_compute_that_is_over_is_not_waited_for(make: Callable[..., Stand], urge
     stand.end(tickets)
     assert "wait" not in stand.log
     assert stand.holds("A0", "B1")
+
+
+def test_what_was_given_after_the_point_that_is_passed_is_waited_for(make: Callable[..., Stand]) -> None:
+    stand = make()
+    stand.demand("A0", "B1")
+    stand.device.run_copies()
+    stand.launch("A0")
+    before = stand.transfer.mark()
+    stand.transfer.fence([1], before)  # booked for what is given now, though it is told of later
+    stand.launch("B1")
+    stand.transfer.mark()
+    stand.transfer.passed(before)
+    logged = len(stand.log)
+    tickets = stand.demand("C1")
+    assert stand.log[logged:] == ["wait", "C[0:40]"]
+    stand.device.run_copies()
+    assert stand.holds("A0", "B1")
+    stand.end(tickets)
+    assert stand.holds("A0", "C1")
 
 
 def test_only_slots_that_are_read_are_waited_for_and_once(make: Callable[..., Stand]) -> None:
@@ -655,10 +676,12 @@ class Room:
 
     def synchronize(self) -> None:
         """The host reads something that compute has computed."""
+        point = self.transfer.mark()
         if self.threaded:
             self.device.compute_point().synchronize()
         else:
             self.device.finish_compute()
+        self.transfer.passed(point)
 
     def keep(self) -> None:
         if isinstance(self.transfer, HandKeptTransfer):
@@ -669,17 +692,34 @@ class Room:
             self.synchronize()
         self.source.begin_step()
 
-    def use(self, layer: int, experts: Sequence[int]) -> None:
-        """Begin a use and take its first wave."""
+    def use(self, layer: int, experts: Sequence[int], *, ahead: bool = False) -> None:
+        """Begin a use and take its first wave; `ahead`: after giving compute what is READY before it is asked for."""
         assert self.waves is None
-        if self.in_step:
-            self.synchronize()
         if not self.threaded:
             self.device.struck.clear()
         self.asked = {ExpertKey(layer, expert) for expert in experts}
         self.delivered = set()
-        self.waves = self.source.use(layer, experts)
+        opened = self._run_ahead(layer) if ahead and not self.closed else None
+        if opened is None and self.in_step:
+            self.synchronize()
+        if opened is not None and self.source.use_opened(opened, sorted(experts)):
+            return
+        self.waves = self.source.use(layer, experts, opened)
         self.next_wave()
+
+    def _run_ahead(self, layer: int) -> Opened:
+        """As a port does: the host waits for all that was given before the opening, and for nothing given after it."""
+        known = self.device.compute_point()
+        opened = self.source.open(layer)
+        given = [key for key in self.asked if opened.slots[key.expert] >= 0]  # what is not chosen is not read
+        self.device.launch([(key, int(opened.slots[key.expert])) for key in given])
+        self.delivered |= set(given)
+        self.source.book()
+        if self.threaded:
+            known.synchronize()
+        while not known.query():
+            assert self.device.step_compute() or self.device.step_copies(), "both streams wait for each other"
+        return opened
 
     def next_wave(self) -> None:
         """Give the wave back, once its kernel is submitted, and take the next."""
@@ -769,7 +809,7 @@ def make_room(slots: int = 3) -> Room:
 
 
 def wish(room: Room, *keys: tuple[int, int]) -> None:
-    room.source.wish(Wish(ExpertKey(*key), 0.9, key[0]) for key in keys)
+    room.source.wish(Wishes.of(Wish(ExpertKey(*key), 0.9, key[0]) for key in keys))
 
 
 def residency(room: Room, *keys: tuple[int, int]) -> list[Residency]:
@@ -885,7 +925,7 @@ class Programs(RuleBasedStateMachine):
     def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
         for layer, expert, score, slack in wishes:
             key = self.key(layer, expert)
-            self.room.source.wish([Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)])
+            self.room.source.wish(Wishes.of([Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)]))
 
     @rule(copies=some_steps, compute=some_steps, compute_first=st.booleans())
     def pass_time(self, copies: int, compute: int, compute_first: bool) -> None:
@@ -903,11 +943,11 @@ class Programs(RuleBasedStateMachine):
         if pump:
             self.room.source.pump()
 
-    @rule(layer=numbers, experts=some_experts)
+    @rule(layer=numbers, experts=some_experts, ahead=st.booleans())
     @precondition(lambda self: not self.using)
-    def use(self, layer: int, experts: list[int]) -> None:
+    def use(self, layer: int, experts: list[int], ahead: bool) -> None:
         layer %= len(self.room.experts)
-        self.room.use(layer, sorted({self.key(layer, e).expert for e in experts}))
+        self.room.use(layer, sorted({self.key(layer, e).expert for e in experts}), ahead=ahead)
 
     @rule(waves=st.integers(1, 8))
     @precondition(lambda self: self.using)
@@ -973,11 +1013,11 @@ def run_step(room: Room, rng: random.Random) -> None:
     needed = [rng.sample(range(count), rng.randint(1, count)) for count in room.experts]
     for layer, experts in enumerate(needed):
         guesses = [e for e in range(room.experts[layer]) if (e in experts) == (rng.random() < 0.8)]
-        room.source.wish(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
+        room.source.wish(Wishes.of(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses))
     for layer, experts in enumerate(needed):
         if room.faults and room.closed:
             return
-        room.use(layer, experts)
+        room.use(layer, experts, ahead=rng.random() < 0.5)
         while room.waves is not None:
             if rng.random() < 0.05:
                 room.leave(raising=False)

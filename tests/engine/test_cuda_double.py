@@ -30,7 +30,6 @@ from spmoe.config import Cutoff
 from spmoe.engine import build
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
-from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
 
 PROMPT = list(b"def f(x):")
@@ -64,6 +63,9 @@ class ImmediateLane:
         return Passed()
 
     def wait_for(self, event: object) -> None:
+        pass
+
+    def stand_here(self) -> None:
         pass
 
     def compute_point(self) -> Passed:
@@ -300,18 +302,11 @@ def test_experts_that_the_kernels_do_not_know_are_foretold_too(
     assert wishes[0] == wishes[1] > COUNT
 
 
-def test_predictions_are_one_kernel_and_layers_are_thought_of_ahead(
-    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Passed, "query", lambda self: False)  # the host is always ahead of the device
-    thought: list[int] = []
-    foresee = DraftInformed.foresee
-    monkeypatch.setattr(DraftInformed, "foresee", lambda self, layer: (thought.append(layer), foresee(self, layer))[1])
+def test_predictions_are_one_kernel(double: Double, mixtral_pair: Pair) -> None:
     options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "progress": False}
     with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:
         assert isinstance(llm.engine.target._stacked, FusedGates)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
-    assert len(set(thought)) > 1
 
 
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:

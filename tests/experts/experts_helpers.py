@@ -23,7 +23,7 @@ from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.experts.waves import Wave
 from spmoe.observe.clock import Clock, VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 BLOB = 64  # bytes of a blob that is only played
 GARBAGE = -1
@@ -194,13 +194,13 @@ class Room:
         self.source.end_step()
 
     def wish(self, wishes: Iterable[Wish]) -> None:
-        wishes = list(wishes)
+        wishes = list({wish.key: wish for wish in wishes}.values())
         for wish in wishes:
             if not self.closed:
                 self.expected.wishes += 1
                 if wish.fetch and wish.deadline > self.position:
                     self.wished[wish.key] = max(wish.deadline, self.wished.get(wish.key, -1))
-        self.source.wish(iter(wishes))
+        self.source.wish(Wishes.of(wishes))
 
     def pump(self) -> None:
         ticket = self.source.pump()

@@ -29,7 +29,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, HostPaced, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
 
@@ -481,7 +481,7 @@ def one_slot() -> ExpertSource:
 def test_a_copy_may_end_between_any_two_looks_at_it() -> None:
     """The wish that holds the only slot arrives just after no slot could be had: that is no dead end."""
     source = one_slot()
-    source.wish([Wish(ExpertKey(1, 0), 1.0, 1)])
+    source.wish(Wishes.of([Wish(ExpertKey(1, 0), 1.0, 1)]))
     assert [wave.experts for wave in source.use(0, [0])] == [(0,)]
     source.close()
 
@@ -503,20 +503,20 @@ def test_a_wave_that_was_never_given_back_is_an_error_and_no_hang() -> None:
 @evictions
 def test_a_key_gets_one_slot_and_a_refused_reservation_changes_nothing(eviction: str) -> None:
     cache = ExpertCache(2, make_eviction(eviction, (4,)))
-    first = cache.reserve(ExpertKey(0, 0), prefetched=False)
-    second = cache.reserve(ExpertKey(0, 1), prefetched=True)
+    first = next(cache.reserve_for_demand([ExpertKey(0, 0)]), None)
+    second = cache.reserve(ExpertKey(0, 1))
     assert first is not None
     assert second is not None
     assert {first.entry.slot, second.entry.slot} == {0, 1}
     with pytest.raises(ValueError, match="already has a slot"):
-        cache.reserve(ExpertKey(0, 0), prefetched=True)
-    assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "both are being written"
+        cache.reserve(ExpertKey(0, 0))
+    assert next(cache.reserve_for_demand([ExpertKey(0, 2)]), None) is None, "both are being written"
     cache.loaded(first.entry)
     cache.pin(first.entry)
-    assert cache.reserve(ExpertKey(0, 2), prefetched=False) is None, "one is in use, one is being written"
+    assert next(cache.reserve_for_demand([ExpertKey(0, 2)]), None) is None, "one is in use, one is being written"
     assert cache.entries() == [first.entry, second.entry]
     cache.unpin(first.entry)
-    third = cache.reserve(ExpertKey(0, 2), prefetched=False)
+    third = next(cache.reserve_for_demand([ExpertKey(0, 2)]), None)
     assert third is not None
     assert third.evicted is first.entry
     assert third.entry.slot == first.entry.slot
@@ -524,7 +524,7 @@ def test_a_key_gets_one_slot_and_a_refused_reservation_changes_nothing(eviction:
     assert cache.get(ExpertKey(0, 0)) is None
     cache.failed(second.entry)
     assert cache.get(ExpertKey(0, 1)) is None
-    fourth = cache.reserve(ExpertKey(0, 3), prefetched=False)
+    fourth = next(cache.reserve_for_demand([ExpertKey(0, 3)]), None)
     assert fourth is not None
     assert fourth.evicted is None
     assert fourth.entry.slot == second.entry.slot

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.quotas import AdaptiveQuotas, EqualQuotas
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wish, Wishes
 
 INFINITY = float("inf")
 
@@ -21,7 +24,7 @@ def holding(*keys: tuple[int, int], experts: tuple[int, ...] = (4, 4, 4)) -> Equ
 
 
 def leaving(rule: EqualQuotas, layer: int | None, n: int = 1, below: float = INFINITY) -> list[tuple[int, int]] | None:
-    found = rule.victims(n, (), below, layer)
+    found = rule.victims(n, np.zeros(rule.shape, dtype=bool), below, layer)
     return None if found is None else [tuple(key) for key in found]
 
 
@@ -31,24 +34,26 @@ def test_a_full_layer_gives_up_its_own_least_recently_used() -> None:
     assert leaving(rule, 0) == [(0, 0)]
     assert leaving(rule, 1) == [(1, 0)]
     assert leaving(rule, 2, 2) == [(2, 0), (2, 1)]
-    rule.used(ExpertKey(1, 0))
+    rule.used(1, [0])
     assert leaving(rule, 1) == [(1, 1)], "whatever is older elsewhere"
 
 
 def test_a_layer_gets_its_slots_back_from_who_has_more() -> None:
     rule = holding((0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
-    rule.used(ExpertKey(1, 0))
+    rule.used(1, [0])
     assert leaving(rule, 0) == [(1, 1)], "layer 1 has one too many"
     assert leaving(rule, 2) == [(1, 1)], "the oldest of the two layers that are over their quota"
-    rule.used(ExpertKey(1, 1))
-    rule.used(ExpertKey(1, 2))
+    rule.used(1, [1])
+    rule.used(1, [2])
     assert leaving(rule, 2) == [(2, 0)]
 
 
 def test_a_layer_that_needs_more_than_its_own_borrows() -> None:
     rule = holding((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1))
     assert leaving(rule, 1, 4) == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    assert rule.victims(2, {ExpertKey(1, 0), ExpertKey(1, 1)}, INFINITY, 1) == [(0, 0), (0, 1)]
+    held = np.zeros(rule.shape, dtype=bool)
+    held[1, :2] = True
+    assert rule.victims(2, held, INFINITY, 1) == [(0, 0), (0, 1)]
     assert leaving(rule, 1, 6) is not None
     assert leaving(rule, 1, 7) is None
 
@@ -58,7 +63,7 @@ def test_a_wish_keeps_to_its_layers_quota_and_spares_what_was_wished_for() -> No
     bound = rule.worth(ExpertKey(1, 2))
     assert bound < INFINITY
     assert leaving(rule, 1, below=bound) == [(1, 0)]
-    rule.wished([Wish(ExpertKey(1, 0), 1.0, 1), Wish(ExpertKey(1, 1), 1.0, 1)])
+    rule.wished(Wishes.of([Wish(ExpertKey(1, 0), 1.0, 1), Wish(ExpertKey(1, 1), 1.0, 1)]))
     assert leaving(rule, 1, below=bound) is None, "nothing is borrowed for a wish"
     assert leaving(rule, 1) == [(0, 0)], "a demand rather borrows than takes what was wished for"
     assert leaving(rule, 1, 4) == [(0, 0), (0, 1), (1, 0), (1, 1)], "but it takes any"
@@ -80,7 +85,7 @@ def test_one_expert_at_a_time_it_is_lru_in_a_cache_of_each_layers_own(
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
             cache.loaded(reservation.entry)
-        rule.used(key)
+        rule.used(key.layer, [key.expert])
         recent[layer] = [expert, *(e for e in recent[layer] if e != expert)]
     assert sum(rule.quotas) == slots
     held = {(layer, e) for layer, quota in enumerate(rule.quotas) for e in recent[layer][:quota]}
@@ -97,19 +102,20 @@ def scan(rule: AdaptiveQuotas, steps: int, uses: dict[int, list[list[int]]], nam
         for layer, turns in uses.items():
             keys = [ExpertKey(layer, expert) for expert in turns[step % len(turns)]]
             if layer in named:
-                rule.wished([Wish(key, 1.0, layer) for key in keys])
+                rule.wished(Wishes.of([Wish(key, 1.0, layer) for key in keys]))
             for key in keys:
-                rule.used(key)
+                rule.used(key.layer, [key.expert])
     rule.begin_step()
 
 
 class Tracked(AdaptiveQuotas):
     """Every expert counts as held: only the quotas are looked at."""
 
-    def used(self, key: ExpertKey) -> None:
-        if key not in self._orders[key.layer]:
-            self._touch(key)
-        super().used(key)
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        for key in (ExpertKey(layer, expert) for expert in experts):
+            if key not in self._orders[layer]:
+                self._touch(key)
+        super().used(layer, experts)
 
 
 def tracked(slots: int = 4) -> Tracked:
@@ -130,9 +136,9 @@ def test_gains_are_what_each_further_slot_would_have_saved() -> None:
     rule = tracked()
     # layer 0 uses one expert over and over, layer 1 three in turns: a slot saves it nothing, three save all
     for _ in range(3):
-        rule.used(ExpertKey(0, 2))
+        rule.used(0, [2])
     for e in (0, 1, 2, 0, 1, 2):
-        rule.used(ExpertKey(1, e))
+        rule.used(1, [e])
     unseen = [0.01 * sum(1 / d for d in range(1, c + 1)) for c in range(5)]
     # the first use of expert 2 of layer 0 was at distance 2; those of layer 1 at 0, 1 and 2, then three times at 2
     assert rule.gains()[0] == pytest.approx([unseen[c] + (0, 2, 2, 3, 3)[c] for c in range(5)])
@@ -170,6 +176,6 @@ def test_adaptive_quotas_are_all_the_slots(experts: list[int], slots: int, uses:
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
             cache.loaded(reservation.entry)
-        rule.used(key)
+        rule.used(key.layer, [key.expert])
     assert sum(rule.quotas) == cache.peak <= slots
     assert all(0 <= quota <= count for quota, count in zip(rule.quotas, experts, strict=True))

@@ -22,7 +22,7 @@ from spmoe.experts.transfer import CopyJob, FileTransfer, HostPaced, Ticket, Tra
 from spmoe.experts.waves import Wave
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 EXPERTS = (6, 4, 6, 5)
 CONTENT = {
@@ -139,7 +139,7 @@ class Stand:
         needed = [rng.sample(range(count), rng.randint(1, count)) for count in EXPERTS]
         for layer, experts in enumerate(needed):
             guesses = [e for e in range(EXPERTS[layer]) if (e in experts) == (rng.random() < 0.8)]
-            source.wish(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
+            source.wish(Wishes.of(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses))
         for layer, experts in enumerate(needed):
             try:
                 self.use(layer, experts)
@@ -236,7 +236,7 @@ def test_after_close_nothing_moves_any_more(stand: Callable[..., Stand]) -> None
     within(LIMIT, lambda: one.use(0, [0, 1]))
     within(LIMIT, one.source.close)
     issued = one.counters.issued_bytes
-    one.source.wish([Wish(ExpertKey(3, 0), 1.0, 3)])
+    one.source.wish(Wishes.of([Wish(ExpertKey(3, 0), 1.0, 3)]))
     assert one.source.pump() is None
     assert one.counters.issued_bytes == issued
     with pytest.raises(TransferError, match="closed"):
@@ -248,7 +248,7 @@ def test_wishes_move_by_themselves(stand: Callable[..., Stand]) -> None:
     one = stand(slots=7)
     wished = [ExpertKey(3, e) for e in range(5)]
     one.source.begin_step()
-    one.source.wish(Wish(key, 0.5, key.layer) for key in wished)
+    one.source.wish(Wishes.of(Wish(key, 0.5, key.layer) for key in wished))
 
     def arrive() -> None:
         while one.counters.prefetch_loads < len(wished):
@@ -259,15 +259,3 @@ def test_wishes_move_by_themselves(stand: Callable[..., Stand]) -> None:
     assert {e.key for e in one.source.cache.entries() if e.prefetched} == set(wished)
     within(LIMIT, lambda: one.use(3, list(range(5))))
     assert (one.counters.hits, one.counters.demand_loads) == (5, 0)
-
-
-def test_guesses_are_computed_outside_the_lock(stand: Callable[..., Stand]) -> None:
-    """A policy's iterator may take its time; the worker must be able to go on meanwhile."""
-    one = stand()
-
-    def guesses() -> Iterator[Wish]:
-        within(LIMIT / 6, lambda: one.source.end_step())  # takes the lock, from another thread
-        yield Wish(ExpertKey(0, 0), 1.0, 0)
-
-    one.source.wish(guesses())
-    assert one.counters.wishes == 1

@@ -16,7 +16,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 LAYERS, EXPERTS = 4, 4
 
@@ -58,7 +58,7 @@ class Place:
         self.source.begin_step()
 
     def wish(self, *keys: tuple[int, int]) -> None:
-        self.source.wish([Wish(ExpertKey(*key), 1.0, key[0]) for key in keys])
+        self.source.wish(Wishes.of([Wish(ExpertKey(*key), 1.0, key[0]) for key in keys]))
 
     def use(self, layer: int, *experts: int) -> None:
         for _ in self.source.use(layer, experts):

@@ -9,7 +9,7 @@ from traces import make_trace, on_link, run_live
 
 from spmoe.config import Size
 from spmoe.observe.ledger import Counters
-from spmoe.replay.evictions import FAST, LIVE_RULES
+from spmoe.replay.evictions import LIVE_RULES
 from spmoe.replay.replay import Replayer, Setting
 from spmoe.replay.trace import Trace
 
@@ -35,7 +35,7 @@ def replayed(trace: Trace, prefetch: str, eviction: str, slots: int, cutoff: int
 @pytest.mark.parametrize("eviction", LIVE_RULES)
 def test_the_simulator_does_what_the_live_source_does(prefetch: str, eviction: str, slots: int) -> None:
     """Every count of the ledger, the stall and the time of the run, for every live rule."""
-    trace = make_trace(steps=24 if eviction in FAST else 12)
+    trace = make_trace(steps=24)
     draft, ahead = USES[prefetch]
     ours, seconds = replayed(trace, prefetch, eviction, slots, 6)
     live, expected = run_live(trace, Replayer(trace).steps(4), slots, eviction, draft=draft, ahead=ahead, cutoff=6)

@@ -79,9 +79,9 @@ def test_the_cutoff_bounds_and_auto_finds_one() -> None:
 def demand_behind_a_wish(chunk: float | None) -> float:
     """How long a demand that comes in the middle of a wish's copy is waited for; copies take ten seconds."""
     machine = Machine(slots=4, seconds_per_expert=10.0, depth=2, chunk_seconds=chunk, window=2)
-    sim = Simulation(2, 2, machine, make_rule("lru", 2, 2, []))
+    sim = Simulation(machine, make_rule("lru", (2, 2), []))
     sim.begin_step(0)
-    sim.wish(Foretold(np.array([3]), np.ones(1), np.array([1]), [(1, -1.0, 3)]), 2)
+    sim.wish(Foretold.of(np.array([3]), np.ones(1), 2), 2)
     sim.compute(2.5)
     sim.use(0, [0], 0.0)
     assert sim.counters.demand_loads == 1

@@ -67,5 +67,5 @@ def test_of_several_rows_an_expert_is_foretold_once_with_its_best_score() -> Non
     experts = np.array([[[3, 1], [1, 2]]])  # one layer, two rows
     scores = np.array([[[0.75, 0.25], [0.5, 0.5]]])
     told = foretell(np.array([2]), experts, scores, width=8)
-    assert dict(zip(told.keys.tolist(), told.scores.tolist(), strict=True)) == {19: 0.75, 17: 0.5, 18: 0.5}
+    assert {tuple(wish.key): wish.score for wish in told.wishes} == {(2, 3): 0.75, (2, 1): 0.5, (2, 2): 0.5}
     assert told.by_rank == [(2, -0.75, 19), (2, -0.5, 17), (2, -0.5, 18)]

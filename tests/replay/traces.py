@@ -15,7 +15,6 @@ from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.replay.steps import Foretold, StepPlan
 from spmoe.replay.trace import Shape, Trace
-from spmoe.types import ExpertKey, Wish
 
 LINK = 1e9
 EXPERT_BYTES = 10**6  # a millisecond each
@@ -131,10 +130,7 @@ def run_live(
     clock.watch(transfer.link.next_event, source.pump)
 
     def wish(told: Foretold, below: int) -> None:
-        source.wish(
-            Wish(ExpertKey(*divmod(int(key), width)), float(score), int(key) // width, int(key) // width < below)
-            for key, score in zip(told.keys, told.scores, strict=True)
-        )
+        source.wish(replace(told.wishes, fetch=told.wishes.layers < below))
 
     for step in steps:
         source.begin_step(step.request)

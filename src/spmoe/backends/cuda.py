@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from spmoe.backends.graphs import Phase, Recorder
 from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_wave
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.waves import Opened
+from spmoe.experts.waves import Opened, Wave
 from spmoe.types import ExpertKey
 
 _RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
@@ -31,6 +32,7 @@ class CudaLane:
         self._driver = driver
         self._stream = torch.cuda.Stream(device)
         self._device = device
+        self._compute = torch.cuda.current_stream(device)
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def copy(self, pieces: Sequence[Piece]) -> Event:
@@ -42,9 +44,12 @@ class CudaLane:
     def wait_for(self, event: Event) -> None:
         self._stream.wait_event(event)  # type: ignore[arg-type]
 
+    def stand_here(self) -> None:
+        self._compute = torch.cuda.current_stream(self._device)
+
     def compute_point(self) -> Event:
         point = torch.cuda.Event()
-        point.record(torch.cuda.current_stream(self._device))
+        point.record(self._compute)
         return point
 
     def compute_after(self, event: Event) -> None:
@@ -105,11 +110,16 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.slots.arena.device)
 
-    def post(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Say which experts are in the next wave to run, and where they are."""
+    def post(self, slots: np.ndarray | int = -1) -> None:
+        """Say where the experts of the next wave to run are; -1 for those that are not in it."""  # [experts]
+        self._places[self._posted % _RING] = slots
+        self._posted += 1
+
+    def post_wave(self, wave: Wave) -> None:
+        """The same of a wave."""
         place = self._places[self._posted % _RING]
         place.fill(-1)
-        place[list(experts)] = slots
+        place[list(wave.experts)] = wave.slots
         self._posted += 1
 
     def take_wave(self) -> None:
@@ -180,7 +190,7 @@ class CudaPort:
             self._run_waves(run_next_wave, index)
         else:
             if recorder.phase is Phase.REHEARSAL:
-                backend.post((), ())  # no expert is in this wave; the kernels are compiled
+                backend.post()  # no expert is in this wave; the kernels are compiled
                 run_next_wave()
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
@@ -215,13 +225,11 @@ class CudaPort:
         known.record()
         opened = self._source.open(self._layer)
         try:
-            if opened.entries:
-                self._backend.post(opened.experts, opened.slots)
+            if (opened.slots >= 0).any():
+                self._backend.post(opened.slots)
                 run()
             self._source.book()  # of the last layer, while the device is busy
-            if not known.query():
-                self._source.foresee(self._layer)
-                known.synchronize()
+            known.synchronize()
             if not (enough := self._source.use_opened(opened, _numbers(chosen))):
                 self._run_waves(run, chosen, opened, notes)
         except BaseException:
@@ -244,7 +252,7 @@ class CudaPort:
         for note in notes:
             note()
         while wave is not None:
-            self._backend.post(wave.experts, wave.slots)
+            self._backend.post_wave(wave)
             run()
             wave = next(waves, None)
 

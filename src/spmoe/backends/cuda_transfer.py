@@ -45,8 +45,12 @@ class Lane(Protocol):
         """Copies submitted from now on come after this event."""
         ...
 
+    def stand_here(self) -> None:
+        """The calling thread is the one that submits to compute, on its current stream."""
+        ...
+
     def compute_point(self) -> Event:
-        """Everything the calling thread has submitted to compute so far."""
+        """Everything that thread has submitted to compute so far."""
         ...
 
     def compute_after(self, event: Event) -> None:
@@ -86,7 +90,7 @@ class CudaTicket:
         self.sent = 0  # bytes
         self.end: Event | None = None  # known once everything is on the stream
         self.error: SpmoeError | None = None
-        self.settled = threading.Event()  # it has an end, or an error
+        self.settled = False  # it has an end, or an error
         self._transfer = transfer
         self._submission = Submission()
 
@@ -94,7 +98,8 @@ class CudaTicket:
         return self.error is not None or self._submission.ordered or (self.end is not None and self.end.query())
 
     def wait(self) -> None:
-        self.settled.wait()
+        with self._transfer.settling:
+            self._transfer.settling.wait_for(lambda: self.settled)
         if self.error is not None:
             raise self.error
         if self.end is not None and not self._submission.ordered:
@@ -115,13 +120,17 @@ class CudaTicket:
     def fail(self, error: SpmoeError) -> None:
         """The copy will not be made."""
         self.error = error
-        self.settled.set()
+        self._settle()
 
     def sent_whole(self, end: Event, submission: Submission) -> None:
         """The last byte is on the stream."""
         self.end = end
         self._submission = submission
-        self.settled.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        self.settled = True
+        self._transfer.settling.notify_all()
 
 
 class CudaTransfer:
@@ -137,9 +146,12 @@ class CudaTransfer:
         self._window = window
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self.settling = threading.Condition(self._lock)  # a copy gets its end, or an error
         self._waiting: deque[CudaTicket] = deque()  # wishes not wholly on the stream
         self._flying: deque[Event] = deque()  # chunks of wishes on the stream
-        self._last_use: dict[int, Event] = {}  # by slot
+        self._last_use: dict[int, int] = {}  # by slot, the last point before what reads it
+        self._points = 1
+        self._over = 0  # what was given to compute after this point, and before the next, is over
         self._closed = False
         self._thread = threading.Thread(target=self._keep_full, name="spmoe-copies", daemon=True)
         self._thread.start()
@@ -158,9 +170,17 @@ class CudaTransfer:
                 self._work.notify()
         return list(tickets)
 
-    def fence(self, slots: Iterable[int]) -> None:
-        """What compute has been given so far may still read these slots."""
-        point = self.lane.compute_point()
+    def mark(self) -> int:
+        self.lane.stand_here()
+        self._points += 1
+        return self._points
+
+    def passed(self, mark: int) -> None:
+        self._over = max(self._over, mark - 1)
+
+    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
+        """A number for each slot costs nothing; an event is only made for one that is written while it matters."""
+        point = self._points if mark is None else mark
         with self._lock:
             self._last_use.update(dict.fromkeys(slots, point))
 
@@ -170,7 +190,7 @@ class CudaTransfer:
     def send_now(self, ticket: CudaTicket) -> None:
         """Put the rest of a wish on the stream: it is demanded."""
         with self._lock:
-            if not ticket.settled.is_set():
+            if not ticket.settled:
                 self._waiting.remove(ticket)
                 self._send([ticket])
 
@@ -210,13 +230,13 @@ class CudaTransfer:
                 parts.append(ticket)
             if (end := self._submit(pieces, parts)) is not None:
                 self._flying.append(end)
-                self._waiting.extendleft(ticket for ticket in parts if not ticket.settled.is_set())
+                self._waiting.extendleft(ticket for ticket in parts if not ticket.settled)
 
     def _piece(self, ticket: CudaTicket, limit: int) -> Piece:
         """A copy's next part, up to this many bytes of the blob."""
         key, slot = ticket.job
-        if ticket.sent == 0 and (last := self._last_use.pop(slot, None)) is not None and not last.query():
-            self.lane.wait_for(last)
+        if ticket.sent == 0 and self._last_use.pop(slot, 0) > self._over:
+            self.lane.wait_for(self.lane.compute_point())  # later than need be, and rarely
         size = min(limit, self._addresses.nbytes) - ticket.sent
         to, source = self._addresses.slot(slot) + ticket.sent, self._addresses.source(key) + ticket.sent
         ticket.sent += size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from spmoe.config import Cutoff, CutoffMode, SamplingParams
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
+from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wishes
 
 OBSERVED = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
 PROMPT = 32  # tokens of a prompt
@@ -44,7 +44,7 @@ class Observer(PrefetchPolicy):
         """As the policy wants."""
         return self._inner.last_pass
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         self._counted, self._request = request == self._request, request
         self._loaded = self._source.counters.useful_loads
         self._by, self._used = {}, set()
@@ -53,10 +53,10 @@ class Observer(PrefetchPolicy):
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         return self._inner.ask(stage, depths, residual)
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         return self._note(self._inner.on_seen(seen), Stage.VERIFY if seen.stage is Stage.VERIFY else Stage.DRAFT)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         self._used.update(ExpertKey(layer, expert) for expert in experts)
         before, self._loaded = self._loaded, self._source.counters.useful_loads  # which counts this layer's by now
         self.missing[layer] += (self._loaded - before) * self._counted
@@ -71,12 +71,11 @@ class Observer(PrefetchPolicy):
             self.named[stage] += 1
             self.right[stage] += key in self._used
 
-    def _note(self, wishes: Iterable[Wish], stage: Stage) -> list[Wish]:
-        found = list(wishes)
-        for wish in found:
-            if self._source.cache.get(wish.key) is None and wish.key not in self._used:
-                self._by.setdefault(wish.key, stage)
-        return found
+    def _note(self, wishes: Wishes, stage: Stage) -> Wishes:
+        for key in map(ExpertKey, wishes.layers.tolist(), wishes.experts.tolist()):
+            if self._source.cache.get(key) is None and key not in self._used:
+                self._by.setdefault(key, stage)
+        return wishes
 
 
 def observe(

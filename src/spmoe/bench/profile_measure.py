@@ -21,7 +21,7 @@ from spmoe.models.load import expert_file_path
 from spmoe.models.network import Network
 from spmoe.models.shipped import sample_text
 from spmoe.predict.latency import evenly_needed
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 DRAFT_ROWS = (1, 2, 4, 8)
 VERIFY_ROWS = (1, 2, 3, 5, 9)
@@ -257,7 +257,7 @@ class _Blobs:
             if len(found) < self.room and self._source.cache.get(self._keys[self._next]) is None:
                 found.append(self._keys[self._next])
         beyond = len(self._engine.store.experts)  # a deadline that no layer reaches
-        self._source.wish(Wish(key, 1.0, beyond) for key in found)
+        self._source.wish(Wishes.of(Wish(key, 1.0, beyond) for key in found))
         return found
 
     def arrived(self, keys: Sequence[ExpertKey]) -> int:

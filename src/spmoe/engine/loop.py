@@ -71,6 +71,7 @@ class Loop:
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
         verifier = GreedyVerifier() if sequence.sampling.greedy else RejectionVerifier()
         verdict = verifier.judge(sequence, draft, logits)
+        self.source.computed()
 
         new = [*draft.tokens[: verdict.accepted], verdict.next_token]
         sequence.tokens += new

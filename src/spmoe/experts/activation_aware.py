@@ -8,7 +8,7 @@ import numpy as np
 
 from spmoe.experts.valued import Valued
 from spmoe.observe.activations import Activations
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 
 class ActivationAware(Valued):
@@ -20,17 +20,17 @@ class ActivationAware(Valued):
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
         self._activations = Activations(experts)
-        self._score = np.zeros(self._shape)  # of this step's wishes
+        self._score = np.zeros(self.shape)  # of this step's wishes
         self._untold: list[ExpertKey] = []  # uses that the matrices have not been told of
 
-    def used(self, key: ExpertKey) -> None:
-        self._untold.append(key)
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        super().used(layer, experts)
+        self._untold += [ExpertKey(layer, expert) for expert in experts]
         self._worths = None
-        super().used(key)
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
-        for wish in wishes:
-            self._score[wish.key] = max(self._score[wish.key], wish.score)
+    def wished(self, wishes: Wishes) -> None:
+        places = (wishes.layers, wishes.experts)
+        self._score[places] = np.maximum(self._score[places], wishes.scores)
         self._worths = None
 
     def begin_step(self, request: int = 0) -> None:
@@ -41,7 +41,7 @@ class ActivationAware(Valued):
 
     def _value(self) -> np.ndarray:
         self._tell()
-        expected, near = self._activations.expected(), 1 - self._distance() / self._shape[0]
+        expected, near = self._activations.expected(), 1 - self._distance() / self.shape[0]
         ahead = self._position + 1
         expected[ahead:] = np.maximum(expected[ahead:], self._score[ahead:])
         worths: np.ndarray = expected * near[:, None]

@@ -1,18 +1,21 @@
 """The cache: which expert is in which slot, and in which state. Bookkeeping only: no threads, no bytes, no time.
 
 One pool of slots serves all layers. A key is in at most one slot; a slot that is being written or is pinned (in use)
-is never given to another key.
+is never given to another key. Beside an entry for each expert that has a slot there are tables of all of them, so that
+what is asked of a whole layer, or of all, costs as much as of one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.transfer import Ticket
+from spmoe.experts.waves import Opened
 from spmoe.types import ExpertKey, Residency
 
 
@@ -41,10 +44,14 @@ class ExpertCache:
     def __init__(self, slot_count: int, eviction: Eviction) -> None:
         self.slot_count = slot_count
         self.peak = 0
+        shape = eviction.shape
+        self.present = np.zeros(shape, dtype=bool)  # has a slot
+        self.prefetched = np.zeros(shape, dtype=bool)  # as its entry says
+        self._ready = np.full(shape, -1, dtype=np.int32)  # the slot of what is READY
+        self._held = np.zeros(shape, dtype=bool)  # pinned or LOADING: not to be evicted
+        self._open = [0] * shape[0]  # how often each layer is open: nothing of it is evicted either
         self._eviction = eviction
         self._entries: dict[ExpertKey, Entry] = {}
-        self._by_layer: defaultdict[int, dict[ExpertKey, Entry]] = defaultdict(dict)
-        self._held: set[ExpertKey] = set()  # pinned or LOADING: not to be evicted
         self._free = list(range(slot_count - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -65,38 +72,45 @@ class ExpertCache:
         """Everything that has a slot."""
         return list(self._entries.values())
 
-    def ready_of(self, layer: int) -> list[Entry]:
-        """A layer's experts that are READY."""
-        return [entry for entry in self._by_layer[layer].values() if entry.state is Residency.READY]
+    def open(self, layer: int) -> Opened:
+        """What a layer has READY; nothing of it leaves until it is shut."""
+        self._open[layer] += 1
+        return Opened(layer, self._ready[layer].copy())
 
-    def reserve(self, key: ExpertKey, *, prefetched: bool) -> Reservation | None:
-        """Take a slot for an ABSENT key, which is LOADING from then on; None when no slot may be taken.
+    def shut(self, opened: Opened) -> None:
+        """Let go of it. Idempotent."""
+        if opened.is_open:
+            opened.is_open = False
+            self._open[opened.layer] -= 1
 
-        A wish takes only what eviction holds to be worth less than the wished expert; a demand takes any.
+    def reserve(self, key: ExpertKey) -> Reservation | None:
+        """Take a slot for a wished ABSENT key, which is LOADING from then on; None when no slot may be taken.
+
+        It takes only what eviction holds to be worth less than the wished expert.
         """
         if key in self._entries:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            below = self._eviction.worth(key) if prefetched else float("inf")
-            victims = self._eviction.victims(1, self._held, below, key.layer)
+            victims = self._eviction.victims(1, self._staying(), self._eviction.worth(key), key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])
-        return self._place(key, prefetched, evicted)
+        return self._place(key, True, evicted)
 
     def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> Iterator[Reservation]:
         """Slots for as many of these ABSENT keys of a layer, from the first, as can be had, one after the other.
 
-        Their victims are chosen together, before the first.
+        Their victims are chosen together, before the first; any that may leave will do.
         """
         if any(key in self._entries for key in keys):
             raise ValueError("one of these already has a slot")
         lacking = len(keys) - len(self._free)
-        evictable = len(self._entries) - len(self._held)
         victims: list[ExpertKey] | None = []
         if lacking > 0:
-            victims = self._eviction.victims(min(lacking, evictable), self._held, float("inf"), keys[0].layer)
+            staying = self._staying()
+            evictable = int(np.count_nonzero(self.present & ~staying))
+            victims = self._eviction.victims(min(lacking, evictable), staying, float("inf"), keys[0].layer)
         leaving: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
         for key, victim in zip(keys, [*leaving, *(victims or ())], strict=False):
             yield self._place(key, False, None if victim is None else self._remove(victim))
@@ -104,51 +118,49 @@ class ExpertCache:
     def pin(self, entry: Entry) -> None:
         """Somebody uses the expert: it stays until unpinned as often."""
         entry.pins += 1
-        self._held.add(entry.key)
+        self._held[entry.key] = True
 
     def unpin(self, entry: Entry) -> None:
         """One use is over."""
         entry.pins -= 1
         if not entry.pins and entry.state is Residency.READY:
-            self._held.discard(entry.key)
+            self._held[entry.key] = False
 
-    def pin_all(self, entries: Sequence[Entry]) -> None:
-        """The same for many at once."""
-        for entry in entries:
-            entry.pins += 1
-        self._held.update([entry.key for entry in entries])
-
-    def unpin_all(self, entries: Sequence[Entry]) -> None:
-        """The same for many at once."""
-        held = self._held
-        for entry in entries:
-            entry.pins -= 1
-            if not entry.pins and entry.state is Residency.READY:
-                held.discard(entry.key)
+    def needed(self, entry: Entry) -> None:
+        """What came by a wish has been needed."""
+        entry.prefetched = self.prefetched[entry.key] = False
 
     def loaded(self, entry: Entry) -> None:
         """The copy ended well: READY."""
         entry.state, entry.ticket = Residency.READY, None
-        if not entry.pins:
-            self._held.discard(entry.key)
+        self._ready[entry.key] = entry.slot
+        self._held[entry.key] = entry.pins > 0
 
     def failed(self, entry: Entry) -> None:
         """The copy ended badly: ABSENT, and the slot is free again. The ticket stays, for those who wait for it."""
         entry.pins = 0
         self._remove(entry.key)
 
+    def _staying(self) -> np.ndarray:
+        """What is not to be evicted."""  # bool [layers, experts]
+        if not any(self._open):
+            return self._held
+        staying = self._held.copy()
+        staying[np.flatnonzero(self._open)] = True
+        return staying
+
     def _place(self, key: ExpertKey, prefetched: bool, evicted: Entry | None) -> Reservation:
-        entry = Entry(key, self._free.pop(), prefetched)
-        self._entries[key] = self._by_layer[key.layer][key] = entry
-        self._held.add(key)
+        entry = self._entries[key] = Entry(key, self._free.pop(), prefetched)
+        self.present[key] = self._held[key] = True
+        self.prefetched[key] = prefetched
         self._eviction.inserted(key)
         self.peak = max(self.peak, len(self._entries))
         return Reservation(entry, evicted)
 
     def _remove(self, key: ExpertKey) -> Entry:
         entry = self._entries.pop(key)
-        del self._by_layer[key.layer][key]
-        self._held.discard(key)
+        self.present[key] = self._held[key] = self.prefetched[key] = False
+        self._ready[key] = -1
         entry.state = Residency.ABSENT
         self._eviction.removed(key)
         self._free.append(entry.slot)

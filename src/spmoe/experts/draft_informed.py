@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmoe.experts.valued import Valued
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 
 class Reliability:
@@ -41,9 +41,10 @@ class Reliability:
     def learn(self, named: np.ndarray, score: np.ndarray, used: np.ndarray, habit: np.ndarray) -> None:
         """What a step has shown, in layers that were spoken of."""  # all: [layers, experts]
         said = named > 0
-        for table, came in ((self._given, np.ones(said.sum())), (self._true, used[said].astype(float))):
+        places = np.ravel_multi_index(self._place(named[said], score[said]), self._given.shape)
+        for table, weights in ((self._given, None), (self._true, used[said])):
             table *= self._MEMORY
-            np.add.at(table, self._place(named[said], score[said]), came)
+            table += np.bincount(places, weights, table.size).reshape(table.shape)
         self._habit = self._MEMORY * self._habit + habit[~said].sum()
         self._surprise = self._MEMORY * self._surprise + used[~said].sum()
 
@@ -68,70 +69,74 @@ class DraftInformed(Valued):
         self._decay = decay
         self._discount = discount
         self._reluctance = reluctance
-        self._frequency = np.zeros(self._shape)  # decayed share of steps in which the expert was used
-        self._used = np.zeros(self._shape, dtype=bool)  # in this step
-        self._named = np.zeros(self._shape, dtype=int)  # how often in this step
-        self._score = np.zeros(self._shape)  # the best it was named with
-        self._passes = np.zeros(self._shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
+        self._frequency = np.zeros(self.shape)  # decayed share of steps in which the expert was used
+        self._used = np.zeros(self.shape, dtype=bool)  # in this step
+        self._named = np.zeros(self.shape, dtype=int)  # how often in this step
+        self._score = np.zeros(self.shape)  # the best it was named with
+        self._passes = np.zeros(self.shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
         self._usual_passes = 1
         self._reliability = Reliability()
-        self._foreseen: tuple[int, np.ndarray] | None = None  # a layer, and what worths will be once it is reached
+        self._expected = np.zeros(self.shape)  # of the layer's next turn
+        self._later = np.zeros(self.shape)  # of the turns behind it
+        self._stale = slice(0, 0)  # layers whose expectation is to be worked out anew
+        layer, count = np.arange(len(experts)), len(experts)
+        self._near = [discount ** ((layer - at - 1) % count / count) for at in range(-1, count)]  # by position
 
-    def used(self, key: ExpertKey) -> None:
-        self._used[key] = True
-        self._touch(key)
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        super().used(layer, experts)
+        self._used[layer, experts] = True
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
-        if not wishes:
+    def wished(self, wishes: Wishes) -> None:
+        if not len(wishes):
             return
-        width, best = self._shape[1], dict[int, float]()  # of each expert, by its place in the tables
-        for (layer, expert), score, *_ in wishes:
-            place = layer * width + expert
-            best[place] = max(score, best.get(place, 0.0))
-        places, scores = np.array(list(best)), np.array(list(best.values()))
-        self._named.ravel()[places] += 1
-        self._score.ravel()[places] = np.maximum(self._score.ravel()[places], scores)
-        self._passes[list({wish.key.layer for wish in wishes})] += 1
-        self._worths = self._foreseen = None
+        places = (wishes.layers, wishes.experts)
+        self._named[places] += 1
+        self._score[places] = np.maximum(self._score[places], wishes.scores)
+        spoken = np.zeros(self.shape[0], dtype=bool)
+        spoken[wishes.layers] = True
+        self._passes += spoken
+        self._renew(int(wishes.layers.min()), int(wishes.layers.max()) + 1)
 
     def reached(self, layer: int) -> None:
-        foreseen, self._foreseen = self._foreseen, None
+        before = self._position
         super().reached(layer)
-        if foreseen is not None and foreseen[0] == layer:
-            self._worths = foreseen[1]
-
-    def foresee(self, layer: int) -> None:
-        now, self._position = self._position, layer
-        self._foreseen = (layer, self._value())
-        self._position = now
+        if layer > before:  # what was foretold of layers that have had their turn counts no more
+            self._expected[before + 1 : layer + 1] = self._frequency[before + 1 : layer + 1]
+        else:  # another pass over the layers, in the same step
+            self._renew(layer + 1, self.shape[0])
 
     def begin_step(self, request: int = 0) -> None:
-        self._foreseen = None
         if len(spoken := np.flatnonzero(self._passes)):
             seen = (self._named, self._score, self._used, self._frequency)
             self._reliability.learn(*(figure[spoken] for figure in seen))
             self._usual_passes = int(self._passes.max())
         self._frequency = self._decay * self._frequency + (1 - self._decay) * self._used
+        self._later = later_use(self._frequency, self._discount)
+        self._expected[:] = self._frequency
         self._used[:] = False
         self._named[:] = 0
         self._score[:] = 0.0
         self._passes[:] = 0
-        super().begin_step(request)
+        self._position, self._stale, self._worths = -1, slice(0, 0), None
 
     def worth(self, key: ExpertKey) -> float:
         return self._reluctance * super().worth(key)
 
+    def _renew(self, low: int, high: int) -> None:
+        stale = self._stale
+        if stale.start < stale.stop:
+            low, high = min(low, stale.start), max(high, stale.stop)
+        self._stale, self._worths = slice(low, high), None
+
     def _value(self) -> np.ndarray:
-        count = self._shape[0]
-        expected = self._frequency.copy()
-        told = np.flatnonzero((self._passes > 0) & (np.arange(count) > self._position))
-        if len(told):
-            spoken = np.minimum(1.0, self._passes[told] / self._usual_passes)
-            expected[told] *= (1 - spoken * (1 - self._reliability.silence))[:, None]
-            word = self._reliability.of(self._named[told], self._score[told])
-            expected[told] = np.where(self._named[told] > 0, np.maximum(word, expected[told]), expected[told])
-        near = self._discount ** (self._distance() / count)
-        return first_use(expected, later_use(self._frequency, self._discount), near)
+        told = slice(max(self._stale.start, self._position + 1), self._stale.stop)
+        self._stale = slice(0, 0)
+        if told.start < told.stop:
+            named, spoken = self._named[told], np.minimum(1.0, self._passes[told] / self._usual_passes)
+            habit = self._frequency[told] * (1 - spoken * (1 - self._reliability.silence))[:, None]
+            word = self._reliability.of(named, self._score[told])
+            self._expected[told] = np.where(named > 0, np.maximum(word, habit), habit)
+        return first_use(self._expected, self._later, self._near[self._position + 1])
 
 
 def first_use(expected: np.ndarray, later: np.ndarray, near: np.ndarray) -> np.ndarray:

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from spmoe.experts.activation_aware import ActivationAware
 from spmoe.experts.draft_informed import DraftInformed
 from spmoe.experts.frequency import FrequencyOverRecency, LeastFrequentlyUsed
 from spmoe.experts.lru import LeastRecentlyUsed
 from spmoe.experts.quotas import AdaptiveQuotas, EqualQuotas
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 
 class Eviction(Protocol):
     """Told of everything that happens to experts; asked for victims. `below` bounds the worth of a victim."""
 
+    shape: tuple[int, int]  # layers, and experts of the layer that has most
+
     def inserted(self, key: ExpertKey) -> None: ...
 
     def removed(self, key: ExpertKey) -> None: ...
 
-    def used(self, key: ExpertKey) -> None: ...
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        """These of a layer, which have slots, are needed."""
+        ...
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
+    def wished(self, wishes: Wishes) -> None:
         """What one pass of the draft says of a slab of layers."""
         ...
 
     def reached(self, layer: int) -> None:
         """The pass is about to run this layer."""
-        ...
-
-    def foresee(self, layer: int) -> None:
-        """The pass will run this layer next, and there is time to think about it; changes no answer."""
         ...
 
     def begin_step(self, request: int = 0) -> None:
@@ -42,13 +44,12 @@ class Eviction(Protocol):
         """What a wished key may push out: only residents worth less."""
         ...
 
-    def victims(
-        self, n: int, pinned: Collection[ExpertKey], below: float, layer: int | None = None
-    ) -> list[ExpertKey] | None:
-        """Exactly n resident keys, none of them pinned and each worth less than `below`, or None; changes nothing.
+    def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
+        """Exactly n resident keys, none of them held and each worth less than `below`, or None; changes nothing.
 
         `layer` is the one whose experts want the slots. Without a bound there is always an answer if there are n keys.
         """
+        # held: bool [layers, experts]
         ...
 
 
@@ -58,7 +59,7 @@ _RULES: dict[str, Callable[[Sequence[int]], Eviction]] = {
     "draft-informed": DraftInformed,
     "lfru": FrequencyOverRecency,
     "lfu": LeastFrequentlyUsed,
-    "lru": lambda experts: LeastRecentlyUsed(),
+    "lru": LeastRecentlyUsed,
     "lru-per-layer": EqualQuotas,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmoe.experts.valued import Valued
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 _ANY = float(np.finfo(float).max)  # above whatever counts come to
 
@@ -19,18 +19,17 @@ class Counting(Valued):
 
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
-        self._used = np.zeros(self._shape, dtype=bool)  # in this step
-        self._promised = np.zeros(self._shape, dtype=bool)  # wished for in this step, and not had its turn
+        self._used = np.zeros(self.shape, dtype=bool)  # in this step
+        self._promised = np.zeros(self.shape, dtype=bool)  # wished for in this step, and not had its turn
 
-    def used(self, key: ExpertKey) -> None:
-        self._used[key] = True
-        self._promised[key] = False
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        super().used(layer, experts)
+        self._used[layer, experts] = True
+        self._promised[layer, experts] = False
         self._worths = None
-        super().used(key)
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
-        for wish in wishes:
-            self._promised[wish.key] = True
+    def wished(self, wishes: Wishes) -> None:
+        self._promised[wishes.layers, wishes.experts] = True
         self._worths = None
 
     def reached(self, layer: int) -> None:
@@ -59,7 +58,7 @@ class LeastFrequentlyUsed(Counting):
     def __init__(self, experts: Sequence[int], decay: float = 0.9) -> None:
         super().__init__(experts)
         self._decay = decay
-        self._frequency = np.zeros(self._shape)
+        self._frequency = np.zeros(self.shape)
 
     def begin_step(self, request: int = 0) -> None:
         self._frequency = self._count()
@@ -74,8 +73,8 @@ class FrequencyOverRecency(Counting):
 
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
-        self._uses = np.zeros(self._shape)  # steps
-        self._last = np.zeros(self._shape)  # the step that used it last
+        self._uses = np.zeros(self.shape)  # steps
+        self._last = np.zeros(self.shape)  # the step that used it last
         self._step = 0
 
     def begin_step(self, request: int = 0) -> None:

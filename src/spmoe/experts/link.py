@@ -163,8 +163,14 @@ class ThrottledTransfer:
 
         return _LinkTicket(self._link, passage, note, ticket)
 
-    def fence(self, slots: Iterable[int]) -> None:
-        self._inner.fence(slots)
+    def mark(self) -> int:
+        return self._inner.mark()
+
+    def passed(self, mark: int) -> None:
+        self._inner.passed(mark)
+
+    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
+        self._inner.fence(slots, mark)
 
     def stalled_seconds(self) -> float:
         return self._inner.stalled_seconds()

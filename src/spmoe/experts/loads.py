@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+
+import numpy as np
 
 from spmoe.errors import SpmoeError
 from spmoe.experts.cache import Entry, ExpertCache, Reservation
@@ -61,43 +64,47 @@ class Loads:
         return [entry.ticket for entry in self.entries if entry.ticket is not None]
 
     def claim(self, keys: list[ExpertKey], eviction: Eviction) -> tuple[list[Entry], list[Entry], list[ExpertKey]]:
-        """Pin what has a slot; book every key as hit, late or demanded."""
+        """Pin what has a slot; book every key, which are of one layer, as hit, late or demanded."""
         ready: list[Entry] = []
         waiting: list[Entry] = []
         absent: list[ExpertKey] = []
+        there: list[int] = []
         for key in keys:
             entry = self._cache.get(key)
             if entry is None:
-                self._counters.demand_loads += 1
-                self._counters.demand_bytes += self._blob_bytes
                 absent.append(key)
                 continue
+            there.append(key.expert)
             self._cache.pin(entry)
-            eviction.used(key)
             if entry.state is Residency.READY:
-                self._counters.hits += 1
                 ready.append(entry)
             else:
-                self._counters.late += 1
                 waiting.append(entry)
                 if entry.ticket is not None:
                     entry.ticket.hurry()
             if entry.prefetched:
-                entry.prefetched = False
-                self._counters.prefetch_used += 1
-                self._counters.used_bytes += self._blob_bytes
-                self._counters.late_bytes += self._blob_bytes if entry.state is Residency.LOADING else 0
+                self._book_need(entry)
+        if there:
+            eviction.used(keys[0].layer, there)
+        self._counters.hits += len(ready)
+        self._counters.late += len(waiting)
+        self._counters.demand_loads += len(absent)
+        self._counters.demand_bytes += len(absent) * self._blob_bytes
         return ready, waiting, absent
 
-    def book_hits(self, entries: list[Entry], eviction: Eviction) -> None:
+    def book_hits(self, layer: int, experts: Sequence[int], eviction: Eviction) -> None:
         """These were READY when they were needed."""
-        self._counters.hits += len(entries)
-        for entry in entries:
-            eviction.used(entry.key)
-            if entry.prefetched:
-                entry.prefetched = False
-                self._counters.prefetch_used += 1
-                self._counters.used_bytes += self._blob_bytes
+        self._counters.hits += len(experts)
+        eviction.used(layer, experts)
+        for expert in np.flatnonzero(self._cache.prefetched[layer]).tolist():
+            if expert in experts and (entry := self._cache.get(ExpertKey(layer, expert))) is not None:
+                self._book_need(entry)
+
+    def _book_need(self, entry: Entry) -> None:
+        self._cache.needed(entry)
+        self._counters.prefetch_used += 1
+        self._counters.used_bytes += self._blob_bytes
+        self._counters.late_bytes += self._blob_bytes if entry.state is Residency.LOADING else 0
 
     def begin(self, reservation: Reservation) -> Entry:
         """The entry of a slot that was had; what had to leave it may have been fetched in vain."""
@@ -125,6 +132,8 @@ class Loads:
 
     def reap(self) -> None:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
+        if not self.entries:
+            return
         for entry in list(self.entries):
             if entry.ticket is not None and entry.ticket.ready():
                 self.entries.remove(entry)

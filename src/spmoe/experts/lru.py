@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from spmoe.types import ExpertKey, Wish
+import numpy as np
+
+from spmoe.experts.valued import Valued
+from spmoe.types import ExpertKey, Wishes
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(Valued):
     """The classic. A wish never pushes out what was wished for in the same step and has not had its turn."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[ExpertKey, None] = OrderedDict()
-        self._promised: set[ExpertKey] = set()
+    def __init__(self, experts: Sequence[int]) -> None:
+        super().__init__(experts)
+        self._promised = np.zeros(self.shape, dtype=bool)
+        self._worths = np.zeros(self.shape)  # of all, for good: only recency decides
 
-    def inserted(self, key: ExpertKey) -> None:
-        self._order[key] = None
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        super().used(layer, experts)
+        self._promised[layer, experts] = False
 
-    def removed(self, key: ExpertKey) -> None:
-        del self._order[key]
-
-    def used(self, key: ExpertKey) -> None:
-        self._order.move_to_end(key)
-        self._promised.discard(key)
-
-    def wished(self, wishes: Sequence[Wish]) -> None:
-        for wish in wishes:
-            self._promised.add(wish.key)
-            if wish.key in self._order:
-                self._order.move_to_end(wish.key)
+    def wished(self, wishes: Wishes) -> None:
+        self._promised[wishes.layers, wishes.experts] = True
+        self._touch(wishes.layers, wishes.experts)
 
     def reached(self, layer: int) -> None:
-        self._promised = {key for key in self._promised if key.layer >= layer}
-
-    def foresee(self, layer: int) -> None:
-        """It keeps its order as it goes."""
+        self._promised[: max(0, layer)] = False
 
     def begin_step(self, request: int = 0) -> None:
-        self._promised.clear()
+        self._promised[:] = False
 
-    def worth(self, key: ExpertKey) -> float:
-        return 0.0
-
-    def victims(
-        self, n: int, pinned: Collection[ExpertKey], below: float, layer: int | None = None
-    ) -> list[ExpertKey] | None:
-        spared = self._promised if below < float("inf") else ()
-        chosen: list[ExpertKey] = []
-        for key in self._order:
-            if len(chosen) == n:
-                break
-            if key not in pinned and key not in spared:
-                chosen.append(key)
-        return chosen if len(chosen) == n else None
+    def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
+        if below < np.inf:
+            held = held | self._promised
+        return super().victims(n, held, np.inf, layer)

@@ -104,7 +104,7 @@ class Granting:
             if self.step_budget is not None and self._issued + self._blob_bytes > self.step_budget:
                 self._queue.drop_all(over_budget=True)
                 break
-            reservation = self._cache.reserve(wish.key, prefetched=True)
+            reservation = self._cache.reserve(wish.key)
             if reservation is None:
                 break  # every slot is worth more; asked again as the pass proceeds
             self._queue.discard(wish.key)

@@ -7,18 +7,19 @@ recently used, and gives back when they ask. What was wished for in this step go
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from spmoe.experts.allocation import best_quotas, equal_quotas
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 
 class EqualQuotas:
     """As many slots for each layer; all the slots there are, which is as many experts as were ever resident at once."""
 
     def __init__(self, experts: Sequence[int]) -> None:
+        self.shape = (len(experts), max(experts))
         self._experts = tuple(experts)
         self._orders: list[OrderedDict[ExpertKey, int]] = [OrderedDict() for _ in experts]  # last use, oldest first
         self._promised: set[ExpertKey] = set()
@@ -38,21 +39,20 @@ class EqualQuotas:
         del self._orders[key.layer][key]
         self._resident -= 1
 
-    def used(self, key: ExpertKey) -> None:
-        self._promised.discard(key)
-        self._touch(key)
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        for expert in experts:
+            key = ExpertKey(layer, expert)
+            self._promised.discard(key)
+            self._touch(key)
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
-        for wish in wishes:
-            self._promised.add(wish.key)
-            if wish.key in self._orders[wish.key.layer]:
-                self._touch(wish.key)
+    def wished(self, wishes: Wishes) -> None:
+        for key in map(ExpertKey, wishes.layers.tolist(), wishes.experts.tolist()):
+            self._promised.add(key)
+            if key in self._orders[key.layer]:
+                self._touch(key)
 
     def reached(self, layer: int) -> None:
         self._promised = {key for key in self._promised if key.layer >= layer}
-
-    def foresee(self, layer: int) -> None:
-        """It keeps its order as it goes."""
 
     def begin_step(self, request: int = 0) -> None:
         self._promised.clear()
@@ -60,23 +60,28 @@ class EqualQuotas:
     def worth(self, key: ExpertKey) -> float:
         return 0.0
 
-    def victims(
-        self, n: int, pinned: Collection[ExpertKey], below: float, layer: int | None = None
-    ) -> list[ExpertKey] | None:
+    def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
         over = [len(order) - quota for order, quota in zip(self._orders, self.quotas, strict=True)]
         if layer is not None:
             over[layer] += n  # what is to come counts
         chosen: list[ExpertKey] = []
-        self._choose(chosen, n, over, {*pinned, *self._promised}, borrow=below == float("inf"))
+        self._choose(chosen, n, over, held, self._promised, borrow=below == float("inf"))
         if below == float("inf"):
-            self._choose(chosen, n, over, {*pinned, *chosen}, borrow=True)
+            self._choose(chosen, n, over, held, set(chosen), borrow=True)
         return chosen if len(chosen) == n else None
 
     def _choose(
-        self, chosen: list[ExpertKey], n: int, over: list[int], spared: Collection[ExpertKey], *, borrow: bool
+        self,
+        chosen: list[ExpertKey],
+        n: int,
+        over: list[int],
+        held: np.ndarray,
+        spared: set[ExpertKey],
+        *,
+        borrow: bool,
     ) -> None:
         """Add to the chosen, up to n, the least recently used of layers over their quota and, to borrow, of others."""
-        free = [(key for key in order if key not in spared) for order in self._orders]
+        free = [(key for key in order if not held[key] and key not in spared) for order in self._orders]
         heads = [next(keys, None) for keys in free]  # of each layer, the next to leave
         while len(chosen) < n:
             there = [key for key in heads if key is not None]
@@ -117,22 +122,23 @@ class AdaptiveQuotas(EqualQuotas):
         self._distances = [np.zeros(count) for count in experts]  # uses by place in the stack
         self._uses = np.zeros(len(experts))
         self._foretold = np.zeros(len(experts))  # uses that were wished for in the same step
-        self._named: set[ExpertKey] = set()
+        self._named: set[tuple[int, int]] = set()
         self._steps = 0
         self._next = self._FIRST
 
-    def used(self, key: ExpertKey) -> None:
-        super().used(key)
-        stack = self._stacks[key.layer]
-        place = stack.index(key.expert)
-        self._distances[key.layer][place] += 1
-        stack.insert(0, stack.pop(place))
-        self._uses[key.layer] += 1
-        self._foretold[key.layer] += key in self._named
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        super().used(layer, experts)
+        stack, distances = self._stacks[layer], self._distances[layer]
+        for expert in experts:
+            place = stack.index(expert)
+            distances[place] += 1
+            stack.insert(0, stack.pop(place))
+            self._foretold[layer] += (layer, expert) in self._named
+        self._uses[layer] += len(experts)
 
-    def wished(self, wishes: Sequence[Wish]) -> None:
+    def wished(self, wishes: Wishes) -> None:
         super().wished(wishes)
-        self._named.update(wish.key for wish in wishes)
+        self._named.update(zip(wishes.layers.tolist(), wishes.experts.tolist(), strict=True))
 
     def begin_step(self, request: int = 0) -> None:
         super().begin_step(request)

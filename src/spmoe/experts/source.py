@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.cache import Entry, ExpertCache
@@ -20,9 +22,9 @@ from spmoe.experts.waves import Opened, Wave
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.types import ExpertKey, Residency, Wish
+from spmoe.types import ExpertKey, Residency, Wishes
 
-OnRouted = Callable[[int, Sequence[int]], Iterable[Wish]]  # layer, experts that its router has chosen
+OnRouted = Callable[[int, Sequence[int]], Wishes]  # layer, experts that its router has chosen
 
 
 class ExpertSource:
@@ -57,7 +59,6 @@ class ExpertSource:
         self.loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
         self.grants = Granting(self._queue, self.cache, self.loads, blob_bytes, counters)
         self._unplaced = 0  # demanded experts that no slot could be had for yet
-        self._demanded = False  # whether the last layer lacked any
         self._position = -1  # the layer that runs; -1 while the draft does
         self._on_routed: OnRouted | None = None
         self._unbooked: tuple[Opened, Sequence[int]] | None = None
@@ -75,22 +76,22 @@ class ExpertSource:
             self._eviction.begin_step(request)
             self._position = -1
 
-    def wish(self, wishes: Iterable[Wish]) -> None:
+    def wish(self, wishes: Wishes) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
-        if not (wishes := list(wishes)):  # before the lock is taken: an iterator may compute
+        if not len(wishes):
             return
         with self._lock:
             if self._closed:
                 return
-            timely = [wish for wish in wishes if wish.deadline > self._position]
             self.counters.wishes += len(wishes)
-            self.counters.wishes_stale += len(wishes) - len(timely)
-            self._eviction.wished(timely)
-            for wish in timely:
-                if self.cache.get(wish.key) is not None:
-                    self.counters.wishes_resident += 1
-                elif wish.fetch:
-                    self._queue.put(wish)
+            if not (timely := wishes.deadlines > self._position).all():
+                self.counters.wishes_stale += int(np.count_nonzero(~timely))
+                wishes = wishes.where(timely)
+            self._eviction.wished(wishes)
+            there = self.cache.present[wishes.layers, wishes.experts]
+            self.counters.wishes_resident += int(np.count_nonzero(there))
+            for wish in wishes.where(wishes.fetch & ~there):
+                self._queue.put(wish)
             pending, drafting = len(self._queue) > 0, self._position < 0
         if pending and self.synchronous and not drafting:
             self._fetch_all()
@@ -109,24 +110,27 @@ class ExpertSource:
             self._eviction = eviction
 
     def open(self, layer: int) -> Opened:
-        """Pin what a layer has READY. Compute may be given it at once; `use`, `book` or `shut` lets go of it."""
+        """Keep what a layer has READY. Compute may be given it at once; `use`, `book` or `shut` lets go of it.
+
+        Whoever uses it knows the router's choice by then: all that compute was given before the opening is over.
+        """
         with self._lock:
             if self._closed:
                 raise TransferError("the engine was closed")
             self.loads.reap()
-            opened = Opened(layer, self.cache.ready_of(layer))
-            self.cache.pin_all(opened.entries)
+            opened = self.cache.open(layer)
+            opened.since = self._transfer.mark()
             return opened
 
     def shut(self, opened: Opened) -> None:
         """Let go of what was opened. Idempotent."""
         with self._lock:
-            self.cache.unpin_all(opened.entries)
-            opened.entries.clear()
+            self.cache.shut(opened)
 
     def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
         """Whether these are all among what was opened; then they are booked later, before anything else is."""
-        if not {entry.key.expert for entry in opened.entries}.issuperset(experts):
+        self._transfer.passed(opened.since)
+        if (opened.slots[list(experts)] < 0).any():
             return False
         self.book()
         self._unbooked = (opened, experts)
@@ -140,19 +144,9 @@ class ExpertSource:
         with self._lock:
             self.loads.reap()
             self._reach(opened.layer)
-            self._demanded, chosen = False, frozenset(experts)
-            used = [entry for entry in opened.entries if entry.key.expert in chosen]
-            self.loads.book_hits(used, self._eviction)
-            self._transfer.fence([entry.slot for entry in used])
-            self.shut(opened)
+            self._book_opened(opened, experts)
         if self._on_routed is not None:
             self.wish(self._on_routed(opened.layer, experts))
-
-    def foresee(self, layer: int) -> None:
-        """A layer is about to be used, and there is time: think now of what may leave for it."""
-        with self._lock:
-            if self._demanded:
-                self._eviction.foresee(layer)
 
     def use(self, layer: int, experts: Sequence[int], opened: Opened | None = None) -> Iterator[Wave]:
         """Yield all these experts, wave by wave: those READY first, the others as they arrive.
@@ -167,18 +161,14 @@ class ExpertSource:
             with self._lock:
                 self.loads.reap()
                 self._reach(layer)
-                ready, waiting, absent = self.loads.claim(
-                    [ExpertKey(layer, e) for e in dict.fromkeys(experts)], self._eviction
-                )
-                held += ready + waiting
+                rest = list(dict.fromkeys(experts))
                 if opened is not None:
-                    given = set(opened.entries)
-                    under_way = [entry for entry in ready if entry in given]
-                    ready = [entry for entry in ready if entry not in given]
-                    self._release(under_way, held)
-                    self.shut(opened)
+                    given = opened.slots[rest] >= 0
+                    self._book_opened(opened, [e for e, is_given in zip(rest, given, strict=True) if is_given])
+                    rest = [e for e, is_given in zip(rest, given, strict=True) if not is_given]
+                ready, waiting, absent = self.loads.claim([ExpertKey(layer, e) for e in rest], self._eviction)
+                held += ready + waiting
                 self._unplaced += len(absent)
-                self._demanded = bool(absent)
                 self._demand(absent, waiting, held)
             if self._on_routed is not None:
                 self.wish(self._on_routed(layer, experts))
@@ -197,6 +187,10 @@ class ExpertSource:
                 self._unplaced -= len(absent)
             if opened is not None:
                 self.shut(opened)
+
+    def computed(self) -> None:
+        """All that compute has been given so far is over."""
+        self._transfer.passed(self._transfer.mark())
 
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
@@ -249,6 +243,12 @@ class ExpertSource:
         self._queue.drop_passed(layer)
         self._eviction.reached(layer)
 
+    def _book_opened(self, opened: Opened, experts: Sequence[int]) -> None:
+        """These of what was opened are needed, and compute has them; nothing is kept any more but by a fence."""
+        self.loads.book_hits(opened.layer, experts, self._eviction)
+        self._transfer.fence(opened.slots[list(experts)].tolist(), opened.since)
+        self.cache.shut(opened)
+
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
         if not absent:
@@ -265,8 +265,8 @@ class ExpertSource:
             if len(batch) == 1:  # the link need not wait for the others' slots
                 self.loads.submit(batch, urgent=True)
         self.loads.submit(batch[1:], urgent=True)
-        for entry in batch:
-            self._eviction.used(entry.key)
+        if batch:
+            self._eviction.used(batch[0].key.layer, [entry.key.expert for entry in batch])
         waiting += batch
 
     # ---- the compute thread, outside the lock

@@ -58,8 +58,19 @@ class Transfer(Protocol):
         """Submit a batch, return at once with one ticket per job."""
         ...
 
-    def fence(self, slots: Iterable[int]) -> None:
-        """What compute has been given so far may still read these slots: they are written only after it."""
+    def mark(self) -> int:
+        """A point in what the calling thread gives to compute; later ones are larger."""
+        ...
+
+    def passed(self, mark: int) -> None:
+        """All that compute was given before this point is over."""
+        ...
+
+    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
+        """What compute was given before the next point after this one, or so far, may still read these slots.
+
+        They are written only after it.
+        """
         ...
 
     def stalled_seconds(self) -> float:
@@ -76,7 +87,14 @@ class HostPaced:
 
     batched = True  # a batch of reads is only a list of them
 
-    def fence(self, slots: Iterable[int]) -> None:
+    def mark(self) -> int:
+        """Whatever was given is over."""
+        return 0
+
+    def passed(self, mark: int) -> None:
+        """It always is."""
+
+    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
         """Nothing reads a slot behind the caller's back."""
 
     def stalled_seconds(self) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
-
-from spmoe.experts.cache import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +21,9 @@ class Wave:
 
 @dataclass(slots=True)
 class Opened:
-    """Experts of a layer that are READY, pinned for compute that starts before it is known which of them it needs."""
+    """Experts of a layer that are READY, kept for compute that starts before it is known which of them it needs."""
 
     layer: int
-    entries: list[Entry]
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(entry.key.expert for entry in self.entries)
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """Where they are."""
-        return tuple(entry.slot for entry in self.entries)
+    slots: np.ndarray  # int32 [experts], -1 of those that are not
+    since: int = 0  # the transfer's mark: compute that was given before it is over when these are used or booked
+    is_open: bool = True

@@ -6,13 +6,13 @@ requests. It needs neither a draft nor gates that can be asked, and knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from spmoe.observe.activations import Activations
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, Wishes
 
 
 class Activation(PrefetchPolicy):
@@ -27,16 +27,16 @@ class Activation(PrefetchPolicy):
         self._activations = Activations(experts)
         self._wished = np.zeros((len(experts), max(experts)), dtype=bool)  # in this step
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         self._activations.begin_step(request)
         self._wished[:] = False
         return self._wishes(0)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         self._activations.note([ExpertKey(layer, expert) for expert in experts])
         return self._wishes(layer + 1)
 
-    def _wishes(self, start: int) -> Iterable[Wish]:
+    def _wishes(self, start: int) -> Wishes:
         """For the layers from this one on, which is the next to run."""
         expected = self._activations.expected(start)  # [layers to come, experts]
         likely, rows = np.zeros(expected.shape, dtype=bool), np.arange(len(expected))[:, None]
@@ -45,6 +45,6 @@ class Activation(PrefetchPolicy):
         new = likely & (expected > 0) & ~self._wished[start:]
         self._wished[start:] |= new
         count = len(self._wished)
-        for ahead, expert in np.argwhere(new).tolist():
-            score = float(expected[ahead, expert]) * (1 - ahead / count)
-            yield Wish(ExpertKey(start + ahead, expert), score, deadline=start + ahead)
+        ahead, experts = np.nonzero(new)
+        layers, scores = start + ahead, expected[ahead, experts] * (1 - ahead / count)
+        return Wishes(layers, experts, scores, layers, np.ones(len(layers), dtype=bool))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from spmoe.predict.base import Gates
 from spmoe.predict.draft_gate import wishes
-from spmoe.predict.next_gate import NextGate
-from spmoe.types import Seen, Stage, Wish
+from spmoe.predict.next_gate import NextGate, together
+from spmoe.types import NO_WISHES, Seen, Stage, Wishes
 
 
 class Adaptive(NextGate):
@@ -37,33 +37,34 @@ class Adaptive(NextGate):
         good[0] = True
         return int(np.logical_and.accumulate(good).sum())
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         self._guessed.clear()
         self._given *= self._MEMORY
         self._true *= self._MEMORY
-        return ()
+        return NO_WISHES
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         if seen.stage is not Stage.VERIFY:
-            return
+            return NO_WISHES
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         if routing is None:
-            return
-        depth, start = self.depth, 0
+            return NO_WISHES
+        depth, start, found = self.depth, 0, NO_WISHES
         for place in seen.depths:
             layers = self._next[place]
             part = type(routing)(*(answer[start : start + len(layers)] for answer in routing))
             start += len(layers)
-            for wish in wishes(layers, part, fetch_below=len(self._next)):
-                distance = layers.index(wish.key.layer)
-                known = self._guessed.setdefault(wish.key.layer, {})
-                known[distance] = known.get(distance, frozenset()) | {wish.key.expert}
-                if distance < depth:
-                    yield wish
+            guessed = wishes(layers, part, fetch_below=len(self._next))
+            for distance, layer in enumerate(layers):
+                guess = frozenset(guessed.experts[guessed.layers == layer].tolist())
+                known = self._guessed.setdefault(layer, {})
+                known[distance] = known.get(distance, frozenset()) | guess
+            found = together(found, guessed.where(np.isin(guessed.layers, layers[:depth])))
+        return found
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         chosen = frozenset(experts)
         for distance, guess in self._guessed.pop(layer, {}).items():
             self._given[distance] += len(guess)
             self._true[distance] += len(guess & chosen)
-        return ()
+        return NO_WISHES

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
 
 
 class Gates(Protocol):
@@ -29,22 +29,22 @@ class PrefetchPolicy:
     stages: frozenset[Stage] = frozenset()  # the stages it wants to see; nothing is tapped for the others
     last_pass = False  # whether seeing the last draft token too is worth one more pass of the draft
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         """Called before anything of a step runs; a request's first step reads its prompt."""
-        return ()
+        return NO_WISHES
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
         # residual: [depths, rows, hidden]
         return None
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         """Called for every slab of layers, in order."""
-        return ()
+        return NO_WISHES
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         """Called as the target runs: its own router has chosen these experts, and what is missing is on its way."""
-        return ()
+        return NO_WISHES
 
     def on_accept(self, accepted: Accepted) -> None:
         """Called when a step has been judged."""

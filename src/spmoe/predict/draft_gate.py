@@ -8,14 +8,15 @@ predicted there is worth keeping if it is resident.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates, PrefetchPolicy
 from spmoe.predict.fitted import Fitted
-from spmoe.types import ExpertKey, Routing, Seen, Stage, Wish
+from spmoe.types import NO_WISHES, Routing, Seen, Stage, Wishes
 
 
 class DraftGate(PrefetchPolicy):
@@ -49,21 +50,27 @@ class DraftGate(PrefetchPolicy):
             residual = torch.stack([residual[row] for row in rows])
         return self._gates.route(layers, residual if self._fitted is None else self._fitted(layers, residual))
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
         routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
-        return () if routing is None else wishes(layers, routing, self.cutoff)
+        return NO_WISHES if routing is None else wishes(layers, routing, self.cutoff)
 
 
-def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Iterator[Wish]:
+def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Wishes:
     """One wish per expert that any row is sent to, with the best score; from that layer on only to be kept."""
-    for layer, experts, scores in zip(layers, routing.experts.tolist(), routing.scores.tolist(), strict=True):
-        best: dict[int, float] = {}
-        for row_experts, row_scores in zip(experts, scores, strict=True):
-            for expert, score in zip(row_experts, row_scores, strict=True):
-                best[expert] = max(best.get(expert, 0.0), score)
-        for expert, score in best.items():
-            yield Wish(ExpertKey(layer, expert), score, deadline=layer, fetch=layer < fetch_below)
+    experts, scores = routing.experts.numpy(force=True), routing.scores.numpy(force=True)  # [layers, rows, top_k]
+    count, rows, top_k = experts.shape
+    each = np.repeat(np.asarray(layers, dtype=np.int64), rows * top_k)
+    named, score = experts.reshape(-1).astype(np.int64), scores.reshape(-1).astype(np.float64)
+    if rows > 1:
+        width = int(named.max()) + 1
+        places = np.repeat(np.arange(count), rows * top_k) * width + named
+        best = np.full(count * width, -1.0)
+        np.maximum.at(best, places, score)
+        _, first = np.unique(places, return_index=True)
+        first.sort()  # as they were named
+        each, named, score = each[first], named[first], best[places[first]]
+    return Wishes(each, named, score, each, each < fetch_below)
 
 
 def layers_by_draft_depth(layer_depths: Iterable[int], depth_count: int, draft_depth: int) -> list[list[int]]:

@@ -6,14 +6,14 @@ draft it corrects, layer by layer, what the draft foretold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates, PrefetchPolicy
 from spmoe.predict.draft_gate import DraftGate, wishes
-from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
 
 
 class NextGate(PrefetchPolicy):
@@ -39,11 +39,11 @@ class NextGate(PrefetchPolicy):
         # stacked, not indexed by a list, which would be copied to the device while a forward is recorded
         return self._gates.route(self._layers(depths), torch.stack([residual[row] for row in rows]))
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         if seen.stage is not Stage.VERIFY:
-            return ()
+            return NO_WISHES
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
-        return () if routing is None else wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
+        return NO_WISHES if routing is None else wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
 
     def _layers(self, depths: range) -> list[int]:
         return [layer for depth in depths for layer in self._next[depth]]
@@ -62,17 +62,17 @@ class Both(PrefetchPolicy):
         """As either wants."""
         return self.first.last_pass or self.second.last_pass
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
-        return [*self.first.begin_step(request), *self.second.begin_step(request)]
+    def begin_step(self, request: int) -> Wishes:
+        return together(self.first.begin_step(request), self.second.begin_step(request))
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         return self._for(stage).ask(stage, depths, residual)
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         return self._for(seen.stage).on_seen(seen)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
-        return [*self.first.on_routed(layer, experts), *self.second.on_routed(layer, experts)]
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+        return together(self.first.on_routed(layer, experts), self.second.on_routed(layer, experts))
 
     def on_accept(self, accepted: Accepted) -> None:
         self.first.on_accept(accepted)
@@ -80,6 +80,11 @@ class Both(PrefetchPolicy):
 
     def _for(self, stage: Stage) -> PrefetchPolicy:
         return self.first if stage in self.first.stages else self.second
+
+
+def together(one: Wishes, other: Wishes) -> Wishes:
+    """The wishes of both."""
+    return Wishes.of([*one, *other]) if len(one) and len(other) else one if len(one) else other
 
 
 def draft_gate_of(policy: PrefetchPolicy) -> DraftGate | None:

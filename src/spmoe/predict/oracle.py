@@ -5,11 +5,13 @@ Greedy decoding takes the same steps every time, so what a step's routers chose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.on_demand import OnDemand
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import NO_WISHES, Wishes
 
 Recording = list[dict[int, set[int]]]  # of each step of a request, every layer's experts
 
@@ -20,13 +22,13 @@ class RoutingRecorder(OnDemand):
     def __init__(self) -> None:
         self.recording: Recording = []
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         self.recording.append({})
-        return ()
+        return NO_WISHES
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         self.recording[-1].setdefault(layer, set()).update(experts)
-        return ()
+        return NO_WISHES
 
 
 class Oracle(PrefetchPolicy):
@@ -39,11 +41,12 @@ class Oracle(PrefetchPolicy):
         self._request: int | None = None
         self._steps = 0
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         self._steps = self._steps + 1 if request == self._request else 0
         self._request = request
         recording = self._recorded()
         step = recording[self._steps] if self._steps < len(recording) else {}
-        for layer, experts in sorted(step.items()):
-            for expert in sorted(experts):
-                yield Wish(ExpertKey(layer, expert), 1.0, deadline=layer)
+        if not (pairs := sorted((layer, expert) for layer, experts in step.items() for expert in experts)):
+            return NO_WISHES
+        layers, experts = np.array(pairs).T
+        return Wishes(layers, experts, np.ones(len(pairs)), layers, np.ones(len(pairs), dtype=bool))

@@ -6,45 +6,42 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.draft_informed import first_use, later_use
-from spmoe.replay.informed import DraftInformed, Habit
-from spmoe.replay.rule import NEVER, Rule
+from spmoe.experts.draft_informed import DraftInformed, first_use
+from spmoe.experts.valued import Valued
 from spmoe.replay.steps import StepPlan
+from spmoe.types import ExpertKey, Wishes
 
 
-class OneStepPerfect(Habit):
+class OneStepPerfect(DraftInformed):
     """Knows, of each step, all that it will need when it begins, and of later ones only habit."""
 
-    discount = DraftInformed.discount
+    def __init__(self, experts: Sequence[int], steps: Sequence[StepPlan]) -> None:
+        super().__init__(experts, reluctance=1.0)
+        self._steps = iter(steps)
+        self._needed = np.zeros(self.shape, dtype=bool)
 
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        self._needed = np.zeros((self.layers, self.width), dtype=bool)
-        for forward in self.steps[step].forwards:
+    def begin_step(self, request: int = 0) -> None:
+        super().begin_step(request)
+        self._needed[:] = False
+        for forward in next(self._steps).forwards:
             for keys in forward.needed:
                 self._needed.ravel()[keys] = True
-        self._worths: np.ndarray | None = None
 
-    def reached(self, layer: int) -> None:
-        super().reached(layer)
-        self._worths = None
+    def wished(self, wishes: Wishes) -> None:
+        """It knows better."""
 
-    def worths(self) -> np.ndarray:
-        if self._worths is None:
-            layer, habit = np.arange(self.layers), self.frequency.reshape(self.layers, self.width)
-            cycles = (layer - self.position - 1) % self.layers / self.layers
-            expected = np.where((layer > self.position)[:, None], self._needed, habit)
-            later = later_use(habit, self.discount)
-            self._worths = first_use(expected, later, self.discount**cycles).ravel()
-        return self._worths
+    def _value(self) -> np.ndarray:
+        to_come = np.arange(self.shape[0]) > self._position
+        expected = np.where(to_come[:, None], self._needed, self._frequency)
+        return first_use(expected, self._later, self._near[self._position + 1])
 
 
-class Belady(Rule):
+class Belady(Valued):
     """Knows everything to come: what is needed last leaves."""
 
-    def __init__(self, layers: int, width: int, steps: Sequence[StepPlan]) -> None:
-        super().__init__(layers, width, steps)
-        self._uses: list[list[float]] = [[] for _ in range(layers * width)]
+    def __init__(self, experts: Sequence[int], steps: Sequence[StepPlan]) -> None:
+        super().__init__(experts)
+        self._uses: list[list[float]] = [[] for _ in range(self.shape[0] * self.shape[1])]
         time = 0
         for step in steps:
             for forward in step.forwards:
@@ -53,25 +50,22 @@ class Belady(Rule):
                         self._uses[key].append(time)
                     time += 1
         for uses in self._uses:
-            uses.append(NEVER)
+            uses.append(np.inf)
             uses.reverse()
-        self._next = np.array([uses[-1] for uses in self._uses], dtype=float)
+        self._next = np.array([uses[-1] for uses in self._uses], dtype=float).reshape(self.shape)
 
-    def used(self, keys: list[int]) -> None:
-        super().used(keys)
-        for key in keys:
-            self._uses[key].pop()
-            self._next[key] = self._uses[key][-1]
+    def inserted(self, key: ExpertKey) -> None:
+        self._resident[key] = True
 
-    def worth(self, key: int) -> float:
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        for expert in experts:
+            uses = self._uses[layer * self.shape[1] + expert]
+            uses.pop()
+            self._next[layer, expert] = uses[-1]
+        self._worths = None
+
+    def worth(self, key: ExpertKey) -> float:
         return -float(self._next[key])
 
-    def victim(self, candidates: np.ndarray, below: float, layer: int) -> int:
-        when = np.where(candidates, self._next, -1.0)
-        last = int(when.argmax())
-        return last if candidates[last] and -when[last] < below else -1
-
-    def victims(self, count: int, candidates: np.ndarray, layer: int) -> list[int]:
-        found = np.flatnonzero(candidates)
-        order = np.argsort(-self._next[found], kind="stable")[:count]
-        return [int(key) for key in found[order]]
+    def _value(self) -> np.ndarray:
+        return -self._next

@@ -6,7 +6,7 @@ added to `POLICIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from spmoe.errors import UsageError
 from spmoe.predict import activation, adaptive
 from spmoe.replay.steps import Foretold, ForwardPlan, SlabPlan, StepPlan
-from spmoe.types import Routing, Seen, Stage, Wish
+from spmoe.types import Routing, Seen, Stage, Wishes
 
 
 class Foresight:
@@ -66,9 +66,8 @@ class Oracle(Foresight):
     """All that a step will need, known when it begins."""
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
-        keys = sorted({key for forward in step.forwards for layer in forward.needed for key in layer})
-        layers = np.unique(np.array(keys) // self.width)
-        return Foretold(np.array(keys), np.ones(len(keys)), layers, [(key // self.width, -1.0, key) for key in keys])
+        keys = np.array(sorted({key for forward in step.forwards for layer in forward.needed for key in layer}))
+        return Foretold.of(keys, np.ones(len(keys)), self.width)
 
 
 class Activation(Foresight):
@@ -79,13 +78,10 @@ class Activation(Foresight):
         self._live = activation.Activation((width,) * layers)
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
-        return self._told(self._live.begin_step(step.request))
+        return from_wishes(self._live.begin_step(step.request), self.width)
 
     def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
-        return self._told(self._live.on_routed(layer, [key % self.width for key in needed]))
-
-    def _told(self, wishes: Iterable[Wish]) -> Foretold | None:
-        return from_wishes(list(wishes), self.width)
+        return from_wishes(self._live.on_routed(layer, [key % self.width for key in needed]), self.width)
 
 
 class Adaptive(Foresight):
@@ -96,7 +92,7 @@ class Adaptive(Foresight):
         self._live = adaptive.Adaptive(_NoGates(layers))
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
-        return from_wishes(list(self._live.begin_step(step.request)), self.width)
+        return from_wishes(self._live.begin_step(step.request), self.width)
 
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
         deepest = self._live._DEEPEST
@@ -109,10 +105,10 @@ class Adaptive(Foresight):
         scores = np.stack([forward.ahead_scores[at - layer - 1, :, at] for at in later])
         routing = Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
         seen = Seen(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
-        return from_wishes(list(self._live.on_seen(seen)), self.width)
+        return from_wishes(self._live.on_seen(seen), self.width)
 
     def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
-        return from_wishes(list(self._live.on_routed(layer, [key % self.width for key in needed])), self.width)
+        return from_wishes(self._live.on_routed(layer, [key % self.width for key in needed]), self.width)
 
 
 class _NoGates:
@@ -128,14 +124,9 @@ class _NoGates:
         raise NotImplementedError("everything was asked when the trace was recorded")
 
 
-def from_wishes(wishes: list[Wish], width: int) -> Foretold | None:
+def from_wishes(wishes: Wishes, width: int) -> Foretold | None:
     """A live policy's wishes as a replay takes them."""
-    if not wishes:
-        return None
-    keys = np.array([wish.key.layer * width + wish.key.expert for wish in wishes])
-    scores = np.array([wish.score for wish in wishes])
-    ranked = sorted((wish.deadline, -wish.score, int(key)) for wish, key in zip(wishes, keys, strict=True))
-    return Foretold(keys, scores, np.unique(keys // width), ranked)
+    return Foretold.of(wishes.layers * width + wishes.experts, wishes.scores, width) if len(wishes) else None
 
 
 Maker = Callable[[int, int], Foresight]

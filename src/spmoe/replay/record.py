@@ -26,7 +26,7 @@ from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
 from spmoe.predict.next_gate import NextGate, draft_gate_of
 from spmoe.replay.notes import Notes
 from spmoe.replay.trace import Shape, Trace
-from spmoe.types import Accepted, Routing, Seen, Stage, Wish
+from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
 
 AHEAD = 3  # layers ahead for which the target's own states are asked
 
@@ -84,19 +84,19 @@ class TraceRecorder(PrefetchPolicy):
 
     # ---- as the loop's policy
 
-    def begin_step(self, request: int) -> Iterable[Wish]:
+    def begin_step(self, request: int) -> Wishes:
         notes = self._notes
         self._at_step = (len(notes.slab_pass), len(notes.forward_rows))
         self._request = request
         self._pass, self._reached = -1, self._layers
         self._forward = self._tapped = -1
         self._own = 0.0
-        wishes = list(self._inner.begin_step(request))
+        wishes = self._inner.begin_step(request)
         self._spent.setdefault(request, []).append(0.0)
         self._mark = self._now()
         return wishes
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Iterable[Wish]:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
         return self._inner.on_routed(layer, experts)
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
@@ -110,16 +110,16 @@ class TraceRecorder(PrefetchPolicy):
         self._spend(started)
         return routing
 
-    def on_seen(self, seen: Seen) -> Iterable[Wish]:
+    def on_seen(self, seen: Seen) -> Wishes:
         started = self._now()
         if seen.stage is not Stage.VERIFY:
             self._note_slab(seen, started)
         elif seen.routing is not None:
             self._note_ahead(seen.depths, seen.routing)
-        wishes: list[Wish] = []
+        wishes = NO_WISHES
         if seen.stage in self._inner.stages:
             own = seen if seen.stage is not Stage.VERIFY else replace(seen, routing=None)
-            wishes = list(self._inner.on_seen(own))
+            wishes = self._inner.on_seen(own)
         if seen.stage is Stage.VERIFY:
             self._own += self._now() - started
         else:

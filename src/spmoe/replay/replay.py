@@ -151,7 +151,7 @@ class Replayer:
         for step in steps:
             for slab in step.slabs:
                 if times.draft_pass is not None:
-                    slab.seconds = times.draft_pass * len(slab.wishes.layers) / layers
+                    slab.seconds = times.draft_pass * slab.layers / layers
                 slab.seconds *= times.scale
             for forward in step.forwards:
                 if times.verify_layer is not None:
@@ -179,9 +179,9 @@ class Run:
         machine = Machine(
             self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
         )
-        rule = make_rule(setting.eviction, shape.layers, replayer.width, self.plan)
+        rule = make_rule(setting.eviction, (replayer.width,) * shape.layers, self.plan)
         self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
-        self.sim = Simulation(shape.layers, replayer.width, machine, rule, timeline)
+        self.sim = Simulation(machine, rule, timeline)
         self.timeline = timeline
         # as in the live engine: who knows what comes is not bounded
         self.sim.step_budget = None if setting.prefetch == "oracle" else self.slots
@@ -237,7 +237,7 @@ class Run:
         """Replay one step."""
         sim, foresight = self.sim, self.foresight
         passes = step.drafted + self.last_pass
-        sim.begin_step(number)
+        sim.begin_step(step.request)
         began = sim.now
         if (told := foresight.at_begin(step)) is not None:
             sim.wish(told, self.shape.layers)

@@ -1,9 +1,8 @@
 """The simulator: steps of a trace on a virtual clock, as the live engine would run them, without weights or devices.
 
-It does what experts/source.py, experts/prefetcher.py and the transfers do, over flat arrays: wishes queue by layer and
-score, demands go before every copy that has not started, wishes pause or are cut at a chunk when a demand comes, slots
-are taken by the eviction rule, resident experts run first and the others as they arrive. Tests hold it to the live
-classes, load by load and second by second.
+It does what experts/source.py, experts/prefetcher.py and the transfers do, over flat arrays, with the live eviction
+rules: wishes queue by layer and score, demands go before every copy that has not started, wishes pause or are cut at a
+chunk when a demand comes. Tests hold it to the live classes, load by load and second by second.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from spmoe.experts.eviction import Eviction
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.replay.rule import NEVER, Rule
 from spmoe.replay.steps import Foretold
+from spmoe.types import ExpertKey
 
+NEVER = float("inf")
 ABSENT, LOADING, READY, IN_USE, AWAITED = range(5)  # the last two: needed by the layer that runs
 
 
@@ -37,18 +38,18 @@ class Machine:
 class Simulation:
     """One configuration, told of steps as the live source is; `counters` is the live ledger, in experts for bytes."""
 
-    def __init__(self, layers: int, width: int, machine: Machine, rule: Rule, timeline: Timeline | None = None) -> None:
+    def __init__(self, machine: Machine, rule: Eviction, timeline: Timeline | None = None) -> None:
         self.machine = machine
         self.rule = rule
-        self.width = width
+        layers, self.width = rule.shape
         self.counters = Counters()
         self.timeline = timeline
         self.now = 0.0
         self.link_seconds = 0.0
         self.step_budget: int | None = None  # loads by wishes, per step
-        self._state = bytearray(layers * width)
-        self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory
-        self._by_wish = bytearray(layers * width)  # came by a wish and has not been needed yet
+        self._state = bytearray(layers * self.width)
+        self._states = np.frombuffer(self._state, dtype=np.uint8).reshape(rule.shape)  # the same memory
+        self._by_wish = bytearray(layers * self.width)  # came by a wish and has not been needed yet
         self._free = machine.slots
         self._room = min(machine.depth, max(1, machine.slots - 1))
         self._queue: list[tuple[int, float, int]] = []
@@ -61,9 +62,8 @@ class Simulation:
         self._loading: list[int] = []  # in order of submission
         self._urgent: list[tuple[int, int, float]] = []  # (number, key, seconds left)
         self._calm: list[tuple[int, int, float]] = []
-        self._number = 0
+        self._number = self._flight_number = 0
         self._flight = -1  # the expert that moves
-        self._flight_number = 0
         self._flight_calm = False
         self._flight_start = 0.0
         self._flight_end = NEVER
@@ -73,10 +73,10 @@ class Simulation:
 
     # ---- steps
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, request: int) -> None:
         """Wishes of the last step are void."""
         self._drop_all()
-        self.rule.begin_step(number)
+        self.rule.begin_step(request)
         self._issued = 0
         self._position = -1
 
@@ -94,14 +94,13 @@ class Simulation:
     def wish(self, wishes: Foretold, fetch_below: int) -> None:
         """Take note of guesses; they start to move as soon as the link has room."""
         counters, position = self.counters, self._position
-        keys, scores, layers, ranked = wishes.keys, wishes.scores, wishes.layers, wishes.by_rank
+        told, ranked = wishes.wishes, wishes.by_rank
         counters.wishes += len(ranked)
-        if len(layers) and layers[0] <= position:
-            timely = keys >= (position + 1) * self.width
-            keys, scores, layers = keys[timely], scores[timely], layers[layers > position]
+        if ranked and ranked[0][0] <= position:
+            told = told.where(told.layers > position)
             ranked = [rank for rank in ranked if rank[0] > position]
             counters.wishes_stale += len(wishes.by_rank) - len(ranked)
-        self.rule.wished(wishes, keys, scores, layers)
+        self.rule.wished(told)
         state, wanted = self._state, self._wanted
         for rank in ranked:
             key = rank[2]
@@ -145,9 +144,9 @@ class Simulation:
                 counters.prefetch_used += 1
                 counters.used_bytes += 1
                 counters.late_bytes += now == LOADING
-        present = [key for key in needed if state[key]] if absent else needed
-        if present:
-            rule.used(present)
+        base = layer * self.width
+        if present := [key - base for key in needed if state[key]]:
+            rule.used(layer, present)
         counters.hits += len(ready)
         counters.late += awaited
         counters.demand_loads += len(absent)
@@ -182,9 +181,9 @@ class Simulation:
         """Load as many of these as slots can be had for; takes them out and returns their number."""
         lacking = len(absent) - self._free
         if lacking > 0:
-            candidates = self._states == READY
-            count = min(lacking, int(np.count_nonzero(candidates)))
-            for victim in self.rule.victims(count, candidates, self._position):
+            held = self._states != READY
+            count = min(lacking, held.size - int(np.count_nonzero(held)))
+            for victim in self.rule.victims(count, held, NEVER, self._position) or ():
                 self._evict(victim)
         batch = absent[: self._free]
         if not batch:
@@ -192,18 +191,20 @@ class Simulation:
         del absent[: len(batch)]
         self._free -= len(batch)
         self._unplaced = len(absent)
+        experts = [key - self._position * self.width for key in batch]
+        for expert in experts:
+            self.rule.inserted(ExpertKey(self._position, expert))
+        self.rule.used(self._position, experts)
         for key in batch:
             self._state[key] = AWAITED
-            self.rule.inserted(key)
-        self.rule.used(batch)
-        for key in batch:
             self._submit(key, calm=False)
         return len(batch)
 
-    def _evict(self, key: int) -> None:
+    def _evict(self, victim: ExpertKey) -> None:
+        key = victim.layer * self.width + victim.expert
         self._state[key] = ABSENT
         self._free += 1
-        self.rule.removed(key)
+        self.rule.removed(victim)
         if self._by_wish[key]:
             self._by_wish[key] = 0
             self.counters.wasted_bytes += 1
@@ -228,11 +229,12 @@ class Simulation:
                 wanted.clear()
                 queue.clear()
                 break
+            expert = ExpertKey(rank[0], key - rank[0] * self.width)
             if not self._free:
-                victim = rule.victim(self._states == READY, rule.worth(key), rank[0])
-                if victim < 0:
+                victims = rule.victims(1, self._states != READY, rule.worth(expert), rank[0])
+                if victims is None:
                     break
-                self._evict(victim)
+                self._evict(victims[0])
             self._free -= 1
             del wanted[key]
             self._issued += 1
@@ -240,7 +242,7 @@ class Simulation:
             counters.issued_bytes += 1
             self._state[key] = LOADING
             self._by_wish[key] = 1
-            rule.inserted(key)
+            rule.inserted(expert)
             self._submit(key, calm=True)
 
     def _drop_passed(self, layer: int) -> None:

@@ -17,16 +17,22 @@ import numpy as np
 
 from spmoe.errors import UsageError
 from spmoe.replay.trace import Trace
+from spmoe.types import Wishes
 
 
 @dataclass(slots=True)
 class Foretold:
-    """Wishes that come together: experts, each once, with the best score it got."""
+    """Wishes that come together, as a replay's queue and its eviction take them."""
 
-    keys: np.ndarray  # int64 [wishes]
-    scores: np.ndarray  # float64 [wishes]
-    layers: np.ndarray  # int64, the layers spoken of
-    by_rank: list[tuple[int, float, int]]  # (layer, -score, key): as a queue takes them
+    wishes: Wishes
+    by_rank: list[tuple[int, float, int]]  # (layer, -score, expert number)
+
+    @classmethod
+    def of(cls, keys: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
+        """Of experts by number, each once, with the best score it got."""
+        layers, experts = np.divmod(keys, width)
+        wishes = Wishes(layers, experts, scores, layers, np.ones(len(keys), dtype=bool))
+        return cls(wishes, sorted(zip(layers.tolist(), (-scores).tolist(), keys.tolist(), strict=True)))
 
 
 @dataclass(slots=True)
@@ -34,6 +40,7 @@ class SlabPlan:
     """Some layers of a draft pass."""
 
     of_pass: int
+    layers: int  # how many
     seconds: float
     wishes: Foretold
 
@@ -136,7 +143,7 @@ class _Planner:
         if first is not None:
             experts, scores = experts[:, -1:], scores[:, -1:]
         wishes = foretell(np.arange(low, high), experts, scores, self._width)
-        return SlabPlan(int(trace.slab_pass[slab]) - (first or 0), float(trace.slab_seconds[slab]), wishes)
+        return SlabPlan(int(trace.slab_pass[slab]) - (first or 0), high - low, float(trace.slab_seconds[slab]), wishes)
 
     def _forward(self, forward: int, part: tuple[int, int] | None) -> ForwardPlan:
         trace = self._trace
@@ -174,6 +181,4 @@ def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width:
     best = np.zeros(len(unique))
     np.maximum.at(best, place, flat)
     order = np.argsort(first)  # as they were named
-    unique, best = unique[order], best[order]
-    ranked = [(key // width, -score, key) for key, score in zip(unique.tolist(), best.tolist(), strict=True)]
-    return Foretold(unique, best, layers, sorted(ranked))
+    return Foretold.of(unique[order], best[order], width)
