@@ -187,15 +187,15 @@ class CudaPort:
         if backend.all_resident:
             run(self._table)
         elif recorder.phase is Phase.EAGER:
-            self._run_waves(run_next_wave, index)
+            self._run_waves(run_next_wave, torch.unique(index).tolist())  # waits for the device
         else:
             if recorder.phase is Phase.REHEARSAL:
                 backend.post()  # no expert is in this wave; the kernels are compiled
                 run_next_wave()
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
-            known = recorder.new_event()
-            recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, chosen, known, notes))
+            here, known = chosen.view(-1).numpy(), recorder.new_event()
+            recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, here, known, notes))
         return add_up(scratch, torch.empty_like(hidden))
 
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -220,7 +220,9 @@ class CudaPort:
         recorder.split(between)
         return out
 
-    def _run_ahead(self, run: Callable[[], None], chosen: Tensor, known: Any, notes: list[Callable[[], None]]) -> None:
+    def _run_ahead(
+        self, run: Callable[[], None], chosen: np.ndarray, known: Any, notes: list[Callable[[], None]]
+    ) -> None:
         """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
         known.record()
         opened = self._source.open(self._layer)
@@ -229,9 +231,11 @@ class CudaPort:
                 self._backend.post(opened.slots)
                 run()
             self._source.book()  # of the last layer, while the device is busy
+            self._source.see_to_wishes()
             known.synchronize()
-            if not (enough := self._source.use_opened(opened, _numbers(chosen))):
-                self._run_waves(run, chosen, opened, notes)
+            needed = sorted(set(chosen.tolist()))
+            if not (enough := self._source.use_opened(opened, needed)):
+                self._run_waves(run, needed, opened, notes)
         except BaseException:
             self._source.shut(opened)
             raise
@@ -242,12 +246,12 @@ class CudaPort:
     def _run_waves(
         self,
         run: Callable[[], None],
-        index: Tensor,
+        needed: list[int],
         opened: Opened | None = None,
         notes: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Read the router's choice and run the experts as they come."""
-        waves = self._source.use(self._layer, _numbers(index), opened)
+        """Run the experts that the router has chosen as they come."""
+        waves = self._source.use(self._layer, needed, opened)
         wave = next(waves, None)  # what is missing has been demanded by now
         for note in notes:
             note()
@@ -255,8 +259,3 @@ class CudaPort:
             self._backend.post_wave(wave)
             run()
             wave = next(waves, None)
-
-
-def _numbers(index: Tensor) -> list[int]:
-    """The experts that are chosen, each once, in order."""  # index: [rows, top_k]
-    return sorted({expert for row in index.tolist() for expert in row})

@@ -170,8 +170,10 @@ class CudaTransfer:
                 self._work.notify()
         return list(tickets)
 
-    def mark(self) -> int:
+    def attend(self) -> None:
         self.lane.stand_here()
+
+    def mark(self) -> int:
         self._points += 1
         return self._points
 

@@ -232,7 +232,8 @@ class _Passes:
         stalled, started = engine.source.counters.stall_seconds, engine.clock.now()
         for number in range(count):
             network.forward([self._text[number % len(self._text)]], kv, keep=1)
-        engine.room.backend.synchronize()
+            engine.room.backend.synchronize()
+            engine.source.pump()  # where nobody else keeps copies going
         took = engine.clock.now() - started
         engine.source.book_stalls()
         network.give_back(kv)

@@ -70,7 +70,10 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction_rule, spec.experts)
-    source = ExpertSource(room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), timeline=timeline)
+    threaded = room.cuda is None or config.link_gbps is not None  # an emulated link is waited for on the host
+    source = ExpertSource(
+        room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), threaded=threaded, timeline=timeline
+    )
     source.loads.batching = config.batching
     source.synchronous = config.synchronous
     try:

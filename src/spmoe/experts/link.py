@@ -163,6 +163,9 @@ class ThrottledTransfer:
 
         return _LinkTicket(self._link, passage, note, ticket)
 
+    def attend(self) -> None:
+        self._inner.attend()
+
     def mark(self) -> int:
         return self._inner.mark()
 

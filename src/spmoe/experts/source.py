@@ -30,7 +30,8 @@ OnRouted = Callable[[int, Sequence[int]], Wishes]  # layer, experts that its rou
 class ExpertSource:
     """Experts on demand and ahead of demand, in a fixed number of slots.
 
-    With `threaded=False` no worker runs and the owner calls `pump` itself, which makes every run repeatable.
+    A worker submits wishes while compute keeps the calling thread busy. With `threaded=False` the caller does, when it
+    wishes and with `pump` when it would else wait: beside a device, two threads take the interpreter from each other.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ExpertSource:
     def begin_step(self, request: int = 0, on_routed: OnRouted | None = None) -> None:
         """A draft is about to start. `on_routed` will be told what each layer's router chose, once that is demanded."""
         self.book()
+        self._transfer.attend()
         with self._lock:
             self.grants.begin_step()
             self._on_routed = on_routed
@@ -96,7 +98,7 @@ class ExpertSource:
         if pending and self.synchronous and not drafting:
             self._fetch_all()
         elif pending:
-            self._poke()
+            self.see_to_wishes()
 
     def draft_is_over(self) -> None:
         """Verification is about to start: where nothing may overlap with copies, the draft's are made now."""
@@ -163,9 +165,9 @@ class ExpertSource:
                 self._reach(layer)
                 rest = list(dict.fromkeys(experts))
                 if opened is not None:
-                    given = opened.slots[rest] >= 0
-                    self._book_opened(opened, [e for e, is_given in zip(rest, given, strict=True) if is_given])
-                    rest = [e for e, is_given in zip(rest, given, strict=True) if not is_given]
+                    given = np.flatnonzero(opened.slots >= 0).tolist()
+                    self._book_opened(opened, [expert for expert in rest if expert in given])
+                    rest = [expert for expert in rest if expert not in given]
                 ready, waiting, absent = self.loads.claim([ExpertKey(layer, e) for e in rest], self._eviction)
                 held += ready + waiting
                 self._unplaced += len(absent)
@@ -185,8 +187,8 @@ class ExpertSource:
             self.timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
             with self._lock:
                 self._unplaced -= len(absent)
-            if opened is not None:
-                self.shut(opened)
+                if opened is not None:
+                    self.cache.shut(opened)
 
     def computed(self) -> None:
         """All that compute has been given so far is over."""
@@ -207,6 +209,8 @@ class ExpertSource:
 
     def pump(self) -> Ticket | None:
         """Submit wishes; the ticket to wait for where only the transfer's depth holds some back."""
+        if not len(self._queue) and not self.loads.entries:
+            return None
         granted = True
         while granted:
             with self._lock:
@@ -222,6 +226,12 @@ class ExpertSource:
             if self._worker is not None:
                 time.sleep(0)  # whoever waits for the lock may have it
         return ticket
+
+    def see_to_wishes(self) -> None:
+        """Something may be submitted: by the worker, or else now."""
+        if not self.synchronous:  # where nothing overlaps, whoever wishes waits for it
+            look = self.pump if self._worker is None else self._worker.poke
+            look()
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""
@@ -321,7 +331,7 @@ class ExpertSource:
 
     def _wave(self, layer: int, entries: list[Entry]) -> Wave:
         if len(self._queue):
-            self._poke()
+            self.see_to_wishes()
         slots = tuple(e.slot for e in entries)
         with self._lock:
             if self._closed:
@@ -338,11 +348,3 @@ class ExpertSource:
                 held.remove(entry)
                 if entry.state is not Residency.ABSENT:
                     self.cache.unpin(entry)
-
-    def _poke(self) -> None:
-        if self.synchronous:
-            return  # whoever wishes sees to it
-        if self._worker is not None:
-            self._worker.poke()
-        else:
-            self.pump()

@@ -58,8 +58,12 @@ class Transfer(Protocol):
         """Submit a batch, return at once with one ticket per job."""
         ...
 
+    def attend(self) -> None:
+        """The calling thread is the one that gives work to compute, as it does now, until another says so."""
+        ...
+
     def mark(self) -> int:
-        """A point in what the calling thread gives to compute; later ones are larger."""
+        """A point in what is given to compute; later ones are larger."""
         ...
 
     def passed(self, mark: int) -> None:
@@ -86,6 +90,9 @@ class HostPaced:
     """What a transfer does about compute that runs on the host: nothing, since it has ended when its call returns."""
 
     batched = True  # a batch of reads is only a list of them
+
+    def attend(self) -> None:
+        """Whoever it is."""
 
     def mark(self) -> int:
         """Whatever was given is over."""
