@@ -192,15 +192,19 @@ def test_help_does_not_wait_for_torch() -> None:
 import sys
 import spmoe
 print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
-from spmoe.cli.main import main
-sys.argv = ["spmoe", "run", "--help"]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
+import typer.main
+from spmoe.cli.main import app, main
+verbs = [[verb] for verb in typer.main.get_command(app).commands] + [["trace", "record"], ["trace", "replay"]]
+for words in [[], *verbs]:
+    sys.argv = ["spmoe", *words, "--help"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
 print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *shown, last = result.stdout.split("\n")[:-1]
-    assert "--expert-memory" in "".join(shown)
+    for option in ("--expert-memory", "--scenario", "--verify-layer-ms", "--markdown"):
+        assert option in "".join(shown)
     assert (first, last) == ("", "")

@@ -24,11 +24,12 @@ from spmoe.bench.profile import (
 from spmoe.bench.profile_behaviour import OBSERVED, Observer, generate, observe
 from spmoe.bench.profile_check import Case, Check, Checked, Sweep, check_engine
 from spmoe.bench.profile_measure import measure_profile
-from spmoe.bench.profile_predict import Predictor, TraceNeeds
+from spmoe.bench.profile_predict import Predictor
+from spmoe.bench.profile_trace import TraceNeeds
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group
 from spmoe.config import Size
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import UsageError
 
 PROMPTS = [list(b"def f(x):"), list(b"import os")]

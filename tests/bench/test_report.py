@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from spmoe.bench.comparison import PLAIN, Column, Comparison, case_names
 from spmoe.bench.markdown import markdown_report
 from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
 from spmoe.bench.report import html_report
-from spmoe.bench.results import Group
+from spmoe.bench.results import Group, write_results
 from spmoe.bench.settings import ABLATIONS
 
 MACHINE: dict[str, Any] = {
@@ -214,6 +217,27 @@ def test_several_cases_share_a_page() -> None:
     assert page.text.count("0.90x to 1.20x") == 3, "what ours gains, in words and case by case"
     assert page.text.count("rank of draft-gate") == 2, "and a table for each of them"
     assert page.seen.count("svg") == 2 * 2 * 5 + 1
+
+
+def test_stored_results_are_reported_without_torch(tmp_path: Path) -> None:
+    """Which would take seconds to import, and is not there on every machine that results are looked at on."""
+    results = tmp_path / "results.jsonl"
+    write_results(results, [Group(MACHINE, [*SYSTEMS, *SWEEP])])
+    code = """
+import sys
+from spmoe.cli.main import main
+for words in (["-o", "page.html"], ["--markdown", "-o", "tables.md"]):
+    sys.argv = ["spmoe", "report", "results.jsonl", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "\n", "none of them"
+    assert "draft-gate" in (tmp_path / "page.html").read_text()
+    assert "draft-gate" in (tmp_path / "tables.md").read_text()
 
 
 # ---- plots

@@ -12,7 +12,8 @@ import pytest
 from checkpoints import Pair, byte_tokenizer
 from spmoe.bench import runs
 from spmoe.bench.figures import machine_record, records
-from spmoe.bench.results import Group, find_stored, read_results, write_results
+from spmoe.bench.results import Group, read_results, write_results
+from spmoe.bench.resume import find_stored
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
 from spmoe.config import Size

@@ -18,12 +18,11 @@ from typing import Any
 import numpy
 
 from spmoe.bench.ceilings import machine
+from spmoe.bench.results import FORMAT
 from spmoe.bench.runs import Bench, Job, ResidentStep, Run
 from spmoe.bench.settings import Setting
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
-
-FORMAT = 2  # of the records
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from spmoe.bench.settings import Setting
 from spmoe.config import CutoffMode, SamplingParams, Size
 from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.filling import load_all
 from spmoe.experts.store import StoreSpec

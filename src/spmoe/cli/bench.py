@@ -197,7 +197,7 @@ class _Benchmark:
 
     def _run_job(self, job: Job) -> str | None:
         """Run one; where tokens differ that must not, if they do."""
-        from spmoe.bench.results import find_stored
+        from spmoe.bench.resume import find_stored
         from spmoe.bench.runs import Bench
         from spmoe.engine.threads import threads_for
 

@@ -127,7 +127,8 @@ class _Work:
     def check(self, recorded: Any, depths: list[int] | None, repeat: int) -> tuple[EngineProfile, Check]:
         """A profile, and what comes of it on every budget."""
         from spmoe.bench.profile_check import Check, check_engine
-        from spmoe.bench.profile_predict import Predictor, TraceNeeds
+        from spmoe.bench.profile_predict import Predictor
+        from spmoe.bench.profile_trace import TraceNeeds
 
         predictor: Predictor | None = None
         found = Check([], [])

@@ -16,7 +16,7 @@ from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.engine.profiling import write_profile
 from spmoe.engine.room import Room
 from spmoe.errors import UsageError

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.network import Network, state_capacity
 
 _AUTO_SHARE = 0.95  # of the free memory of a device
 _USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-model-len is not given
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """How fast memory is divided, in bytes."""
-
-    slots: int  # a count
-    slot_bytes: int
-    resident: int  # weights of target and draft
-    kv: int  # both attention states, at the longest context planned for
-    workspace: int
-    context: int  # positions
-    limit: int | None  # that nothing may exceed; None: not limited
 
 
 def divide_memory(
