@@ -60,6 +60,26 @@ def test_sizes_in_bytes(text: str | int | Size, expected: int) -> None:
     assert size.of(10) == expected  # whatever the whole is
 
 
+@given(st.one_of(st.integers(1, 2**50).map(str), st.integers(10**3, 10**8).map(lambda part: f"{part / 1e6:.6f}%")))
+def test_a_size_is_written_as_no_other_one_is(text: str) -> None:
+    size = Size.parse(text)
+    assert Size.parse(str(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("6GiB", "6.0 GiB"),
+        ("1.5GB", "1.5 GB"),
+        ("25%", "25%"),
+        ("33.3333333%", "33.3333333%"),
+        ("1234567", "1234567 B"),
+    ],
+)
+def test_sizes_are_written_short_where_that_tells_them(text: str, written: str) -> None:
+    assert str(Size.parse(text)) == written
+
+
 @pytest.mark.parametrize("letter", ["k", "m", "g", "t"])
 def test_units_with_an_i_are_binary_and_those_with_a_b_alone_decimal(letter: str) -> None:
     power = "kmgt".index(letter) + 1

@@ -20,6 +20,7 @@ DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -56,7 +57,20 @@ class Size:
         return self.bytes if self.bytes is not None else round((self.share or 0.0) * total)
 
     def __str__(self) -> str:
-        return f"{100 * self.share:g}%" if self.share is not None else format_bytes(self.bytes or 0)
+        """The shortest of a few forms that no other size has: it names configurations, in messages and in results."""
+        if self.share is not None:
+            found = [f"{100 * self.share:{form}}%" for form in ("g", ".12g", ".17g")]
+        else:
+            count = self.bytes or 0
+            found = [format_bytes(count), *(f"{count / size:g} {unit}" for unit, size in _DECIMAL if count >= size)]
+            found.append(f"{count} B")
+        return next((text for text in found if self._is_read_from(text)), found[-1])
+
+    def _is_read_from(self, text: str) -> bool:
+        try:
+            return type(self).parse(text) == self
+        except UsageError:
+            return False
 
 
 def format_bytes(count: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,8 @@ from spmoe.bench.profile_measure import measure_profile
 from spmoe.bench.profile_predict import Predictor
 from spmoe.bench.profile_trace import TraceNeeds
 from spmoe.bench.report import html_report
-from spmoe.bench.results import Group
+from spmoe.bench.results import Group, write_results
+from spmoe.cli.main import main
 from spmoe.config import Size
 from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import UsageError
@@ -188,15 +190,80 @@ def test_a_sweep_knows_its_best_and_how_far_the_choices_are() -> None:
     assert sweep.to_dict()["analytic_slower"] == pytest.approx(0.25)
 
 
+def like_the_results(**subject: Any) -> EngineProfile:
+    """A profile of what `test_report` has results of, but for this."""
+    from test_report import MACHINE
+
+    alike = {"dtype": MACHINE["dtype"], "expert_bytes": MACHINE["expert_bytes"], "top_k": MACHINE["top_k"], **subject}
+    return replace(MADE_UP, machine={"device": MACHINE["device"]}, subject=replace(MADE_UP.subject, **alike))
+
+
 def test_a_report_draws_what_is_predicted_beside_what_was_swept() -> None:
     from test_report import MACHINE, SWEEP, SYSTEMS
 
     groups = [Group(MACHINE, [*SYSTEMS, *SWEEP])]
-    plain, drawn = (html_report(groups, profile) for profile in (None, MADE_UP))
+    plain, drawn = (html_report(groups, profile) for profile in (None, like_the_results()))
     assert "predicted from the profile" not in plain
     assert "predicted from the profile" in drawn
-    other = replace(MADE_UP, subject=replace(MADE_UP.subject, layers=5))
-    assert html_report(groups, other) == plain, "a profile of something else says nothing here"
+    other = Group({**MACHINE, "link_gbps": 16.0}, SWEEP)
+    both = html_report([*groups, other], like_the_results())
+    assert both.count("predicted from the profile") == 1, "where it belongs"
+    assert both.count("Not predicted: the profile is of the machine&#x27;s own link.") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": 5}, "of layers 5, and these results are of layers 16"),
+        ({"shape": "mixtral-8x7b"}, "of the shape mixtral-8x7b, and these results are of a model that is not widened"),
+        ({"dtype": "bfloat16"}, "of dtype bfloat16, and these results are of dtype float32"),
+        ({"expert_bytes": 1000}, "of experts of 1000 bytes, and these results are of experts of 1048576 bytes"),
+        ({"top_k": 1}, "of top k 1, and"),
+        ({"emulated_link_gbps": 0.4}, "of an emulated link of 0.4 GB/s, and these results are of the machine's own"),
+    ],
+)
+def test_a_report_refuses_a_profile_of_something_else(change: dict[str, Any], words: str) -> None:
+    from test_report import MACHINE, SWEEP
+
+    with pytest.raises(UsageError, match=words) as refused:
+        html_report([Group(MACHINE, SWEEP)], like_the_results(**change))
+    assert "spmoe profile -o FILE" in str(refused.value), "what to do"
+
+
+def test_a_report_refuses_a_profile_of_another_machine_or_for_nothing() -> None:
+    from test_report import MACHINE, SWEEP, SYSTEMS
+
+    elsewhere = replace(like_the_results(), machine={"device": "another"})
+    with pytest.raises(UsageError, match="of the device another, and these results are of the device a <device>"):
+        html_report([Group(MACHINE, SWEEP)], elsewhere)
+    with pytest.raises(UsageError, match="nothing to draw a profile's predictions beside; leave out --profile"):
+        html_report([Group(MACHINE, SYSTEMS)], like_the_results())
+
+
+def test_the_command_refuses_it_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from test_report import MACHINE, SWEEP
+
+    results, profile, page = (tmp_path / name for name in ("results.jsonl", "profile.json", "page.html"))
+    write_results(results, [Group(MACHINE, SWEEP)])
+
+    def report(*options: object) -> tuple[int, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["spmoe", "report", str(results), "--profile", str(profile), *map(str, options)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    like_the_results(dtype="bfloat16").save(profile)
+    code, said = report("-o", page)
+    assert (code, said.count("\n"), page.exists()) == (2, 1, False)
+    assert "dtype bfloat16" in said
+    assert report("--markdown")[0] == 2
+    like_the_results().save(profile)
+    assert report("-o", page)[0] == 0
+    assert "predicted from the profile" in page.read_text()
 
 
 # ---- measured

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from spmoe.bench.comparison import PLAIN, Column, Comparison, case_names
+from spmoe.bench.comparison import Column, Comparison
+from spmoe.bench.labels import PLAIN, case_names
 from spmoe.bench.markdown import markdown_report
 from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group, write_results
-from spmoe.bench.settings import ABLATIONS
+from spmoe.bench.settings import ABLATIONS, ALL_ON, switched_off
 
 MACHINE: dict[str, Any] = {
     "type": "machine", "format": 2, "device": "a <device>", "driver": None, "device_memory_bytes": 2**34,
@@ -56,7 +57,11 @@ SYSTEMS = [
     row("oracle", 4, 0.025), row("draft-gate", 4, 0.020, "50%"), row("next-gate", 4, 0.018, "50%"),
 ]  # fmt: skip
 SWEEP = [row("draft-gate", 4, 0.030 + 0.001 * abs(n - 8), cutoff=str(n), cutoff_layers=n) for n in (0, 4, 8, 16)]
-ABLATED = [row("draft-gate", 4, 0.03 + 0.002 * n, ablation=name) for n, name in enumerate(ABLATIONS)]
+WHOLE = row("draft-gate", 4, 0.03, ablation=ALL_ON)
+ABLATED = [
+    row(**{"prefetch": "draft-gate", **switched_off(WHOLE, name), "k": 4, "tpot": 0.03 + 0.002 * n})
+    for n, name in enumerate(ABLATIONS)
+]
 
 
 class Page(HTMLParser):
@@ -269,7 +274,7 @@ def test_lines_go_where_their_points_are() -> None:
 
 
 def test_markdown_tables_can_be_pasted() -> None:
-    text = markdown_report([Group(MACHINE, [*SYSTEMS, *SWEEP[:1]])])
+    text = markdown_report([Group(MACHINE, [*SYSTEMS, *SWEEP])])
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2
     for table in tables:
@@ -279,7 +284,7 @@ def test_markdown_tables_can_be_pasted() -> None:
     assert "| draft-gate | 30.0 ms (1.00x) | 20.0 ms (1.11x) |" in speedups
     assert "| rank of draft-gate | 1 of 3 | 2 of 2 |" in speedups
     assert "| draft-gate / oracle | 1.20x | - |" in speedups
-    assert len(figures) == 2 + len(SYSTEMS) + 1
+    assert len(figures) == 2 + len(SYSTEMS) + len(SWEEP)
     assert any(line.startswith("| draft-gate, cutoff 0 |") for line in figures)
     assert "```bash\nspmoe bench --scenario mine.toml\n```" in text
     assert "a <device>, torch 2.11" in text

@@ -82,4 +82,4 @@ def test_a_profile_of_something_else_is_refused(checkpoints: Path, kept: Path, i
     result = invoke(
         "profile", checkpoints / "target", "--expert-memory", "50%", "--dtype", "bfloat16", "--check", "--from", kept
     )
-    result.refused(2, "of dtype float32", "has bfloat16", "--from")
+    result.refused(2, "of dtype float32", "of dtype bfloat16", "--from")

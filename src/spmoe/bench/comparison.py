@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
+from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, case_names, is_plain
 from spmoe.bench.results import Group
-from spmoe.bench.settings import ALL_ON
+from spmoe.bench.settings import ALL_ON, switched_off
 
-Row = dict[str, Any]
-PLAIN = "plain decoding (K=0)"
 _BOUND = "oracle"  # the policy that knows what will be needed: what the others are measured by, not one of them
-_OURS = "draft-gate"
+_OURS, _OUR_NAME = "draft-gate", "SP-MoE"
+_SWEPT = 3  # numbers of layers that make a sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +33,40 @@ class Column:
         return f"{self.case}, {self.within}" if self.case else self.within
 
 
+class Place(NamedTuple):
+    """Where cutoffs are swept."""
+
+    case: str
+    way: str
+    memory: str
+    draft_tokens: int
+
+    def __str__(self) -> str:
+        name = f"{self.case}: {self.way}" if self.case else self.way
+        return f"{name}, {self.memory}, K={self.draft_tokens}"
+
+
 class Comparison:
     """Systems by columns, one row of figures for each pair that was measured."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self.cases = case_names(groups)
-        self._named = any(row["system"] for group in groups for row in group.rows)
-        self._evictions = {row["eviction"] for group in groups for row in group.rows}
+        labels = Labels([row for group in groups for row in group.rows])
+        self.way, self.system, self.label = labels.way, labels.system, labels.label
+        self.sweeps, self.chosen = self._find_sweeps()
+        self._main = self._find_main_rows()
         self.cells: dict[tuple[str, Column], Row] = {}
-        for case, row in self.main_rows():
-            if row["num_speculative_tokens"]:
+        plain: dict[tuple[str, str], list[Row]] = {}
+        for case, row in self._main:
+            if is_plain(row):
+                plain.setdefault((case, row["expert_memory"]), []).append(row)
+            else:
                 column = Column(case, row["expert_memory"], row["num_speculative_tokens"])
                 self.cells.setdefault((self.system(row), column), row)
-        plain = {(case, row["expert_memory"]): row for case, row in self.main_rows() if self.system(row) == PLAIN}
-        for column in self.columns:
-            if (column.case, column.memory) in plain:
-                self.cells[PLAIN, column] = plain[column.case, column.memory]
+        for column in self.columns:  # it takes part in all of them, whatever their K
+            for row in plain.get((column.case, column.memory), ()):
+                self.cells[self.system(row), column] = row
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Every row, with the name of its case."""
@@ -59,21 +75,39 @@ class Comparison:
 
     def main_rows(self) -> list[tuple[str, Row]]:
         """Those that compare systems: no part switched off, no cutoff swept, where there is anything to compare."""
-        whole = [(case, row) for case, row in self.rows() if row["ablation"] in (None, ALL_ON)]
-        whole = [(case, row) for case, row in whole if not row["cutoff"].isdecimal()] or whole
-        systems: dict[str, set[str]] = {}
-        for case, row in whole:
-            systems.setdefault(case, set()).add(self.system(row))
-        return [(case, row) for case, row in whole if len(systems[case]) > 1] or whole
+        return self._main
 
-    def system(self, row: Row) -> str:
-        """What a row's way of prefetching is called."""
-        if row["system"] is not None:
-            return str(row["system"])
-        if not row["num_speculative_tokens"] and row["prefetch"] == "on-demand":
-            return PLAIN
-        several = len(self._evictions) > 1 and not self._named
-        return f"{row['prefetch']} / {row['eviction']}" if several else str(row["prefetch"])
+    def _find_main_rows(self) -> list[tuple[str, Row]]:
+        whole = [(case, row) for case, row in self.rows() if row["ablation"] is None]
+        known = {(case, *switched_off(row, ALL_ON).values()) for case, row in whole}  # as an ablation would record them
+        whole += [
+            (case, row)
+            for case, row in self.rows()
+            if row["ablation"] == ALL_ON and (case, *switched_off(row, ALL_ON).values()) not in known
+        ]
+        swept = {id(row) for rows in self.sweeps.values() for row in rows.values()}
+        apart = {case for case, row in self.rows() if id(row) in swept or row["ablation"] is not None}
+        whole = [(case, row) for case, row in whole if id(row) not in swept] or whole
+        ways: dict[str, set[str]] = {}
+        for case, row in whole:
+            ways.setdefault(case, set()).add(self.way(row))
+        # what was measured for a sweep or an ablation alone is shown there
+        main = [(case, row) for case, row in whole if len(ways[case]) > 1 or case not in apart]
+        return main or whole or list(self.rows())
+
+    def _find_sweeps(self) -> tuple[dict[Place, dict[int, Row]], dict[Place, dict[str, Row]]]:
+        """Rows by number of layers, for every place that has several such; and those that chose one themselves."""
+        sweeps: dict[Place, dict[int, Row]] = {}
+        chosen: dict[Place, dict[str, Row]] = {}
+        for case, row in self.rows():
+            if row["ablation"] not in (None, ALL_ON) or row["cutoff_layers"] is None:
+                continue
+            place = Place(case, self.way(row), row["expert_memory"], row["num_speculative_tokens"])
+            if row["cutoff"].isdecimal():
+                sweeps.setdefault(place, {})[int(row["cutoff"])] = row
+            else:
+                chosen.setdefault(place, {})[row["cutoff"]] = row
+        return {place: rows for place, rows in sweeps.items() if len(rows) >= _SWEPT}, chosen
 
     @property
     def columns(self) -> list[Column]:
@@ -88,18 +122,16 @@ class Comparison:
         def key(name: str) -> tuple[bool, bool, float]:
             rows = [row for (system, _), row in self.cells.items() if system == name]
             ratios = [tpot(row) / self.best(column) for (system, column), row in self.cells.items() if system == name]
-            return name == PLAIN, not is_bound(rows[0]), median(ratios)
+            return is_plain(rows[0]), not is_bound(rows[0]), median(ratios)
 
         return sorted(names, key=key)
 
     @property
     def ours(self) -> str | None:
         """The system that this project is about, if it was measured."""
-        by_name = {name: row for (name, _), row in self.cells.items()}
-        if "SP-MoE" in by_name:
-            return "SP-MoE"
-        exact = [name for name, row in by_name.items() if row["prefetch"] == _OURS]
-        return next(iter(exact), None)
+        named = [(name, row) for (name, _), row in self.cells.items() if row["system"] == _OUR_NAME]
+        exact = named or [(name, row) for (name, _), row in self.cells.items() if row["prefetch"] == _OURS]
+        return min(exact, key=lambda one: one[1]["cutoff"] != USUAL_CUTOFF)[0] if exact else None
 
     def best(self, column: Column) -> float:
         """The least TPOT of a column, in seconds, not counting the bound."""
@@ -114,13 +146,18 @@ class Comparison:
         others = [
             tpot(row)
             for (name, other), row in self.cells.items()
-            if other == column and name not in (system, PLAIN) and not is_bound(row)
+            if other == column and name != system and not is_plain(row) and not is_bound(row)
         ]
         return 1 + sum(time < own for time in others), 1 + len(others)
 
     def bound(self, column: Column) -> Row | None:
         """The oracle's row of a column, if it was measured."""
         return next((row for (_, other), row in self.cells.items() if other == column and is_bound(row)), None)
+
+    def plain(self, column: Column) -> Row | None:
+        """Plain decoding in a column, the fastest where there is more than one."""
+        rows = [row for (_, other), row in self.cells.items() if other == column and is_plain(row)]
+        return min(rows, key=tpot, default=None)
 
     def by_case(self) -> dict[str, list[Column]]:
         """The columns of each case."""
@@ -197,36 +234,6 @@ def milliseconds(seconds: float) -> str:
     """With as many digits as can be told apart."""
     value = 1e3 * seconds
     return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value:.0f} ms"
-
-
-def case_names(groups: Sequence[Group]) -> list[str]:
-    """What tells each group from the others, as short as can be; nothing where there is one."""
-    parts = [_parts(group.machine) for group in groups]
-    varying = [name for name in parts[0] if len({one[name] for one in parts}) > 1] if parts else []
-    if len({tuple(one[name] for name in varying if name != "commit") for one in parts}) == len(parts):
-        varying = [name for name in varying if name != "commit"]  # which nobody can remember
-    return [", ".join(one[name] for name in varying if one[name]) for one in parts]
-
-
-def model_name(machine: Row) -> str:
-    """The model, without the way to it on somebody's disk."""
-    name = str(machine["shape"] or machine["model"])
-    return Path(name).name if name.startswith(("/", ".", "~")) else name
-
-
-def _parts(machine: Row) -> dict[str, str]:
-    link = machine["link_gbps"]
-    draft = machine["draft"]
-    return {
-        "scenario": str(machine.get("scenario") or ""),
-        "matrix": str(machine.get("matrix") or ""),
-        "model": model_name(machine),
-        "draft": "" if draft is None else f"draft {Path(draft).name}",
-        "link": "own link" if link is None else f"{link:g} GB/s",
-        "prompts": f"{machine.get('prompt_set')}",
-        "device": str(machine["device"]),
-        "commit": str(machine["commit"])[:10],
-    }
 
 
 def span(ratios: Sequence[float]) -> str:

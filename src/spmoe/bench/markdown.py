@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from spmoe.bench.comparison import Comparison, Row, floor, milliseconds, model_name, tpot
+from spmoe.bench.comparison import Comparison, floor, milliseconds, tpot
+from spmoe.bench.labels import Row, model_name
 from spmoe.bench.results import Group
 
 
@@ -79,9 +80,7 @@ def _figures(found: Comparison) -> str:
     ]
     rows = []
     for case, row in found.rows():
-        name = ", ".join(part for part in (case, found.system(row), row["ablation"]) if part)
-        if row["cutoff"] != "auto":
-            name += f", cutoff {row['cutoff']}"
+        name = ", ".join(part for part in (case, found.system(row)) if part)
         spread = " to ".join(milliseconds(row["tpot_seconds"][key]) for key in ("p10", "p90"))
         steps = [milliseconds(row[key]) for key in ("step_seconds", "draft_seconds_per_step", "stall_seconds_per_step")]
         rows.append(

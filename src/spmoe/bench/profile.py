@@ -39,6 +39,23 @@ class Subject:
     eviction: str
     emulated_link_gbps: float | None
 
+    def difference(self, other: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The first of these values that is another one here, in words: this one's, and theirs; None: all the same."""
+        for name, value in other.items():
+            if (own := getattr(self, name)) != value:
+                return _in_words(name, own), _in_words(name, value)
+        return None
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "emulated_link_gbps":
+        return "the machine's own link" if value is None else f"an emulated link of {value:g} GB/s"
+    if name == "shape":
+        return "a model that is not widened" if value is None else f"the shape {value}"
+    if name == "expert_bytes":
+        return f"experts of {value} bytes"
+    return f"{name.replace('_', ' ')} {value}"
+
 
 @dataclass(frozen=True, slots=True)
 class PassTime:

@@ -9,22 +9,26 @@ from statistics import median
 
 from spmoe.bench import page
 from spmoe.bench.comparison import (
-    PLAIN,
     Column,
     Comparison,
-    Row,
     floor,
     is_bound,
     milliseconds,
-    model_name,
     resident_floor,
     span,
     tokens_per_step,
     tpot,
 )
+from spmoe.bench.labels import Row, is_plain, model_name
 from spmoe.bench.plot import Bar, bar_chart
 from spmoe.bench.profile import EngineProfile
-from spmoe.bench.report_extras import ablation_section, acceptance_section, cutoff_section, machine_section
+from spmoe.bench.report_extras import (
+    ablation_section,
+    acceptance_section,
+    cutoff_section,
+    machine_section,
+    require_profile_of,
+)
 from spmoe.bench.results import Group
 from spmoe.config import format_bytes
 
@@ -44,8 +48,13 @@ _SECTIONS = {
 
 
 def html_report(groups: Sequence[Group], profile: EngineProfile | None = None) -> str:
-    """One document; with a profile, what the latency model predicts from it is drawn beside swept cutoffs."""
+    """One document; with a profile, what the latency model predicts from it is drawn beside swept cutoffs.
+
+    A profile of another machine, model or link than all that was swept is refused.
+    """
     found = Comparison(groups)
+    if profile is not None:
+        require_profile_of(found, profile)
     model = ", ".join(dict.fromkeys(model_name(group.machine) for group in groups))
     title = f"spmoe: {model}"
     sections: dict[str, Callable[[Comparison], str]] = {
@@ -81,14 +90,14 @@ def _head(found: Comparison, model: str) -> str:
 
 
 def _cards(found: Comparison) -> Iterable[tuple[str, str]]:
-    rows = [row for _, row in found.main_rows() if not is_bound(row)]
+    rows = [row for _, row in found.main_rows() if not is_bound(row)] or [row for _, row in found.main_rows()]
     fastest = min(rows, key=tpot)
-    where = f"{found.system(fastest)}, {fastest['expert_memory']} of the experts, K={fastest['num_speculative_tokens']}"
+    where = f"{found.label(fastest)}, {fastest['expert_memory']} of the experts"
     yield milliseconds(tpot(fastest)), f"least time per output token: {where}"
     ours = found.ours
     if ours is not None:
         pairs = [(found.cells[ours, column], column) for column in found.columns if (ours, column) in found.cells]
-        gains = [(found.cells[PLAIN, c], row, c) for row, c in pairs if (PLAIN, c) in found.cells]
+        gains = [(plain, row, c) for row, c in pairs if (plain := found.plain(c)) is not None]
         if gains:
             plain, row, column = max(gains, key=lambda one: tpot(one[0]) / tpot(one[1]))
             yield f"{tpot(plain) / tpot(row):.2f}x", f"the speed of plain decoding, at best ({column})"
@@ -128,7 +137,7 @@ def _speed(found: Comparison) -> str:
     def bar(row: Row) -> Bar:
         spread = (row["tpot_seconds"]["p10"], row["tpot_seconds"]["p90"])
         return Bar(
-            _label(found, row), ((tpot(row), _colour(found, row)),), milliseconds(tpot(row)), spread, floor(row)
+            found.label(row), ((tpot(row), _colour(found, row)),), milliseconds(tpot(row)), spread, floor(row)
         )  # fmt: skip
 
     def data(row: Row) -> list[str]:
@@ -212,7 +221,7 @@ def _time(found: Comparison) -> str:
     def bar(row: Row) -> Bar:
         values = parts(row)
         colours = tuple((value, colour) for value, (_, colour) in zip(values, names, strict=True))
-        return Bar(_label(found, row), colours, milliseconds(sum(values)))
+        return Bar(found.label(row), colours, milliseconds(sum(values)))
 
     def data(row: Row) -> list[str]:
         return [milliseconds(value) for value in parts(row)]
@@ -226,7 +235,7 @@ def _time(found: Comparison) -> str:
 def _hits(found: Comparison) -> str:
     def bar(row: Row) -> Bar:
         rate = row["hit_rate"] or 0.0
-        return Bar(_label(found, row), ((rate, _colour(found, row)), (1 - rate, 99)), _percent(row["hit_rate"]))
+        return Bar(found.label(row), ((rate, _colour(found, row)), (1 - rate, 99)), _percent(row["hit_rate"]))
 
     def data(row: Row) -> list[str]:
         asked = row["ledger"]["hits"] + row["ledger"]["late"] + row["ledger"]["demand_loads"]
@@ -251,7 +260,7 @@ def _ledger(found: Comparison) -> str:
     def bar(row: Row) -> Bar:
         values = parts(row)
         colours = tuple((value, colour) for value, (_, colour) in zip(values, names, strict=True))
-        return Bar(_label(found, row), colours, f"{format_bytes(sum(values))} per token")
+        return Bar(found.label(row), colours, f"{format_bytes(sum(values))} per token")
 
     def data(row: Row) -> list[str]:
         return [format_bytes(value) for value in parts(row)]
@@ -267,7 +276,7 @@ def _ledger(found: Comparison) -> str:
 def _efficiency(found: Comparison) -> str:
     def bar(row: Row) -> Bar:
         rate = row["pipeline_efficiency"] or 0.0
-        return Bar(_label(found, row), ((rate, _colour(found, row)),), _percent(rate), mark=1.0)
+        return Bar(found.label(row), ((rate, _colour(found, row)),), _percent(rate), mark=1.0)
 
     def data(row: Row) -> list[str]:
         times = [row["step_seconds"], row["ideal_step_seconds"], row["all_resident_step_seconds"]]
@@ -307,16 +316,11 @@ def _by_budget(
         figures = []
         for memory, rows in budgets.items():
             name = f"{memory} of the experts in slots" if memory.endswith("%") else f"{memory} of slots"
-            numbers = page.table(head, ([_label(found, row), *data(row)] for row in rows))
+            numbers = page.table(head, ([found.label(row), *data(row)] for row in rows))
             title = ", ".join(word for word in (what, case, name) if word)
             figures.append(page.figure(bar_chart(title, [bar(row) for row in rows], end), name, data=numbers))
         parts.append(page.folded(case, "".join(figures), opened=number == 0))
     return "".join(parts)
-
-
-def _label(found: Comparison, row: Row) -> str:
-    system = found.system(row)
-    return system if system == PLAIN else f"{system}, K={row['num_speculative_tokens']}"
 
 
 def _colour(found: Comparison, row: Row) -> int:
@@ -324,7 +328,7 @@ def _colour(found: Comparison, row: Row) -> int:
     system = found.system(row)
     if system == found.ours:
         return 0
-    if system == PLAIN or is_bound(row):
+    if is_plain(row) or is_bound(row):
         return 7
     others = [name for name in dict.fromkeys(found.system(one) for _, one in found.main_rows()) if name != found.ours]
     return 1 + others.index(system) % 6

@@ -5,12 +5,14 @@ from __future__ import annotations
 from html import escape
 
 from spmoe.bench import page
-from spmoe.bench.comparison import Comparison, Row, milliseconds, model_name, tokens_per_step, tpot
+from spmoe.bench.comparison import Comparison, Place, milliseconds, tokens_per_step, tpot
+from spmoe.bench.labels import Row, model_name
 from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
 from spmoe.bench.profile import EngineProfile
 from spmoe.bench.profile_predict import Predictor
-from spmoe.bench.settings import ABLATIONS, ALL_ON
+from spmoe.bench.settings import ABLATIONS, ALL_ON, switched_off
 from spmoe.config import format_bytes
+from spmoe.errors import UsageError
 from spmoe.predict.latency import POLICIES
 
 
@@ -38,24 +40,39 @@ def acceptance_section(found: Comparison) -> str:
     )  # fmt: skip
 
 
+def require_profile_of(found: Comparison, profile: EngineProfile) -> None:
+    """Refuse a profile that there is nothing to draw beside, or that is of none of what was swept."""
+    machines = [_machine_of(found, place) for place in found.sweeps]
+    if not machines:
+        raise UsageError(
+            "no cutoffs were swept in these results, so that there is nothing to draw a profile's predictions beside; "
+            "leave out --profile, or sweep some with `spmoe bench --scenario scenarios/ushape.toml`"
+        )
+    others = [other for machine in machines if (other := _other_than(profile, machine)) is not None]
+    if len(others) == len(machines):
+        own, theirs = others[0]
+        raise UsageError(
+            f"the profile is of {own}, and these results are of {theirs}; make one with `spmoe profile -o FILE` and "
+            "the options that they were measured with, or leave out --profile"
+        )
+
+
+def _machine_of(found: Comparison, place: Place) -> Row:
+    return found.groups[found.cases.index(place.case)].machine
+
+
+def _other_than(profile: EngineProfile, machine: Row) -> tuple[str, str] | None:
+    """What the profile is of, and what the results are of, in words; None where both are of the same."""
+    ours, theirs = str(profile.machine.get("device")), str(machine["device"])
+    if ours != theirs:
+        return f"the device {ours}", f"the device {theirs}"
+    alike = {name: machine[name] for name in ("shape", "dtype", "layers", "top_k", "expert_bytes")}
+    return profile.subject.difference({**alike, "emulated_link_gbps": machine["link_gbps"]})
+
+
 def cutoff_section(found: Comparison, profile: EngineProfile | None = None) -> str:
     """Time over depth, for every place that was swept; with what a profile of the same pair predicts."""
-    sweeps: dict[tuple[str, str, int], dict[int, Row]] = {}
-    chosen: dict[tuple[str, str, int], dict[str, Row]] = {}
-    for case, row in found.rows():
-        if row["ablation"] not in (None, ALL_ON) or row["cutoff_layers"] is None:
-            continue
-        where = (
-            f"{case}: {found.system(row)}" if case else found.system(row),
-            row["expert_memory"],
-            row["num_speculative_tokens"],
-        )
-        if row["cutoff"].isdecimal():
-            sweeps.setdefault(where, {})[row["cutoff_layers"]] = row
-        else:
-            chosen.setdefault(where, {})[row["cutoff"]] = row
-    sweeps = {where: rows for where, rows in sweeps.items() if len(rows) > 2}
-    if not sweeps:
+    if not found.sweeps:
         return page.missing(
             "No cutoffs were swept in these runs.", "spmoe bench --scenario scenarios/ushape.toml --json results.jsonl"
         )
@@ -65,32 +82,37 @@ def cutoff_section(found: Comparison, profile: EngineProfile | None = None) -> s
             "model chose by itself."
         )
     ]
-    for (name, memory, k), by_depth in sweeps.items():
-        own = chosen.get((name, memory, k), {})
+    for place, by_depth in found.sweeps.items():
+        own = found.chosen.get(place, {})
         automatic = own.get("auto")
         depths = sorted(by_depth)
         line = Line(
-            name, tuple((depth, 1e3 * tpot(by_depth[depth])) for depth in depths), 0,
+            "measured", tuple((depth, 1e3 * tpot(by_depth[depth])) for depth in depths), 0,
             (automatic["cutoff_layers"],) if automatic is not None else (),
         )  # fmt: skip
         best = min(depths, key=lambda depth: tpot(by_depth[depth]))
-        caption = f"{name}, {memory}, K={k}. Least: {milliseconds(tpot(by_depth[best]))} at {best} layers."
+        caption = f"{place}. Least: {milliseconds(tpot(by_depth[best]))} at {best} layers."
         if automatic is not None:
             caption += f" Chosen: {automatic['cutoff_layers']} layers, {milliseconds(tpot(automatic))}."
         rows = [[f"{depth} layers", *_times(by_depth[depth])] for depth in depths]
         rows += [[f"{word} ({row['cutoff_layers']} layers)", *_times(row)] for word, row in own.items()]
-        title = f"Time per output token over the cutoff, {memory}, K={k}"
-        lines = [line, *_predicted(profile, by_depth)]
+        title = f"Time per output token over the cutoff, {place}"
+        lines = [line]
+        if profile is not None:
+            if (other := _other_than(profile, _machine_of(found, place))) is not None:
+                caption += f" Not predicted: the profile is of {other[0]}."
+            else:
+                lines += _predicted(profile, by_depth)
         legend = page.legend([("measured", 0), ("predicted from the profile", 1)]) if len(lines) > 1 else ""
         chart = line_chart(title, "layers prefetched for", "ms per token", lines)
         parts.append(page.figure(chart, caption, legend, page.table(["", "10 %", "median", "90 %"], rows)))
     return "".join(parts)
 
 
-def _predicted(profile: EngineProfile | None, by_depth: dict[int, Row]) -> list[Line]:
-    """What the latency model makes of a profile at every depth, where it is of a model like this one."""
+def _predicted(profile: EngineProfile, by_depth: dict[int, Row]) -> list[Line]:
+    """What the latency model makes of a profile at every depth, for the policies that it knows."""
     row = by_depth[min(by_depth)]
-    if profile is None or row["prefetch"] not in POLICIES or row["layers"] != profile.subject.layers:
+    if row["prefetch"] not in POLICIES:
         return []
     predictor, k = Predictor(profile), row["num_speculative_tokens"]
     shown = profile.behaviour(row["prefetch"])
@@ -108,14 +130,7 @@ def _times(row: Row) -> list[str]:
 
 def ablation_section(found: Comparison) -> str:
     """What is lost where one part is switched off."""
-    places: dict[tuple[str, str, str, int], dict[str, Row]] = {}
-    for case, row in found.rows():
-        if row["ablation"] is not None:
-            system = str(row["system"] or row["eviction"])
-            places.setdefault((case, system, row["expert_memory"], row["num_speculative_tokens"]), {})[
-                row["ablation"]
-            ] = row
-    places = {where: rows for where, rows in places.items() if ALL_ON in rows and len(rows) > 1}
+    places = _ablated(found)
     if not places:
         return page.missing(
             "Nothing was switched off in these runs.",
@@ -127,7 +142,7 @@ def ablation_section(found: Comparison) -> str:
             "over; no batching: one copy per submission; no cutoff: all layers are prefetched for."
         )
     ]
-    for (case, _, memory, k), rows in places.items():
+    for place, rows in places.items():
         whole = tpot(rows[ALL_ON])
         bars, data = [], []
         for name in (one for one in ABLATIONS if one in rows):
@@ -138,10 +153,22 @@ def ablation_section(found: Comparison) -> str:
                 Bar(name, ((tpot(row), 0 if name == ALL_ON else 6),), milliseconds(tpot(row)) + more, spread, whole)
             )
             data.append([name, *_times(row), f"{tpot(row) / whole:.3f}x"])
-        name = ", ".join([*([case] if case else []), memory, f"K={k}"])
         numbers = page.table(["", "10 %", "median", "90 %", "of all on"], data)
-        parts.append(page.figure(bar_chart(f"Ablation, {name}", bars), name, data=numbers))
+        parts.append(page.figure(bar_chart(f"Ablation, {place}", bars), place, data=numbers))
     return "".join(parts)
+
+
+def _ablated(found: Comparison) -> dict[str, dict[str, Row]]:
+    """By the name of what has everything on: rows of the same with one part switched off, by that part."""
+    places: dict[str, dict[str, Row]] = {}
+    for case, group in zip(found.cases, found.groups, strict=True):
+        for whole in (row for row in group.rows if row["ablation"] == ALL_ON):
+            wanted = {name: switched_off(whole, name) for name in ABLATIONS}
+            rows = {name: row for name, one in wanted.items() for row in group.rows if one.items() <= row.items()}
+            if len(rows) > 1:
+                name = ", ".join([*([case] if case else []), found.label(whole), whole["expert_memory"]])
+                places[name] = rows
+    return places
 
 
 def machine_section(found: Comparison) -> str:

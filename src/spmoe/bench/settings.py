@@ -81,6 +81,15 @@ class Setting:
         return all(key in record and record[key] == value for key, value in self.record.items())
 
 
+def switched_off(record: Mapping[str, Any], ablation: str) -> dict[str, Any]:
+    """The configuration of a stored record, as it is recorded with one of its parts switched off."""
+    off = {name: str(value) if name == "cutoff" else value for name, value in ABLATIONS[ablation].items()}
+    return {**{name: record[name] for name in _RECORDED}, **off, "ablation": ablation}
+
+
+_RECORDED = tuple(Setting(Size(bytes=1), _NOTHING, 0).record)
+
+
 def settings_of(
     memories: Iterable[Size],
     systems: Iterable[System],

@@ -267,8 +267,8 @@ class _Benchmark:
 
 
 def _name(job: Job) -> str:
-    from spmoe.bench.comparison import model_name
     from spmoe.bench.figures import case_of
+    from spmoe.bench.labels import model_name
 
     case, link = case_of(job), job.engine["link_gbps"]
     words = [case["matrix"], model_name(case), f"prompts: {case['prompt_set']}"]

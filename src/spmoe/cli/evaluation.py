@@ -29,6 +29,8 @@ def report(
     """Make one page of plots and tables of what was measured, or tables in Markdown."""
     if output is None and not markdown:
         raise UsageError("say where the page goes, as -o report.html; or --markdown for tables on standard output")
+    if profile is not None and markdown:
+        raise UsageError("--profile is drawn on the page, and --markdown has no plots; leave out one of them")
     require_writable(output)
     from spmoe.bench.profile import read_engine_profile
     from spmoe.bench.results import read_results

@@ -190,12 +190,10 @@ def _require_same(profile: EngineProfile, llm: LLM) -> None:
         "expert_bytes": engine.store.layout.nbytes,
         "emulated_link_gbps": engine.config.link_gbps,
     }
-    for name, value in here.items():
-        if getattr(subject, name) != value:
-            raise UsageError(
-                f"the profile is of {name} {getattr(subject, name)}, and this engine has {value}; measure one here by "
-                "leaving out --from"
-            )
+    if (found := subject.difference(here)) is not None:
+        raise UsageError(
+            f"the profile is of {found[0]}, and this engine of {found[1]}; measure one here by leaving out --from"
+        )
 
 
 def _within(depths: list[int] | None, layers: int) -> list[int] | None:
