@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 SHORT = ("--max-prompts", 1, "--output-len", 6)
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the profile of the tiny pair is kept."""
-    return tmp_path_factory.mktemp("profile") / "a.json"
-
-
-def test_a_profile_is_measured_shown_and_checked(checkpoints: Path, kept: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_a_profile_is_measured_shown_and_checked(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+    kept = tmp_path / "a.json"
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", *SHORT)
     shown = invoke("profile", *pair, "--expert-memory", "50%", "-k", 2, "-o", kept).succeeded()
     assert not [
@@ -42,6 +37,8 @@ def test_a_profile_is_measured_shown_and_checked(checkpoints: Path, kept: Path, 
     drawn = plot.read_text()
     assert drawn.count("<polyline") == 6
     assert "Step over the cutoff, 50%, K=2" in drawn
+    other = invoke("profile", *pair[:1], "--expert-memory", "50%", "--dtype", "bfloat16", "--check", "--from", kept)
+    other.refused(2, "of dtype float32", "of dtype bfloat16", "--from")
 
 
 def test_without_a_draft_there_is_less_to_say(checkpoints: Path, invoke: Invoke) -> None:
@@ -74,12 +71,3 @@ def test_bad_options_are_one_line(
     checkpoints: Path, invoke: Invoke, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     invoke("profile", checkpoints / "target", *options).refused(2, *words)
-
-
-def test_a_profile_of_something_else_is_refused(checkpoints: Path, kept: Path, invoke: Invoke) -> None:
-    if not kept.exists():
-        pytest.skip("the profile was not made")
-    result = invoke(
-        "profile", checkpoints / "target", "--expert-memory", "50%", "--dtype", "bfloat16", "--check", "--from", kept
-    )
-    result.refused(2, "of dtype float32", "of dtype bfloat16", "--from")

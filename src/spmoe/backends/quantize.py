@@ -7,7 +7,6 @@ expert file like any other, with codes and scales for tensors.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from spmoe.backends.base import gate_activation
 from spmoe.backends.cpu import CpuBackend
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
 from spmoe.experts.waves import Wave
+from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -129,11 +129,8 @@ class QuantizedExperts:
         blob = torch.empty(size, dtype=torch.uint8)  # one at a time through the host's memory
         view = memoryview(blob.numpy())  # type: ignore[arg-type]
         for place, key in enumerate(self.spec.keys()):
-            done = 0
-            while done < size:
-                if (count := os.preadv(file.fd, [view[done:]], file.offset(key) + done)) == 0:
-                    raise OSError(f"{file.path} ends early")
-                done += count
+            if read_into(file.fd, view, file.offset(key)) < size:
+                raise OSError(f"{file.path} ends early")
             file.check(key, view)
             blobs[place].copy_(blob)
         self._blobs = list(blobs.split(self.spec.experts))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -16,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 FORMAT, VERSION = "spmoe profile", 1
 T = TypeVar("T")
@@ -148,13 +148,7 @@ class EngineProfile:
 
     def save(self, path: Path) -> None:
         """Write the file; it appears under its name when it is whole."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def behaviour(self, policy: str) -> Behaviour | None:
         """What generations under this policy showed, if there were such."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +16,7 @@ from spmoe.engine.profiling import Timed, Timer, expert_share, time_load, time_p
 from spmoe.errors import UsageError
 from spmoe.experts.link import Link
 from spmoe.experts.store import ExpertFile
+from spmoe.files import read_into
 from spmoe.models.load import expert_file_path
 from spmoe.models.network import Network
 from spmoe.models.shipped import sample_text
@@ -141,10 +141,8 @@ def _mover(engine: Engine, most: int) -> Iterator[Callable[[int], list[float]]]:
         file, buffer = ExpertFile.open(expert_file_path(engine.checkpoint, engine.dtype)), memoryview(bytearray(most))
         start = file.offset(next(iter(file.spec.keys())))
 
-        def read(size: int) -> None:
-            done = 0
-            while done < size and (count := os.preadv(file.fd, [buffer[done:size]], start + done)):
-                done += count
+        def read(size: int) -> int:
+            return read_into(file.fd, buffer[:size], start)
 
         try:
             read(most)

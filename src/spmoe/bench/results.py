@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 FORMAT = 2  # of the records
 
@@ -62,14 +63,5 @@ def _take(line: str, where: str, groups: list[Group]) -> None:
 
 
 def write_results(path: Path, groups: Iterable[Group]) -> None:
-    """Replace a file at once, so that nothing is lost where writing fails."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device
-            path.write_text("".join(group.lines() for group in groups), encoding="utf-8")
-            return
-        beside.write_text("".join(group.lines() for group in groups), encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+    """Write them to a file, whose earlier contents stay where that fails."""
+    write_text(path, "".join(group.lines() for group in groups))

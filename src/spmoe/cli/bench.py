@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from spmoe.cli.listed import listed, whole
 from spmoe.cli.options import ctrl_c_stops, stderr
-from spmoe.cli.output import require_writable, write_text
+from spmoe.cli.output import require_writable
 from spmoe.errors import SpmoeError, UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.results import Group
@@ -98,7 +100,7 @@ def bench(
         "budgets": ("--expert-memory", _listed("--expert-memory", expert_memory, str)),
         "policies": ("--prefetch", _listed("--prefetch", prefetch, str)),
         "evictions": ("--eviction", _listed("--eviction", eviction, str)),
-        "draft_tokens": (_K, _listed(_K, num_speculative_tokens, _whole)),
+        "draft_tokens": (_K, _listed(_K, num_speculative_tokens, whole)),
         "cutoffs": ("--cutoff", _listed("--cutoff", cutoff, str)),
         "prompts": ("--prompts", prompts),
         "max_prompts": ("--max-prompts", max_prompts),
@@ -135,21 +137,7 @@ def bench(
 
 
 def _listed(name: str, text: str | None, convert: Callable[[str], T]) -> list[T] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise UsageError(f"{name} takes values with commas between them, not {text!r}")
-    try:
-        return list(dict.fromkeys(convert(word) for word in words))
-    except ValueError as error:
-        raise UsageError(f"{name} cannot be {text!r}: {error}") from error
-
-
-def _whole(word: str) -> int:
-    if not word.isdecimal():
-        raise ValueError(f"{word!r} is not a whole number")
-    return int(word)
+    return None if text is None else listed(name, text, convert)
 
 
 def _step_time(word: str) -> tuple[int, float]:
@@ -160,7 +148,7 @@ def _step_time(word: str) -> tuple[int, float]:
         time = 0.0
     if not 0 < time < float("inf"):
         raise ValueError("write K=milliseconds, as 0=12.5,4=30")
-    return _whole(k.strip()), time
+    return whole(k.strip()), time
 
 
 class _Benchmark:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
-from spmoe.cli.output import require_writable, write_text
+from spmoe.cli.output import require_writable
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.families import Verdict

@@ -1,4 +1,4 @@
-"""Files that verbs write: refused before any work is done for them, or with the reason why not."""
+"""Files that verbs write, refused before any work is done for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,3 @@ def require_writable(*files: str | Path | None) -> None:
         there = path if path.exists() else path.parent
         if path.is_dir() or not there.exists() or not os.access(there, os.W_OK):
             raise UsageError(f"cannot write {path}; choose a file in a directory that exists and can be written")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, or say why it cannot be."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, load, read_text_file, takes_shared_options
-from spmoe.cli.output import require_writable, write_text
+from spmoe.cli.output import require_writable
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.predictability import Predictability

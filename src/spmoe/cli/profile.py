@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.listed import listed, whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options
-from spmoe.cli.output import require_writable, write_text
+from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.profile import EngineProfile
@@ -64,8 +66,8 @@ def profile(
     """
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
-    memories = [Size.parse(part) for part in _parts("--expert-memory", expert_memory)]
-    lengths = [_whole("--num-speculative-tokens", part) for part in _parts("-k", num_speculative_tokens)]
+    memories = listed("--expert-memory", expert_memory, Size.parse)
+    lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
     depths = _depths(cutoff)
     if stored is not None and output is not None:
         raise UsageError(
@@ -207,22 +209,9 @@ def _depths(text: str | None) -> list[int] | None:
         return []
     if text.strip().lower() == "every":
         return None
-    found = [Cutoff.parse(part) for part in _parts("--cutoff", text)]
+    found = listed("--cutoff", text, Cutoff.parse)
     if any(one.mode is not CutoffMode.FIXED for one in found):
         raise UsageError(
             f"--cutoff takes numbers of layers or 'every' here, not {text!r}; automatic ones are run anyway"
         )
     return [one.layers for one in found]
-
-
-def _parts(name: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise UsageError(f"{name} takes values with commas between them, not {text!r}")
-    return list(dict.fromkeys(parts))
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{name} cannot be {text!r}: write a whole number of tokens")
-    return int(text)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.listed import listed, speed, whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, SamplingParams, Size, rule_for
@@ -91,22 +92,22 @@ def record_trace(
 def replay_trace(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `spmoe trace record` wrote.")],
     prefetch: Annotated[
-        str, typer.Option(help="Prefetch policies, by commas; also 'oracle'.")
+        str, typer.Option(help="Prefetch policies, with commas; also 'oracle'.")
     ] = "on-demand,draft-gate",
     eviction: Annotated[
-        str, typer.Option(help="Eviction rules, by commas; also 'belady' and 'one-step-perfect'; auto: the policy's.")
+        str, typer.Option(help="Eviction rules, with commas; also 'belady' and 'one-step-perfect'; auto: the policy's.")
     ] = "auto",
     num_speculative_tokens: Annotated[
-        str | None, typer.Option("--num-speculative-tokens", "-k", help="K, by commas; default: as recorded.")
+        str | None, typer.Option("--num-speculative-tokens", "-k", help="K, with commas; default: as recorded.")
     ] = None,
     cutoff: Annotated[
-        str, typer.Option(help="Layers to prefetch for, by commas: auto, just-in-time, none, numbers.")
+        str, typer.Option(help="Layers to prefetch for, with commas: auto, just-in-time, none, numbers.")
     ] = "auto",
     expert_memory: Annotated[
-        str | None, typer.Option(help="Memory for experts, by commas: sizes or shares; default: as recorded.")
+        str | None, typer.Option(help="Memory for experts, with commas: sizes or shares; default: as recorded.")
     ] = None,
     link_gbps: Annotated[
-        str | None, typer.Option(help="Gigabytes per second of the link, by commas; default: as recorded.")
+        str | None, typer.Option(help="Gigabytes per second of the link, with commas; default: as recorded.")
     ] = None,
     compute_scale: Annotated[float, typer.Option(min=0, help="Compute takes this many times as long.")] = 1.0,
     expert_size: Annotated[str | None, typer.Option(help="As if an expert had this size, such as 336MiB.")] = None,
@@ -141,12 +142,12 @@ def replay_trace(
     settings = [
         Setting(policy, rule_for(policy, rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
-            _parts(prefetch),
-            _parts(eviction),
-            _each(num_speculative_tokens, _whole),
-            [Cutoff.parse(part) for part in _parts(cutoff)],
-            _each(expert_memory, Size.parse),
-            _each(link_gbps, _speed),
+            listed("--prefetch", prefetch, str),
+            listed("--eviction", eviction, str),
+            _each("--num-speculative-tokens", num_speculative_tokens, whole),
+            listed("--cutoff", cutoff, Cutoff.parse),
+            _each("--expert-memory", expert_memory, Size.parse),
+            _each("--link-gbps", link_gbps, speed),
         )
     ]
     settings = list(dict.fromkeys(settings))  # a rule may be named twice, by its name and as auto
@@ -218,32 +219,9 @@ def _label(setting: Setting) -> str:
     return " ".join(str(part) for part in parts if part is not None)
 
 
-def _each(text: str | None, parse: Callable[[str], T]) -> Sequence[T | None]:
+def _each(name: str, text: str | None, convert: Callable[[str], T]) -> Sequence[T | None]:
     """The values of an option that takes several; None where it was not given."""
-    return [None] if text is None else [parse(part) for part in _parts(text)]
-
-
-def _parts(text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise UsageError("an option that takes several values got none; write them with commas between")
-    return list(dict.fromkeys(parts))
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{text!r} is not a number of draft tokens; write 0, 1, 2 and so on")
-    return int(text)
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise UsageError(f"{text!r} is not a speed; write gigabytes per second, such as 25")
-    return speed
+    return [None] if text is None else listed(name, text, convert)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

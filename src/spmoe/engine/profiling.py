@@ -17,6 +17,7 @@ import torch
 
 from spmoe.config import home
 from spmoe.experts.source import ExpertSource
+from spmoe.files import replacing
 from spmoe.models.network import Network
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
@@ -49,9 +50,8 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Keep a profile. A cache directory that cannot be written only means measuring again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(asdict(profile), indent=2))
-        partial.replace(path)
+        with replacing(path) as place:
+            place.write_text(json.dumps(asdict(profile), indent=2))
     except OSError:
         pass
 

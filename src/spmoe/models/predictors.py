@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 from spmoe.config import home
 from spmoe.errors import CheckpointError, UsageError, reason
+from spmoe.files import replacing
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.network import Network
 from spmoe.models.target import Target
@@ -40,16 +40,13 @@ def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts
     """Keep the maps fitted for a pair; `facts` go with them, for people to read."""
     path = predictor_path(target, draft)
     meta = {"format": FORMAT, "target": target.fingerprint, "draft": draft.fingerprint, "facts": json.dumps(facts)}
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     tensors = {"weights": fitted.weights.cpu().contiguous(), "biases": fitted.biases.cpu().contiguous()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, meta)
-        partial.replace(path)
+        with replacing(path) as place:
+            save_file(tensors, place, meta)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"cannot write {path} ({reason(error)}); point SPMOE_HOME at a writable directory") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

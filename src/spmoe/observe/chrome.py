@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmoe.errors import UsageError
+from spmoe.files import write_text
 from spmoe.observe.timeline import Activity, Span
 
 # process and thread of each activity, in the order in which they are shown
@@ -56,10 +56,7 @@ def write_chrome(path: Path, runs: Mapping[str, Sequence[Span]]) -> None:
         for number, (name, spans) in enumerate(runs.items())
         for event in chrome_events(spans, name, 1 + number * width)
     ]
-    try:
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from spmoe.errors import UsageError
+from spmoe.files import replacing
 
 FORMAT = "spmoe trace"
 VERSION = 1
@@ -167,13 +167,10 @@ class Trace:
         """Write the file; it appears under its name when it is whole."""
         header = {"format": FORMAT, "version": VERSION, "shape": asdict(self.shape), "about": self.about}
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
+            with replacing(path) as place, place.open("wb") as file:
                 np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
-            partial.replace(path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
 
     @classmethod
