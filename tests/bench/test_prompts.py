@@ -69,14 +69,14 @@ def test_a_set_is_told_by_its_prompts() -> None:
 
 def test_files_are_looked_for_where_they_are_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "x"}')
-    assert find_prompts("mine.jsonl", tmp_path) == PromptSet("mine", "JSON lines", ("x",))
+    assert find_prompts(str(tmp_path / "mine.jsonl")) == PromptSet("mine", "JSON lines", ("x",))
     with pytest.raises(UsageError, match=r"there is no file .*other.jsonl.*check the path.*humaneval"):
-        find_prompts("other.jsonl", tmp_path)
+        find_prompts(str(tmp_path / "other.jsonl"))
     with pytest.raises(UsageError, match="did you mean humaneval"):
-        find_prompts("human-eval", tmp_path)
+        find_prompts("human-eval")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="not UTF-8"):
-        find_prompts("bytes", tmp_path)
+        find_prompts(str(tmp_path / "bytes"))
 
 
 def test_the_hub_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_parquet_takes_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(prompts, "import_module", without)
     with pytest.raises(UsageError, match="pip install pyarrow"):
-        find_prompts("test.parquet", tmp_path)
+        find_prompts(str(tmp_path / "test.parquet"))
 
     class Table:
         def to_pylist(self) -> list[dict[str, str]]:
@@ -121,4 +121,4 @@ def test_parquet_takes_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             return Table()
 
     monkeypatch.setattr(prompts, "import_module", lambda name: Reader)
-    assert find_prompts("test.parquet", tmp_path) == PromptSet("test", "HumanEval", ("def f():",))
+    assert find_prompts(str(tmp_path / "test.parquet")) == PromptSet("test", "HumanEval", ("def f():",))

@@ -44,14 +44,14 @@ class PromptSet:
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
 
 
-def find_prompts(name: str, base: Path = Path()) -> PromptSet:
-    """The set of this name: `sample`, a file (looked for in `base`), or one of the hub's.
+def find_prompts(name: str) -> PromptSet:
+    """The set of this name: `sample`, a file, or one of the hub's.
 
     Of the hub there are those of `HUB_SETS` and, written as owner/name:path/to/file, any file of any dataset.
     """
     if name == SAMPLE:
         return sample_prompts()
-    path = base / Path(name).expanduser()
+    path = Path(name).expanduser()
     if path.is_file():
         return _read(path, path.stem)
     repository, _, file = name.partition(":")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.models.stored import StoredTensors
 from spmoe.types import ExpertKey
-
-OnProgress = Callable[[int, int], None]
 
 
 def load_dense(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

@@ -43,7 +43,6 @@ class Times:
     scale: float = 1.0  # of everything that follows
     draft_pass: float | None = None
     verify_layer: float | None = None  # front and experts, when all that a layer needs is there
-    expert_share: float | None = None  # of a layer's time; None: as recorded
     rest: float | None = None  # of a step, outside of passes and layers
 
 
@@ -147,7 +146,7 @@ class Replayer:
 
     def _plan(self, draft_tokens: int) -> list[StepPlan]:
         steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
-        share = times.expert_share if times.expert_share is not None else _expert_share(self.trace)
+        share = _expert_share(self.trace)
         for step in steps:
             for slab in step.slabs:
                 if times.draft_pass is not None:
