@@ -6,9 +6,9 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,14 +104,25 @@ def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     An option that the command declares itself, under the same name, is the command's own business.
     """
+    return _spread(command, ())
+
+
+def takes_shared_options_but(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same without those that mean nothing to the command: what is listed is heeded."""
+    return partial(_spread, without=names)
+
+
+def _spread(command: Callable[..., None], without: Sequence[str]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
-        name: {
-            p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values() if p.name not in own
-        }
+        name: {p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()}
         for name in own
         if name in _GROUPS
     }
+    for name in without:
+        if not any(group.pop(name, None) for group in groups.values()):
+            raise ValueError(f"no shared option is called {name}")
+    groups = {name: {p: one for p, one in group.items() if p not in own} for name, group in groups.items()}
     spread = [p for group in groups.values() for p in group.values()]
     spread += [p for p in own.values() if p.name not in groups]
 

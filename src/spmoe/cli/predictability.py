@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, takes_shared_options
+from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_but
 from spmoe.cli.output import require_writable
 from spmoe.errors import UsageError
 from spmoe.files import write_text
@@ -32,7 +32,7 @@ _COLUMNS = {
 }
 
 
-@takes_shared_options
+@takes_shared_options_but("prefetch", "cutoff", "synchronous")  # nothing is fetched ahead
 def predictability(
     engine: dict[str, Any],
     text: Annotated[

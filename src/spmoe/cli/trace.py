@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, SamplingParams, Size, rule_for
 from spmoe.errors import UsageError
@@ -39,7 +39,7 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record")
-@takes_shared_options
+@takes_shared_options_but("enforce_eager")  # always
 def record_trace(
     engine: dict[str, Any],
     params: SamplingParams,
