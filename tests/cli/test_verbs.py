@@ -264,6 +264,25 @@ def test_version(invoke: Invoke) -> None:
     assert invoke("--version").succeeded().out == f"spmoe {spmoe.__version__}\n"
 
 
+def test_debugging_shows_what_is_logged() -> None:
+    code = """
+import logging, sys
+from spmoe.cli.main import main
+logging.getLogger("spmoe.models").debug("unheard")
+sys.argv = ["spmoe", "--version"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+logging.getLogger("spmoe.models").debug("heard")
+logging.getLogger("others").debug("unheard")
+"""
+    for value, said in (("1", "spmoe.models: heard\n"), ("", "")):
+        environment = {**os.environ, "SPMOE_DEBUG": value}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stderr == said
+
+
 def test_as_a_module_and_as_a_command() -> None:
     script = Path(sys.executable).with_name("spmoe")
     for command in ([sys.executable, "-m", "spmoe"], [str(script)]):

@@ -17,11 +17,12 @@ from torch.nn import functional
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM, Qwen2MoeTopKRouter
 
+from spmoe.models import rotary
 from spmoe.models.anatomy import dissect
 from spmoe.models.fusion import fuse
 from spmoe.models.gates import StackedGates
@@ -239,6 +240,63 @@ def test_what_only_looks_alike_is_left_alone(name: str, dtype: torch.dtype) -> N
 def fused(module: nn.Module) -> nn.Module:
     fuse(module)
     return module
+
+
+class Attentions(nn.Module):
+    """Those of several layers, and some of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MistralAttention(MistralConfig(**SHAPE), number) for number in range(4))
+        self.others = nn.ModuleList(Interleaved() for _ in range(3))
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, torch.dtype]]:
+    """Every rotary function that was tried, and on what."""
+    tried: list[tuple[Any, torch.dtype]] = []
+    whole = rotary.prove
+
+    def prove(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
+        tried.append((own, dtype))
+        return whole(own, device, dtype)
+
+    monkeypatch.setattr(rotary, "prove", prove)
+    return tried
+
+
+@with_kernels
+def test_rotary_functions_are_proved_once_and_not_per_layer(proofs: list[tuple[Any, torch.dtype]]) -> None:
+    model = made(Attentions)
+    for number in (1, 2):  # what one model was told is nothing to the next
+        undo = fuse(model)
+        assert all("forward" in vars(layer) for layer in model.layers)
+        assert not any("forward" in vars(layer) for layer in model.others)
+        assert len(proofs) == 2 * number, "for seven layers"
+        undo()
+    assert len(set(proofs)) == 2
+
+
+def test_a_proof_is_for_one_function_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    tried: list[tuple[Any, torch.device, torch.dtype]] = []
+
+    def prove(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
+        tried.append((own, device, dtype))
+        if dtype is torch.float16:
+            raise RuntimeError("out of resources")
+        return dtype is torch.float32
+
+    monkeypatch.setattr(rotary, "prove", prove)
+    kernels, layers = rotary.RotaryKernels(), [made(Interleaved) for _ in range(3)]
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert all(kernels.form(layer, cpu, torch.float32) is not None for layer in layers)
+    assert not any(kernels.form(layer, cpu, torch.bfloat16) for layer in layers)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        kernels.form(layers[0], cpu, torch.float16)
+    assert kernels.form(layers[1], cpu, torch.float16) is None, "it failed before"
+    assert kernels.form(layers[0], other, torch.float32) is not None
+    assert len(tried) == len(set(tried)) == 4
 
 
 @with_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,16 @@ def gate_activation(experts: Any) -> str | None:
     except (RuntimeError, TypeError, AttributeError):
         return None
     return kernel_name(experts.act_fn) if plain else None
+
+
+def kernel_failures() -> tuple[type[Exception], ...]:
+    """What running a kernel may raise that says no more than that it does not run here, or not on such tensors."""
+    found: list[type[Exception]] = [ImportError, RuntimeError, ValueError]
+    with suppress(ImportError):
+        from triton.errors import TritonError  # a compiler that refuses it, a device with too little for it
+
+        found.append(TritonError)
+    return tuple(found)
 
 
 class Port(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -59,6 +60,9 @@ def options(
 
 def main() -> None:
     """Run the command line; a failure is one line on standard error, never a traceback."""
+    if os.environ.get("SPMOE_DEBUG"):
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("spmoe").setLevel(logging.DEBUG)
     try:
         if sys.stdout is None:
             raise UsageError("standard output is closed, and the answer goes there; open it, or send it to a file")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from spmoe.models.anatomy import MoeSite
+from spmoe.backends.base import kernel_failures
+from spmoe.errors import reason
+from spmoe.models.anatomy import MoeSite, RouterCall
 
 _PROBE_ROWS = 16
+_log = logging.getLogger(__name__)
+
+
+class _NotFused(Exception):
+    """Why these gates are not run by one kernel."""
 
 
 class FusedGates:
@@ -30,24 +38,38 @@ class FusedGates:
         if not len(norms) == len(calls) == len(sites) > 1:
             return None
         try:
+            return cls._proved(norms, calls)
+        except _NotFused as why:
+            _log.debug("gates are asked one by one, not by one kernel: %s", why)
+            return None
+
+    @classmethod
+    def _proved(cls, norms: Sequence[Any], calls: Sequence[RouterCall]) -> Self:
+        try:
             gates = cls(norms, [call.router for call in calls])
-            rng = torch.Generator(gates._norms.device).manual_seed(0)
-            shape = (len(sites), _PROBE_ROWS, gates._norms.shape[1])
-            probe = torch.randn(shape, generator=rng, device=gates._norms.device).to(gates._norms.dtype)
-            experts, scores = gates(range(len(sites)), probe)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such weights, or not of one shape
+            raise _NotFused(f"they are of another kind ({reason(error)})") from error
+        width = gates._norms.shape[-1]
+        if gates._norms.ndim != 2 or gates._routers.ndim != 3 or gates._routers.shape[-1] != width:
+            raise _NotFused("they are of another kind (their weights are no vectors and matrices of one width)")
+        rng = torch.Generator(gates._norms.device).manual_seed(0)
+        probe = torch.randn(len(norms), _PROBE_ROWS, width, generator=rng, device=gates._norms.device)
+        probe = probe.to(gates._norms.dtype)
+        try:
+            experts, scores = gates(range(len(norms)), probe)
+        except kernel_failures() as error:
+            raise _NotFused(f"the kernel does not run ({reason(error)})") from error
+        try:
             with torch.inference_mode():
                 alone = [call(norm(states)) for norm, call, states in zip(norms, calls, probe, strict=True)]
-            own, weights = torch.stack([a[0] for a in alone]), torch.stack([a[1] for a in alone]).float()
-        except Exception:  # a gate of another kind, or a device without kernels
-            return None
-        if own.shape != experts.shape:
-            return None
-        agree = (own.sort(dim=-1).values == experts.sort(dim=-1).values).float().mean()
-        weights = weights.sort(dim=-1, descending=True).values
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        # rounding may swap two nearly equal experts, no more
-        alike = float((weights - scores).abs().mean()) < 0.01 and float(agree) > 0.95
-        return gates if alike else None
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise _NotFused(f"they cannot be asked on their own ({reason(error)})") from error
+        if any(one[0].shape != experts.shape[1:] for one in alone):
+            raise _NotFused("the kernel picks another number of experts")
+        own, weights = torch.stack([one[0] for one in alone]), torch.stack([one[1] for one in alone]).float()
+        if not _alike(own, weights, experts, scores):
+            raise _NotFused("the kernel picks other experts")
+        return gates
 
     def __call__(self, layers: range, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts, best first, and their shares."""  # residual: [layers, rows, hidden] -> 2 x [.., top_k]
@@ -55,3 +77,11 @@ class FusedGates:
 
         own = slice(layers.start, layers.stop)
         return route_layers(residual, self._norms[own], self._eps, self._routers[own], self._top_k)
+
+
+def _alike(own: Tensor, weights: Tensor, experts: Tensor, scores: Tensor) -> bool:
+    """Whether both picked the same, but for two nearly equal experts that rounding may swap."""  # all: [.., top_k]
+    agree = (own.sort(dim=-1).values == experts.sort(dim=-1).values).float().mean()
+    weights = weights.sort(dim=-1, descending=True).values
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+    return float((weights - scores).abs().mean()) < 0.01 and float(agree) > 0.95

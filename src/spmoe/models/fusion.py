@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
 from spmoe.backends.base import kernel_name
-from spmoe.models.rotary import with_rotary_kernel
+from spmoe.models.rotary import RotaryKernels
 
 _ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
 _SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
@@ -27,9 +27,10 @@ def fuse(model: nn.Module) -> Callable[[], None]:
     Where kernels cannot run, nothing is replaced. Weights are looked up at each call, as the module itself does.
     """
     fused: list[Any] = []
+    rotary = RotaryKernels()
     with torch.inference_mode():
         for module in model.modules():
-            if (forward := _proved_form(module)) is not None:
+            if (forward := _proved_form(module, rotary)) is not None:
                 module.forward = forward
                 fused.append(module)
 
@@ -40,7 +41,7 @@ def fuse(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _proved_form(module: Any) -> Callable[..., Any] | None:
+def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | None:
     """A forward that is as good as the module's own, and faster for few rows."""
     weight: Any = getattr(module, "weight", next(module.parameters(), None))
     if type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous() or not _kernels_run_on(weight):
@@ -49,7 +50,7 @@ def _proved_form(module: Any) -> Callable[..., Any] | None:
         return None
     try:
         if any(True for _ in module.children()):
-            return _gated(module) or with_rotary_kernel(module, weight.device, weight.dtype)
+            return _gated(module) or rotary.form(module, weight.device, weight.dtype)
         if type(module) is nn.Linear:
             return _linear(module)
         if len(list(module.parameters())) > 1:

@@ -14,18 +14,31 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 _NAME = "apply_rotary_pos_emb"  # what transformers calls it wherever kernels may take its place
 
 
-def with_rotary_kernel(module: Any, device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """The module's forward, as its class wrote it, over a rotary function that is one kernel; None if not the same."""
-    forward = type(module).forward
-    if "forward" in vars(module) or not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
-        return None
-    own = forward.__globals__.get(_NAME)
-    if not callable(own) or not _same(own, device, dtype):
-        return None
-    names = {**forward.__globals__, _NAME: _fused(own)}
-    other = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    other.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(other, module)
+class RotaryKernels:
+    """The rotary functions of one model's modules as kernels, each tried once per device and dtype, not per layer."""
+
+    def __init__(self) -> None:
+        self._same: dict[tuple[Callable[..., Any], torch.device, torch.dtype], bool] = {}
+
+    def form(self, module: Any, device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+        """The module's forward, as its class wrote it, over a function that is one kernel; None if not the same."""
+        forward = type(module).forward
+        if "forward" in vars(module) or not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+            return None
+        own = forward.__globals__.get(_NAME)
+        if not callable(own) or not self._are_same(own, device, dtype):
+            return None
+        names = {**forward.__globals__, _NAME: _fused(own)}
+        other = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        other.__kwdefaults__ = forward.__kwdefaults__
+        return MethodType(other, module)
+
+    def _are_same(self, own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
+        tried = (own, device, dtype)
+        if tried not in self._same:
+            self._same[tried] = False  # which is left where trying fails
+            self._same[tried] = prove(own, device, dtype)
+        return self._same[tried]
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +65,7 @@ def _as_proved(query: Any, key: Any, cos: Any, sin: Any) -> bool:
     return whole and angles and dim % 2 == 0 and query.stride(3) == key.stride(3) == 1
 
 
-def _same(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
+def prove(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether random queries and keys, laid out as models do, come out the same in every bit."""
     from spmoe.backends.kernels.rotary import rotate
 
