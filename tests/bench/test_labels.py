@@ -15,7 +15,7 @@ from spmoe.bench.labels import PLAIN, Labels, case_names, distinct
 from spmoe.bench.markdown import markdown_report
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group
-from spmoe.bench.settings import ABLATIONS, Setting
+from spmoe.bench.settings import ABLATIONS, ALL_ON, Setting, switched_off
 from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, Size
 
 CUTOFFS = [Cutoff(mode) for mode in CutoffMode if mode is not CutoffMode.FIXED]
@@ -137,7 +137,7 @@ def test_what_does_not_draft_has_a_column() -> None:
     rows = [row("on-demand", 0, 0.06), row("next-gate", 0, 0.05), row("draft-gate", 4, 0.03)]
     compared = Comparison([Group(MACHINE, rows)])
     drafted, plain = Column("", "25%", 4), Column("", "25%", 0)
-    assert set(compared.columns) == {drafted, plain}
+    assert compared.columns == [plain, drafted]
     assert compared.cells["next-gate", plain] is rows[1]
     assert compared.cells[PLAIN, plain] is compared.cells[PLAIN, drafted] is rows[0]
     assert ("next-gate", drafted) not in compared.cells
@@ -167,6 +167,16 @@ def test_ablations_of_several_systems_are_apart() -> None:
     text = html_report([Group(MACHINE, both)]).split('id="ablation"')[1].split('id="efficiency"')[0]
     assert text.count("<figcaption>draft-gate, K=4, 25%</figcaption>") == 1
     assert text.count("<figcaption>draft-gate+next-gate, K=4, 25%</figcaption>") == 1
+
+
+def test_what_an_ablation_says_is_not_said_twice() -> None:
+    whole = row("draft-gate", 4, 0.03, ablation=ALL_ON)
+    rows = [{**whole, **switched_off(whole, name)} for name in ABLATIONS]
+    labels = Labels(rows)
+    assert [labels.label(one) for one in rows] == [
+        "draft-gate, K=4", "draft-gate, no cutoff, K=4", "draft-gate, no batching, K=4",
+        "draft-gate, no asynchrony, K=4", "on-demand, no prefetch, K=4",
+    ]  # fmt: skip
 
 
 @given(

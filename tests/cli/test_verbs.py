@@ -248,6 +248,16 @@ def test_spmoe_alone_shows_help(invoke: Invoke) -> None:
         assert f"\n  {verb} " in alone.out
 
 
+@pytest.mark.parametrize("verb", [(), ("trace",)], ids=["spmoe", "spmoe trace"])
+def test_verbs_are_listed_in_whole_sentences(
+    verb: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = invoke(*verb, "--help").succeeded().out.split("Commands:")[1].split("\n\n")[0].strip().splitlines()
+    assert len(listed) >= 2
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
+
+
 def test_every_option_has_a_help_text(invoke: Invoke) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert {"run", "chat", "info"} <= commands.keys()

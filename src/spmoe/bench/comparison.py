@@ -111,8 +111,10 @@ class Comparison:
 
     @property
     def columns(self) -> list[Column]:
-        """In the order in which they were measured."""
-        return list(dict.fromkeys(column for _, column in self.cells))
+        """Cases and budgets in the order in which they were measured, each with its values of K from the least on."""
+        found = list(dict.fromkeys(column for _, column in self.cells))
+        first = {(column.case, column.memory): place for place, column in reversed(list(enumerate(found)))}
+        return sorted(found, key=lambda column: (first[column.case, column.memory], column.draft_tokens))
 
     @property
     def systems(self) -> list[str]:

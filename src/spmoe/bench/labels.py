@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from spmoe.bench.results import Group
-from spmoe.bench.settings import ALL_ON
+from spmoe.bench.settings import ABLATIONS, ALL_ON
 from spmoe.config import EngineConfig
 
 Row = dict[str, Any]
@@ -53,7 +53,7 @@ class Labels:
             self._rules.setdefault(way.part, set()).add((way.prefetch, way.eviction))
         self._ways = distinct(ways, self._name)
         systems = dict.fromkeys((_Way.of(row), str(row["cutoff"])) for row in rows)
-        self._systems = distinct(systems, lambda one: self._ways[one[0]] + _cutoff(one[1]))
+        self._systems = distinct(systems, lambda one: self._ways[one[0]] + _cutoff(*one))
 
     def way(self, row: Row) -> str:
         """How a row prefetches and evicts, its cutoff left out."""
@@ -73,7 +73,9 @@ class Labels:
             name += f" ({way.prefetch} / {way.eviction})"
         elif several or (self._evictions_differ and way.base != PLAIN):
             name += f" / {way.eviction}"
-        name += ", unbatched" * (not way.batching) + ", synchronous" * way.synchronous
+        off = ABLATIONS.get(way.ablation or ALL_ON, {})  # what its name says already
+        name += ", unbatched" * (not way.batching and "batching" not in off)
+        name += ", synchronous" * (way.synchronous and "synchronous" not in off)
         all_on = way.ablation == ALL_ON and way._replace(ablation=None) not in self._whole
         return name if way.ablation is None or all_on else f"{name}, {way.ablation}"
 
@@ -97,8 +99,9 @@ def distinct(things: Iterable[T], name: Callable[[T], str]) -> dict[T, str]:
     return found
 
 
-def _cutoff(text: str) -> str:
-    return "" if text == USUAL_CUTOFF else f", cutoff {text}"
+def _cutoff(way: _Way, text: str) -> str:
+    own = str(ABLATIONS.get(way.ablation or ALL_ON, {}).get("cutoff", USUAL_CUTOFF))
+    return "" if text == own else f", cutoff {text}"
 
 
 def case_names(groups: Sequence[Group]) -> list[str]:

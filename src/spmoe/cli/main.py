@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -31,13 +32,26 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]  # the base of 
 app = typer.Typer(
     name="spmoe",
     help="Run Mixture-of-Experts language models that do not fit in fast memory, with exactly the model's own output.",
+    epilog="`spmoe COMMAND --help` lists the options of each. Without a MODEL, commands use the small pair that ships.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, run, chat, info, predictability, profile, fit_predictor, families, bench, report):
-    app.command()(verb)
-app.add_typer(trace)
+_VERBS: dict[Callable[..., None], str] = {  # and what each is for, in a line of the list
+    demo: "See what prefetching does, on the pair that ships.",
+    run: "Complete a prompt.",
+    chat: "Talk with a model.",
+    info: "Show a model, its memory and how deep it prefetches.",
+    predictability: "Measure whether a draft suits a target.",
+    profile: "Measure what the parts of a step take here.",
+    fit_predictor: "Fit maps for a draft of another width.",
+    families: "Prove which MoE architectures work here.",
+    bench: "Measure configurations against each other.",
+    report: "Make a page, or tables, of what bench measured.",
+}
+for verb, purpose in _VERBS.items():
+    app.command(short_help=purpose)(verb)
+app.add_typer(trace, short_help="Record generations; replay them under other policies.")
 
 
 def _print_version(wanted: bool) -> None:

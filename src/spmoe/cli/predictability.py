@@ -31,6 +31,13 @@ _COLUMNS = {
     "largest_load": "largest load",
 }
 
+_LEGEND = (
+    "cosine: of the draft's and the target's hidden states; top-1: the first choice is the target's; recall: of the k "
+    "experts used, those among the k (or k+1) predicted; union: the same over several tokens together, and how much of "
+    "what was predicted was used; next gate: predicted from the target's own previous layer, which the first has not; "
+    "previous token: used by it too; largest load: tokens that use the busiest expert"
+)
+
 
 @takes_shared_options_but("prefetch", "cutoff", "synchronous")  # nothing is fetched ahead
 def predictability(
@@ -73,6 +80,7 @@ def predictability(
             f"greedy agreement {100 * result.greedy_agreement:.1f}%, sampling acceptance "
             f"{100 * result.sampling_acceptance:.1f}%, {result.tokens} tokens"
         )
+        console.print(_LEGEND, style="dim", soft_wrap=True)
 
 
 def _table(result: Predictability) -> Table:

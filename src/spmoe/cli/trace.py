@@ -38,7 +38,7 @@ def options(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@trace.command("record")
+@trace.command("record", short_help="Generate, and write down what was routed.")
 @takes_shared_options_but("enforce_eager")  # always
 def record_trace(
     engine: dict[str, Any],
@@ -88,7 +88,7 @@ def record_trace(
         raise typer.Exit(130)
 
 
-@trace.command("replay")
+@trace.command("replay", short_help="Play a trace on a virtual clock.")
 def replay_trace(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `spmoe trace record` wrote.")],
     prefetch: Annotated[
