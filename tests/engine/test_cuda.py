@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from spmoe import LLM, SamplingParams
 from spmoe.errors import BudgetError, SpmoeError, TransferError
 from spmoe.models.shipped import sample_text, shipped_pair
+from spmoe.models.target import Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -213,6 +214,22 @@ def _locked_bytes() -> int:
     """Host memory of this process that is locked or pinned."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmLck", "VmPin"))
+
+
+def test_replays_write_to_no_memory_but_their_own() -> None:
+    with LLM(dtype="float32", device="cuda", expert_memory="100%", progress=False) as llm:
+        first = tokens(llm)
+        # all the small blocks that are free, also those that were let go of while forwards were recorded
+        held = [torch.full((1 + n % 64,), 7, device="cuda") for n in range(20_000)]
+        assert tokens(llm) == first == expected()
+        assert bool((torch.cat(held) == 7).all())
+
+
+def test_a_recorded_draft_and_a_target_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "record_forwards", lambda self, *args: "not in this test")
+    for memory in ("100%", "30%"):
+        with LLM(dtype="float32", device="cuda", expert_memory=memory, progress=False) as llm:
+            assert [tokens(llm) for _ in range(2)] == [expected()] * 2
 
 
 def test_engines_that_come_and_go_leave_no_memory_behind() -> None:

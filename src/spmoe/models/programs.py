@@ -104,6 +104,7 @@ class Program:
         self._answers: list[Routing | None] = []
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
+        self._inputs = (ids, positions, length)  # every replay writes there: nobody else may be given that memory
 
         def forward() -> Tensor:
             self._slabs.clear()
