@@ -62,6 +62,12 @@ def compile_all() -> None:
     cache = zeros(1, 8, 4096, 128)
     attention.append(cache, cache, key, key, one)
     attention.decode_attention(query, cache, cache, one, 0.1, 1024)
+    for dim, value_dim in ((64, 64), (192, 128), (256, 256), (512, 512)):
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows in (1, 5, 64):
+                heads = zeros(1, 8, rows, dim, dtype=dtype)
+                keys, values = zeros(1, 1, 4096, dim, dtype=dtype), zeros(1, 1, 4096, value_dim, dtype=dtype)
+                attention.decode_attention(heads, keys, values, one, 0.1)
     chain, ids = inputs.new_chain(torch.device("cpu")), zeros(1, 5, dtype=torch.int64)
     inputs.stage(zeros(6, dtype=torch.int64), chain, ids, ids, one)
     inputs.stage_chained(chain, one, one, one)

@@ -325,6 +325,8 @@ def test_attention_of_every_length(device: str, length: int, rows: int, window: 
         (4, 1, 128, 128, torch.bfloat16),
         (2, 1, 192, 128, torch.bfloat16),
         (1, 1, 192, 128, torch.float32),
+        (2, 1, 256, 256, torch.bfloat16),
+        (1, 1, 512, 512, torch.float32),
     ],
 )
 def test_attention_of_every_shape(

@@ -19,6 +19,7 @@ from torch import Tensor
 _FEW = 64  # queries of one head of the cache: tiles of 16, and larger ones beyond
 _PROGRAMS = 264  # two for each multiprocessor of a large device
 _MOST_SPLITS = 64
+_SHARED = 96 * 1024  # bytes of a multiprocessor's memory that a program may take: a consumer's card has 99 KiB
 
 
 def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
@@ -52,10 +53,12 @@ def decode_attention(
     _, heads, rows, dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     pad, value_pad = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    block = 64 if query.element_size() <= 2 and pad + value_pad <= 512 else 32
+    size = query.element_size()
+    block = block_for(pad, value_pad, size)
     splits = splits_for(kv_heads, capacity, block)
     queries = rows * heads // kv_heads  # of one head of the cache
-    tile = 16 if queries <= _FEW or query.element_size() > 2 else 64  # without tensor cores, more would spill
+    tile = 16 if queries <= _FEW or size > 2 else 64  # without tensor cores, more would spill
+    stages = next((n for n in (3, 2) if _shared(pad, value_pad, size, block, tile, n) <= _SHARED), 1)
     sums = query.new_empty(splits, rows * heads, value_dim, dtype=torch.float32)
     stats = query.new_empty(2, splits, rows * heads, dtype=torch.float32)  # largest score, and sum of weights
     out = query.new_empty(1, rows, heads, value_dim)
@@ -63,10 +66,21 @@ def decode_attention(
         query, keys, values, length, sums, stats, scaling * math.log2(math.e), rows,
         *query.stride()[1:], *keys.stride()[1:3], *values.stride()[1:3],
         GROUP=heads // kv_heads, HEADS=heads, WINDOW=window or 0, SPLITS=splits,
-        D=dim, DV=value_dim, D_PAD=pad, DV_PAD=value_pad, BM=tile, BN=block, num_warps=4, num_stages=3,
+        D=dim, DV=value_dim, D_PAD=pad, DV_PAD=value_pad, BM=tile, BN=block, num_warps=4, num_stages=stages,
     )  # fmt: skip
     _combine_kernel[(rows * heads,)](sums, stats, out, rows * heads, DV=value_dim, DV_PAD=value_pad, SPLITS=splits)
     return out
+
+
+def block_for(pad: int, value_pad: int, size: int) -> int:
+    """Positions read at a time, by the cache's shape alone: as many as a multiprocessor has room for."""
+    wanted = (64, 32) if size <= 2 else (32,)
+    return next((block for block in wanted if _shared(pad, value_pad, size, block, 16, 3) <= _SHARED), 16)
+
+
+def _shared(pad: int, value_pad: int, size: int, block: int, tile: int, stages: int) -> int:
+    """Bytes that a program takes, about: keys and values under way, queries, and weights."""
+    return (stages - 1) * block * (pad + value_pad) * size + tile * (pad * size + 6 * block)
 
 
 def splits_for(kv_heads: int, capacity: int, block: int) -> int:
