@@ -86,6 +86,7 @@ class Rerunner:
 
     def __init__(self) -> None:
         self.phase = Phase.EAGER
+        self.while_waiting: Callable[[], None] = lambda: None
         self.recorded = 0
         self.replayed = 0
         self._replaying = False
@@ -307,6 +308,34 @@ def test_predictions_are_one_kernel(double: Double, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:
         assert isinstance(llm.engine.target._stacked, FusedGates)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+
+
+@pytest.mark.parametrize("prefetch", ["draft-gate", "activation"])
+def test_wishes_move_while_the_device_is_busy(double: Double, mixtral_pair: Pair, prefetch: str) -> None:
+    """Those of the draft before the next pass is waited for, the last ones behind the target's first layer."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "cutoff": "none"}
+    with LLM(
+        str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, prefetch=prefetch, **options
+    ) as llm:
+        source, granted = llm.engine.source, set[int]()
+        assert source.patient
+        grant = source.grants.grant
+
+        def note() -> bool:
+            if some := grant():
+                granted.add(source._position)
+            return some
+
+        source.grants.grant = note  # type: ignore[method-assign]
+        for _ in range(2):
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert -1 in granted, "in the draft's time"
+        assert source.counters.prefetch_used > 0
+        source.synchronous = True
+        source.begin_step()
+        pumped, source.pump = source.pump, lambda: pytest.fail("nothing may overlap")  # type: ignore[method-assign]
+        source.see_to_wishes()
+        source.pump = pumped  # type: ignore[method-assign]
 
 
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:

@@ -28,6 +28,7 @@ from checkpoints import (
 from spmoe import LLM, Completion, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
 from spmoe.predict.draft_gate import DraftGate
+from spmoe.types import Wishes
 
 PROMPT = "the cat"
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -504,9 +505,9 @@ def test_a_draft_of_another_depth_predicts_every_layer(
         assert isinstance(policy, DraftGate)
         sound, wished = policy.on_seen, set()
 
-        def on_seen(seen: Any) -> list[Any]:
-            wishes = list(sound(seen))
-            wished.update(wish.key.layer for wish in wishes)
+        def on_seen(seen: Any) -> Wishes:
+            wishes = sound(seen)
+            wished.update(wishes.layers.tolist())
             return wishes
 
         policy.on_seen = on_seen  # type: ignore[method-assign]

@@ -257,6 +257,7 @@ class _Blobs:
                 found.append(self._keys[self._next])
         beyond = len(self._engine.store.experts)  # a deadline that no layer reaches
         self._source.wish(Wishes.of(Wish(key, 1.0, beyond) for key in found))
+        self._source.see_to_wishes()
         return found
 
     def arrived(self, keys: Sequence[ExpertKey]) -> int:

@@ -82,6 +82,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         k = config.num_speculative_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
+            room.recorder.while_waiting = source.see_to_wishes
+            source.patient = draft is not None and draft.records and not threaded
         target.connect(source, room.backend)
         if room.cuda is not None and budget.slots == spec.count and config.link_gbps is None:
             load_all(source, spec.experts)

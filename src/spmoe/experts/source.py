@@ -50,6 +50,7 @@ class ExpertSource:
         self.timeline = timeline or Timeline()
         self.counters = counters
         self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
+        self.patient = False  # while the draft runs, whoever wishes calls `see_to_wishes` when it has time
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
         self._transfer = transfer
@@ -97,7 +98,7 @@ class ExpertSource:
             pending, drafting = len(self._queue) > 0, self._position < 0
         if pending and self.synchronous and not drafting:
             self._fetch_all()
-        elif pending:
+        elif pending and not (self.patient and drafting):
             self.see_to_wishes()
 
     def draft_is_over(self) -> None:
@@ -156,9 +157,7 @@ class ExpertSource:
         Those of `opened`, which compute has been given already, are booked like the others and not yielded.
         """
         self.book()
-        held: list[Entry] = []
-        absent: list[ExpertKey] = []
-        started = self._clock.now()
+        held, absent, started = list[Entry](), list[ExpertKey](), self._clock.now()
         try:
             with self._lock:
                 self.loads.reap()
@@ -229,9 +228,10 @@ class ExpertSource:
 
     def see_to_wishes(self) -> None:
         """Something may be submitted: by the worker, or else now."""
-        if not self.synchronous:  # where nothing overlaps, whoever wishes waits for it
-            look = self.pump if self._worker is None else self._worker.poke
-            look()
+        if self._worker is not None and not self.synchronous:
+            self._worker.poke()
+        elif not self.synchronous:  # where nothing overlaps, whoever wishes waits for it
+            self.pump()
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""

@@ -78,6 +78,7 @@ class Programs:
             program.launch(watch)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
+        self.recorder.while_waiting()  # for whatever was wished for before the draft
         for program in chain:
             program.report()
         kv.advance(len(tokens) + len(chain) - 1)
@@ -140,6 +141,7 @@ class Program:
         if self._watch is None or self._watch.at_once:
             return
         for slab in self._slabs:
+            self._recorder.while_waiting()
             slab.arrived.synchronize()
             self._tell(slab)
 
