@@ -101,6 +101,7 @@ class CudaBackend:
         self._ring = page_locked(_RING, len(self.wave), dtype=torch.int32)
         self._places = self._ring.numpy()
         self._posted = 0
+        self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
         self._scratches: dict[tuple[int, int], Scratch] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
@@ -230,18 +231,25 @@ class CudaPort:
             if (opened.slots >= 0).any():
                 self._backend.post(opened.slots)
                 run()
-            self._source.book()  # of the last layer, while the device is busy
-            self._source.see_to_wishes()
+            self._catch_up()  # while the device is busy
             known.synchronize()
             needed = sorted(set(chosen.tolist()))
-            if not (enough := self._source.use_opened(opened, needed)):
+            if self._source.use_opened(opened, needed):
+                self._backend.put_off = (self._layer, notes)
+            else:
                 self._run_waves(run, needed, opened, notes)
         except BaseException:
             self._source.shut(opened)
             raise
-        if enough:
+
+    def _catch_up(self) -> None:
+        """What the layer before has put off: its hits, what it foretells, and wishes that are to be submitted."""
+        self._source.book()
+        (layer, notes), self._backend.put_off = self._backend.put_off, (-1, [])
+        if layer == self._layer - 1:  # else that forward was given up, or is over
             for note in notes:
                 note()
+        self._source.see_to_wishes()
 
     def _run_waves(
         self,
