@@ -338,6 +338,34 @@ def test_wishes_move_while_the_device_is_busy(double: Double, mixtral_pair: Pair
         source.pump = pumped  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+@pytest.mark.parametrize(("length", "sizes"), [(64, {64}), (65, {64, 1}), (150, {64, 22}), (250, {64, 58})])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_prompts_are_read_by_the_kernels_part_by_part(
+    double: Double,
+    mixtral_pair: Pair,
+    memory: Any,
+    length: int,
+    sizes: set[int],
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each expert is moved once for all parts; of more parts than that, each has a product of its own."""
+    plain, found = experts.run_wave_plain, set[int]()
+    monkeypatch.setattr("spmoe.backends.base._MOST_PARTS", parts)
+    monkeypatch.setattr(
+        "spmoe.backends.cuda.run_wave", lambda hidden, *rest: (found.add(len(hidden)), plain(hidden, *rest))[1]
+    )
+    prompt = [n * n % 251 for n in range(length)]
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
+    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
+        completion = llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))[0]
+        assert completion.token_ids == greedy(reference(mixtral_pair.target), prompt, 2)
+        count = llm.engine.store.count
+    assert (sizes <= found) == (length <= 64 * parts)
+    assert completion.stats.counters.demand_loads <= count + 2 * 2 * count // 8
+
+
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:
     expected = greedy(reference(windowed_pair.target), PROMPT, COUNT)
     assert generate(windowed_pair.target, windowed_pair.good, num_speculative_tokens=3) == expected

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Wave
 
+MOST_ROWS = 64  # that a kernel runs an expert for at once
+_MOST_PARTS = 8  # of so many rows, run one after the other
+_WORTH_READING = 800 * 10**6  # bytes that a large device reads while the host submits a product: 4 TB/s, 200 us
+
 _KERNELS_CALL_IT = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -25,6 +29,14 @@ _KERNELS_CALL_IT = {
 def kernel_name(activation: Any) -> str | None:
     """The kernels' name for an activation; None if they do not know it."""
     return _KERNELS_CALL_IT.get(type(activation).__name__)
+
+
+def kernel_rows(expert_bytes: int) -> int:
+    """The most rows that experts of this size are run for by kernels, which read them again for every `MOST_ROWS`.
+
+    A product for each expert reads it once, but costs the host longer than that takes, unless it is large.
+    """
+    return MOST_ROWS * min(_MOST_PARTS, max(1, _WORTH_READING // expert_bytes))
 
 
 def gate_activation(experts: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The CUDA backend: experts of few rows in grouped kernels that read slots in place, of many rows in plain products."""
+"""The CUDA backend: experts in grouped kernels that read slots in place; large ones of many rows in plain products."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import Port, gate_activation, kernel_name
+from spmoe.backends.base import MOST_ROWS, Port, gate_activation, kernel_name, kernel_rows
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Phase, Recorder
-from spmoe.backends.kernels.experts import MOST_ROWS, Geometry, Scratch, add_up, run_wave
+from spmoe.backends.kernels.experts import Geometry, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_wave
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Opened, Wave
@@ -102,7 +102,7 @@ class CudaBackend:
         self._places = self._ring.numpy()
         self._posted = 0
         self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
-        self._scratches: dict[tuple[int, int], Scratch] = {}
+        self._scratches: dict[tuple[int, int, int], Scratch] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
     def port(self, layer: int, source: ExpertSource) -> Port:
@@ -133,12 +133,12 @@ class CudaBackend:
             self.slots.table[key] = slot
         self.all_resident = True
 
-    def scratch(self, rows: int, top_k: int, geometry: Geometry) -> Scratch:
-        """Places for what experts compute. Layers run one after the other and share them."""
-        if (rows, top_k) not in self._scratches:
-            device = self.slots.arena.device
-            self._scratches[rows, top_k] = Scratch.allocate(rows, top_k, geometry, self.dtype, device)
-        return self._scratches[rows, top_k]
+    def scratch(self, rows: int, top_k: int, geometry: Geometry, part: int = 0) -> Scratch:
+        """Places for what experts compute of a part of the rows. Layers run one after the other and share them."""
+        key = (rows, top_k, part)
+        if key not in self._scratches:
+            self._scratches[key] = Scratch.allocate(rows, top_k, geometry, self.dtype, self.slots.arena.device)
+        return self._scratches[key]
 
     def chosen(self, layer: int, rows: int, top_k: int) -> Tensor:
         """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, page-locked
@@ -170,16 +170,19 @@ class CudaPort:
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if not self._looked:
             self._geometry, self._looked = self._backend.geometry(experts), True
-        geometry = self._geometry
-        if geometry is None or len(hidden) > MOST_ROWS:
-            return self._run_plain(experts, hidden, index, weights)
-        rows, top_k = index.shape
+        geometry, (rows, top_k) = self._geometry, index.shape
         backend, recorder = self._backend, self._backend.recorder
-        scratch = backend.scratch(rows, top_k, geometry)
-        activation, arena = str(kernel_name(experts.act_fn)), backend.arena
+        if geometry is None or rows > (
+            kernel_rows(backend.slots.layout.nbytes) if recorder.phase is Phase.EAGER else MOST_ROWS
+        ):
+            return self._run_plain(experts, hidden, index, weights)
+        parts = [slice(start, min(start + MOST_ROWS, rows)) for start in range(0, rows, MOST_ROWS)]
+        scratches = [backend.scratch(p.stop - p.start, top_k, geometry, at) for at, p in enumerate(parts)]
+        activation, arena, out = str(kernel_name(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
 
         def run(table: Tensor) -> None:
-            run_wave(hidden, index, weights, table, arena, geometry, activation, scratch)
+            for part, scratch in zip(parts, scratches, strict=True):
+                run_wave(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
 
         def run_next_wave() -> None:
             backend.take_wave()
@@ -197,7 +200,9 @@ class CudaPort:
             chosen.copy_(index, non_blocking=True)
             here, known = chosen.view(-1).numpy(), recorder.new_event()
             recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, here, known, notes))
-        return add_up(scratch, torch.empty_like(hidden))
+        for part, scratch in zip(parts, scratches, strict=True):
+            add_up(scratch, out[part])
+        return out
 
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spmoe.backends.base import kernel_rows
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
 from spmoe.engine.memory_plan import MemoryPlan
@@ -45,7 +46,7 @@ def plan_memory(
     """The same from sizes alone."""
     context = min(positions, config.max_model_len or _USUAL_CONTEXT)
     kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
-    workspace = WORKSPACE_BYTES + _activations(config, spec) if device.type == "cuda" else 0
+    workspace = WORKSPACE_BYTES + _activations(config, spec, top_k) if device.type == "cuda" else 0
     limit, allowed = None, None
     if device.type == "cpu" and config.device_memory is not None:
         raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
@@ -62,10 +63,14 @@ def _held(device: torch.device, weights: int) -> int:
     return min(weights, allocated_memory(device))
 
 
-def _activations(config: EngineConfig, spec: StoreSpec) -> int:
-    """What reading a chunk of a prompt computes on the way, roughly: a few rows of the widest layer per token."""
+def _activations(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
+    """What reading a chunk of a prompt computes on the way, roughly: a few rows of the widest layer per token.
+
+    And, where experts are run by kernels, what every one that a token is sent to makes of it.
+    """
     widest = max(max(field.shape) for field in spec.layout.fields)
-    return 12 * config.prefill_chunk * widest * 4
+    by_kernels = min(config.prefill_chunk, kernel_rows(spec.layout.nbytes))
+    return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * by_kernels)
 
 
 def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int, allowed: int | None = None) -> int:

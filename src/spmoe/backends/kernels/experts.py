@@ -18,9 +18,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from spmoe.backends.base import MOST_ROWS
 from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 
-MOST_ROWS = 64
 _ENOUGH_PROGRAMS = 512  # to keep a large device's memory busy
 
 
