@@ -244,7 +244,7 @@ def test_the_example_of_the_documentation_is_sound(tmp_path: Path) -> None:
 
 
 def test_there_is_one_for_each_end() -> None:
-    assert {file.stem for file in SCENARIOS} == {"paper", "ushape", "ablation", "quick"}
+    assert {file.stem for file in SCENARIOS} == {"paper", "h200", "ushape", "ablation", "quick"}
     (mixtral, *_), *_ = (
         cases_of(matrix) for matrix in read_scenario(ROOT / "scenarios/ushape.toml").matrices({"device": "cpu"})
     )
