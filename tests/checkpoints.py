@@ -22,6 +22,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -128,6 +130,27 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
         **changes,
     }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_shape(**changes)))
+
+
+def phimoe(**changes: Any) -> PhimoeForCausalLM:
+    """A family that makes its rotary embeddings on the host, in every forward."""
+    changes = {"num_local_experts": EXPERTS["mixtral"], "num_experts_per_tok": TOP_K, **changes}
+    shape = _shape(**changes)
+    return PhimoeForCausalLM(PhimoeConfig(**{name: value for name, value in shape.items() if name != "head_dim"}))
+
+
+def longrope(change: int) -> dict[str, Any]:
+    """Parameters of rotary embeddings that change there, by much."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [5.0, 4.0, 3.0, 2.0],
+        "short_mscale": 1.0,
+        "long_mscale": 1.7,
+        "factor": 2.0,
+        "original_max_position_embeddings": change,
+    }
 
 
 def qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:

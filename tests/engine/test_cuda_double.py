@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
-from checkpoints import Pair, greedy, memory_for, reference
+from checkpoints import Pair, byte_tokenizer, greedy, longrope, memory_for, phimoe, reference, save, seeded
 
 pytest.importorskip("triton", reason="no triton")
 
@@ -93,11 +95,13 @@ class Rerunner:
         self._notes: list[Callable[[], None]] = []
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
-        self.phase = Phase.REHEARSAL
-        forward()
-        self.phase = Phase.RECORDING
-        result = forward().clone()
-        self.phase = Phase.EAGER
+        try:
+            self.phase = Phase.REHEARSAL
+            forward()
+            self.phase = Phase.RECORDING
+            result = forward().clone()
+        finally:
+            self.phase = Phase.EAGER
         self.recorded += 1
         recording = Recording()
 
@@ -369,6 +373,50 @@ def test_prompts_are_read_by_the_kernels_part_by_part(
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:
     expected = greedy(reference(windowed_pair.target), PROMPT, COUNT)
     assert generate(windowed_pair.target, windowed_pair.good, num_speculative_tokens=3) == expected
+
+
+@pytest.fixture
+def host_refused(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, rotary embeddings cannot be made with the host's help while a forward is recorded."""
+    own = PhimoeRotaryEmbedding.forward
+
+    @wraps(own)
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        if double.recorder.phase is Phase.RECORDING:
+            raise RuntimeError("cannot copy between CPU and CUDA tensors")
+        return own(self, x, position_ids)
+
+    monkeypatch.setattr(PhimoeRotaryEmbedding, "forward", forward)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("change", [None, 12, 18])
+def test_rotary_embeddings_made_on_the_host(
+    double: Double, host_refused: None, tmp_path: Path, change: int | None, k: int
+) -> None:
+    """By table, also where the context grows past the position at which they change."""
+    made = seeded(phimoe, 3, **({} if change is None else {"rope_parameters": longrope(change)}))
+    target = save(made, tmp_path, byte_tokenizer())
+    expected = greedy(reference(target), PROMPT, COUNT)
+    with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, num_speculative_tokens=k) as llm:
+        assert not [notice for notice in llm.notices if "recorded" in notice]
+        for _ in range(2):
+            completion = llm.generate(PROMPT, GREEDY)[0]
+            assert completion.token_ids == expected
+            assert bool(completion.stats.counters.accepted) == bool(k)
+    assert double.recorder.replayed > COUNT
+
+
+def test_without_tables_they_are_not_recorded(
+    double: Double, host_refused: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.models.rotary_table.make_table", lambda *args: None)
+    target = save(seeded(phimoe, 3), tmp_path, byte_tokenizer())
+    with LLM(str(target), dtype="float32", progress=False, num_speculative_tokens=0) as llm:
+        (notice,) = llm.notices
+        assert "forwards of the target cannot be recorded (cannot copy between" in notice
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)
+    assert not double.recorder.replayed
 
 
 def test_two_generations_in_turns_have_states_of_their_own(double: Double, mixtral_pair: Pair) -> None:

@@ -46,9 +46,11 @@ class SelfNetwork(Network):
         """Of the quantized experts; all else is the target's."""
         return self._experts.nbytes
 
-    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
+    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
         """As any network's; but the modules are the target's, which comes first."""
-        return super().record_forwards(recorder, rows) if self._target.records else "those of the target are not"
+        if not self._target.records:
+            return "those of the target are not"
+        return super().record_forwards(recorder, rows, positions)
 
     def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """One layer's experts, after telling of the choice."""

@@ -61,7 +61,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
     fitted = _find_fitted(config, draft_checkpoint, target, draft, checkpoint, notices)
     networks = [n for n in (target, draft) if n is not None]
-    budget = divide_memory(config, device, networks, spec, target.top_k, fitted.nbytes if fitted is not None else 0)
+    maps = fitted.nbytes if fitted is not None else 0
+    budget = divide_memory(config, device, networks, spec, target.top_k, limit, maps)
     if budget.limit is not None:
         limit_memory(device, budget.limit)
     room = make_room(config, materials, budget.slots, store)
@@ -81,7 +82,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         drafter = _make_drafter(config, target, draft, states)
         k = config.num_speculative_tokens if drafter is not None else 0
         if room.recorder is not None:
-            _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], notices)
+            _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
             room.recorder.while_waiting = source.see_to_wishes
             source.patient = draft is not None and draft.records and not threaded
         target.connect(source, room.backend)
@@ -103,10 +104,12 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     return engine
 
 
-def _record(recorder: Recorder, networks: list[tuple[str, Network | None, int]], notices: list[str]) -> None:
+def _record(
+    recorder: Recorder, networks: list[tuple[str, Network | None, int]], limit: int, notices: list[str]
+) -> None:
     """Let forwards of few rows be recorded where the networks allow it."""
     for name, network, rows in networks:
-        if network is not None and (reason := network.record_forwards(recorder, rows)) is not None:
+        if network is not None and (reason := network.record_forwards(recorder, rows, limit)) is not None:
             notices.append(f"forwards of the {name} cannot be recorded ({reason}); they run slower")
 
 

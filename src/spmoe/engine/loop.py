@@ -99,24 +99,33 @@ class Loop:
         self.source.timeline.add(Activity.VERIFY, drafted, ended)
 
     def _draft_length(self, sequence: Sequence, room: int) -> int:
-        """K, less at the end of a request; none before the prompt has been read."""
-        return min(self.draft_tokens, room - 1) if sequence.id in self.states else 0
+        """K, less at the end of a request and where rotary embeddings change; none before the prompt has been read."""
+        if sequence.id not in self.states:
+            return 0
+        rows = self.target.changes.until(len(sequence.tokens) - 1)  # that go on as the last one does
+        return min(self.draft_tokens, room - 1, self.draft_tokens if rows is None else rows - 1)
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
         """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""
         kv = self.states.get(sequence.id)
+        if kv is not None and self.target.changes.invalidate(kv.length, len(sequence.tokens)):
+            self.target.give_back(self.states.pop(sequence.id))
+            kv = None
         if kv is None:
             kv = self.states[sequence.id] = self.target.new_kv(sequence.capacity)
+        reach = 0 if kv.length else len(sequence.tokens)
         pending, keep = sequence.tokens[kv.length :] + draft, len(draft) + 1
         chunk = self._prefill_chunk if self.target.anatomy.resumes else len(pending)
         if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
             certain, pending = pending[:-keep], pending[-keep:]
-            for start in range(0, len(certain), chunk):
-                self.target.forward(certain[start : start + chunk], kv, 1)
+            while certain:
+                rows = chunk if reach else min(chunk, self.target.changes.until(kv.length) or chunk)
+                self.target.forward(certain[:rows], kv, 1, reach=reach)
+                certain = certain[rows:]
             kv.mark()
         watch = self._watch_target()
         parts = [
-            self.target.forward(pending[start : start + chunk], kv, keep, watch=watch)
+            self.target.forward(pending[start : start + chunk], kv, keep, watch=watch, reach=reach)
             for start in range(0, len(pending), chunk)
         ]
         return torch.cat(parts)[-keep:]

@@ -14,6 +14,7 @@ from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.network import Network, state_capacity
+from spmoe.models.rotary_table import table_bytes
 
 _AUTO_SHARE = 0.95  # of the free memory of a device
 _USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-model-len is not given
@@ -25,13 +26,16 @@ def divide_memory(
     networks: Sequence[Network],
     spec: StoreSpec,
     top_k: int,
+    limit: int,
     maps: int = 0,
 ) -> MemoryPlan:
     """Divide a device's memory among weights, attention states, workspace and, with the rest, slots."""
-    # maps: bytes of a fitted predictor
+    # limit: positions that a sequence may have; maps: bytes of a fitted predictor
     weights = sum(network.resident_bytes for network in networks) + maps
     per_token = sum(network.anatomy.kv_bytes_per_token for network in networks)
-    return plan_memory(config, device, spec, top_k, weights, per_token, min(n.max_positions for n in networks))
+    tables = sum(table_bytes(model, limit, model.dtype) for model in {n.model for n in networks})
+    positions = min(n.max_positions for n in networks)
+    return plan_memory(config, device, spec, top_k, weights, per_token, positions, tables)
 
 
 def plan_memory(
@@ -42,11 +46,14 @@ def plan_memory(
     weights: int,
     kv_bytes_per_token: int,
     positions: int,
+    tables: int,
 ) -> MemoryPlan:
     """The same from sizes alone."""
+    # tables: bytes of the rotary embeddings that recorded forwards look up
     context = min(positions, config.max_model_len or _USUAL_CONTEXT)
     kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
-    workspace = WORKSPACE_BYTES + _activations(config, spec, top_k) if device.type == "cuda" else 0
+    tables = 0 if config.enforce_eager else tables
+    workspace = WORKSPACE_BYTES + _activations(config, spec, top_k) + tables if device.type == "cuda" else 0
     limit, allowed = None, None
     if device.type == "cpu" and config.device_memory is not None:
         raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")

@@ -19,6 +19,7 @@ from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_port import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import find_predictor
+from spmoe.models.rotary_table import table_bytes
 from spmoe.predict.cutoff import Profile, choose_cutoff
 
 
@@ -86,7 +87,10 @@ def make_plan(config: EngineConfig) -> Plan:
     predictor = _predictor(config, checkpoint, draft)
     own = quantized_experts(spec, anatomy.moe, config.own_draft).nbytes if config.own_draft else 0
     maps = len(anatomy.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
-    memory = plan_memory(config, device, spec, top_k, weights + maps + own, per_token, text.max_position_embeddings)
+    positions: int = text.max_position_embeddings
+    context = min(config.max_model_len or positions, positions)
+    tables = sum(table_bytes(m, context, dtype) for m, _ in networks)
+    memory = plan_memory(config, device, spec, top_k, weights + maps + own, per_token, positions, tables)
     slots = memory.slots
     profile, layers = None, None
     fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
@@ -104,7 +108,7 @@ def make_plan(config: EngineConfig) -> Plan:
         moe_layers=len(anatomy.moe),
         experts_per_layer=max(spec.experts),
         top_k=top_k,
-        context=min(config.max_model_len or text.max_position_embeddings, text.max_position_embeddings),
+        context=context,
         parameters=_parameters(model) + expert_parameters,
         resident_bytes=_parameters(model) * dtype.itemsize,
         expert_bytes=spec.layout.nbytes,

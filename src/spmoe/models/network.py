@@ -13,6 +13,8 @@ from spmoe.models import attention
 from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.fusion import fuse
 from spmoe.models.kv import KvState, can_rewind
+from spmoe.models.rotary_change import Changes, as_if_up_to
+from spmoe.models.rotary_table import use_tables
 from spmoe.models.taps import OnSlab, OnTap, Taps, Watch
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Network:
         self.model = model
         self.anatomy: Anatomy = dissect(model)
         self.can_rewind = can_rewind(model.config)
+        self.changes = Changes.of(model)
         text = model.config.get_text_config(decoder=True)
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -70,18 +73,28 @@ class Network:
             self._spare.append(kv)
 
     def forward(
-        self, tokens: list[int], kv: KvState, keep: int, on_tap: OnTap | None = None, watch: Watch | None = None
+        self,
+        tokens: list[int],
+        kv: KvState,
+        keep: int,
+        on_tap: OnTap | None = None,
+        watch: Watch | None = None,
+        reach: int = 0,
     ) -> Tensor:
         """Append tokens to a sequence; logits of the last `keep` of them. Taps go to a watch or, raw, to `on_tap`.
 
-        The logits of a recorded forward are overwritten by the next one.
+        The logits of a recorded forward are overwritten by the next one. `reach`: where the text ends that is read in
+        one, though these tokens may be only a part of it.
         """
         # -> [keep, vocabulary]
-        if (programs := self._usable_programs(tokens, kv)) is not None and on_tap is None:
+        end = max(reach, kv.length + len(tokens))
+        crosses = self.changes.between(kv.length, end)
+        if (programs := self._usable_programs(tokens, kv)) is not None and on_tap is None and not crosses:
             return programs.forward(tokens, kv, keep, watch)
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._taps.listen(on_tap) if on_tap is not None else nullcontext()
-        with torch.inference_mode(), self.watching(watch), raw, attention.quick_to_start():
+        whole = as_if_up_to(self.model, end) if crosses else nullcontext()
+        with torch.inference_mode(), self.watching(watch), raw, whole, attention.quick_to_start():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
@@ -106,8 +119,8 @@ class Network:
             found.append(int(logits[-1, :choices].argmax()))
         return found
 
-    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
-        """From now on replay forwards of up to this many rows; why that cannot be, if it cannot.
+    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
+        """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.
 
         Fused norms, attention and the recorded forward are tried on a few tokens against the model as it came.
         """
@@ -115,10 +128,11 @@ class Network:
             return "its state is not keys and values alone"
         tokens = [[i % self.vocab_size for i in range(5)], [5 % self.vocab_size, 6 % self.vocab_size]]
         before, expected = self.model.config._attn_implementation, self._try(tokens)
-        unfuse = fuse(self.model)
+        undo = [fuse(self.model)]
         try:
             from spmoe.models.programs import Programs
 
+            undo.append(use_tables(self.model, min(positions, self.max_positions)))
             attention.use(self.model)
             self._programs = Programs(self.model, self.watching, recorder)
             self._recorded_rows = 2
@@ -133,7 +147,8 @@ class Network:
             reason = "it does not give the same result when recorded"
         self._programs, self._recorded_rows = None, 0
         self.model.set_attn_implementation(before)
-        unfuse()
+        for back in undo:
+            back()
         return reason
 
     def _try(self, batches: list[list[int]]) -> Tensor:

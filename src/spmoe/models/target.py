@@ -42,8 +42,8 @@ class Target(Network):
         """Whether that is all of them."""
         return len(self._gated) == len(self.moe)
 
-    def record_forwards(self, recorder: Recorder, rows: int) -> str | None:
-        reason = super().record_forwards(recorder, rows)
+    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
+        reason = super().record_forwards(recorder, rows, positions)
         if reason is None:  # kernels run here, and predictions will be recorded too
             self._stacked = FusedGates.of(self._gated) or self._stacked
         return reason

@@ -1,0 +1,83 @@
+"""Contexts that grow past LongRoPE's change, or begin beyond it, decode as transformers decodes them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import byte_tokenizer, longrope, mixtral, phimoe, qwen3_next, save, seeded
+from spmoe import LLM, SamplingParams
+from spmoe.models.families import reference_tokens
+from spmoe.models.rotary_change import Changes
+
+CHANGE = 20
+COUNT = 14
+FAMILIES = {"phimoe": phimoe, "mixtral": mixtral, "qwen3_next": qwen3_next}
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+
+
+def prompt(length: int) -> list[int]:
+    return [(29 * i + 7) % 251 for i in range(length)]
+
+
+@cache
+def expected(target: Path, length: int, device: str) -> list[int]:
+    tokens = reference_tokens(target, prompt(length), COUNT, device)
+    assert len(set(tokens)) > 4
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, make in FAMILIES.items():
+        model = seeded(make, 3, rope_parameters=longrope(CHANGE))
+        found[name] = save(model, tmp_path_factory.mktemp(name), byte_tokenizer())
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("k", "chunk"), [(0, 512), (0, 3), (3, 512), (3, 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(
+    checkpoints: dict[str, Path], family: str, k: int, chunk: int, device: str
+) -> None:
+    target = checkpoints[family]
+    options: dict[str, Any] = {"num_speculative_tokens": k, "prefill_chunk": chunk, "device": device}
+    with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, **options) as llm:
+        assert not [notice for notice in llm.notices if "recorded" in notice] or family == "qwen3_next"
+        for length in (CHANGE - 8, CHANGE - 1, CHANGE, CHANGE + 1, CHANGE + 5):
+            completion = llm.generate(prompt(length), SamplingParams(max_tokens=COUNT, ignore_eos=True))[0]
+            assert completion.token_ids == expected(target, length, device), f"after a prompt of {length}"
+            assert bool(completion.stats.counters.accepted) == bool(k)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_change_shows(checkpoints: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """Or nothing above would be proved."""
+    late = save(seeded(FAMILIES[family], 3, rope_parameters=longrope(200)), tmp_path, byte_tokenizer())
+    for length in (CHANGE - 8, CHANGE + 5):
+        texts = [expected(directory, length, "cpu") for directory in (checkpoints[family], late)]
+        assert texts[0] != texts[1]
+
+
+def test_which_families_read_again() -> None:
+    found = {name: Changes.of(seeded(make, 3, rope_parameters=longrope(CHANGE))) for name, make in FAMILIES.items()}
+    assert {name for name, changes in found.items() if changes.read_again} == {"phimoe"}
+    assert {changes.at for changes in found.values()} == {(CHANGE,)}
+    assert Changes.of(seeded(phimoe, 3)) == Changes()
+
+
+def test_changes() -> None:
+    changes = Changes((10, 20), read_again=True)
+    assert [changes.until(start) for start in (0, 9, 10, 19, 20)] == [10, 1, 10, 1, None]
+    assert [changes.between(*ends) for ends in ((0, 10), (0, 11), (9, 11), (10, 20), (5, 30))] == [
+        False, True, True, False, True,
+    ]  # fmt: skip
+    assert [changes.invalidate(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [False, True, False, True]
+    assert not Changes((10, 20)).invalidate(10, 11)

@@ -1,0 +1,144 @@
+"""Tables of rotary embeddings: every position has what the module gives it alone, or there is no table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PhimoeConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
+
+from checkpoints import longrope, mixtral, phimoe, seeded
+from spmoe.models import rotary_table
+from spmoe.models.attention import device_length
+from spmoe.models.rotary_change import rotary_modules
+from spmoe.models.rotary_table import make_table, table_bytes, use_tables
+
+CHANGE = 20
+LONGEST = 256  # of the models
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+PROBE = torch.zeros(1, 1, 1)
+
+
+def rotary(make: Any, parameters: dict[str, Any]) -> Any:
+    (module,) = rotary_modules(seeded(make, 0, rope_parameters=dict(parameters)))
+    return module
+
+
+def alone(module: Any, position: int) -> tuple[Tensor, ...]:
+    return tuple(module(PROBE, torch.tensor([[position]])))
+
+
+@pytest.mark.parametrize("positions", [CHANGE - 5, CHANGE, CHANGE + 1, 100])
+@pytest.mark.parametrize("parameters", [DEFAULT, longrope(CHANGE)], ids=lambda p: p["rope_type"])
+@pytest.mark.parametrize("make", [phimoe, mixtral])
+def test_every_row_is_the_module_s_own(make: Any, parameters: dict[str, Any], positions: int) -> None:
+    module = rotary(make, parameters)
+    table = make_table(module, None, PROBE, positions)
+    assert table is not None
+    for position in range(positions):
+        rows = table.rows(torch.tensor([[position]]))
+        assert all(torch.equal(a, b) for a, b in zip(rows, alone(module, position), strict=True)), position
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = rotary(phimoe, longrope(CHANGE))
+    whole = make_table(module, None, PROBE, 100)
+    monkeypatch.setattr(rotary_table, "_BLOCK", 7)
+    pieces = make_table(module, None, PROBE, 100)
+    assert whole is not None
+    assert pieces is not None
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_the_change_is_seen() -> None:
+    table = make_table(rotary(phimoe, longrope(CHANGE)), None, PROBE, 100)
+    assert table is not None
+    size = (table[0].square() + table[1].square()).sqrt()  # cosine and sine, times a factor
+    assert torch.allclose(size[:CHANGE], torch.tensor(1.0))
+    assert torch.allclose(size[CHANGE:], torch.tensor(1.7))
+
+
+def test_what_depends_on_the_longest_text_seen_has_no_table_beyond() -> None:
+    module = rotary(mixtral, DYNAMIC)
+    before = module.inv_freq.clone()
+    assert make_table(module, None, PROBE, LONGEST) is not None
+    assert make_table(module, None, PROBE, 2 * LONGEST) is None
+    assert torch.equal(module.inv_freq, before), "the module itself was not asked"
+    assert module.max_seq_len_cached == LONGEST
+
+
+class Drifting(PhimoeRotaryEmbedding):
+    """Depends on how many positions are asked for."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        cos, sin = super().forward(x, position_ids)
+        return cos + 1e-6 * position_ids.shape[1], sin
+
+
+def test_a_table_that_is_off_by_a_bit_is_none() -> None:
+    module = Drifting(PhimoeConfig(hidden_size=32, num_attention_heads=4, rope_parameters=dict(DEFAULT)))
+    assert make_table(module, None, PROBE, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "needed"),
+    [
+        (mixtral, DEFAULT, False),
+        (mixtral, DYNAMIC, True),
+        (mixtral, longrope(CHANGE), True),
+        (phimoe, DEFAULT, True),
+        (phimoe, longrope(CHANGE), True),
+    ],
+)
+def test_tables_are_used_where_they_are_needed_and_while_recording(make: Any, parameters: Any, needed: bool) -> None:
+    model = seeded(make, 0, rope_parameters=dict(parameters))
+    (module,) = rotary_modules(model)
+    undo = use_tables(model, 100)
+    assert ("forward" in vars(module)) == needed
+    assert (table_bytes(model, 100, torch.float32) > 0) == needed
+    if needed:
+        positions = torch.tensor([[CHANGE - 2, CHANGE - 1, CHANGE, CHANGE + 1]])
+        own = type(module).forward(module, PROBE, positions)
+        assert all(torch.equal(a, b) for a, b in zip(module(PROBE, positions), own, strict=True)), "not recorded"
+        with device_length(torch.tensor([CHANGE - 2])):
+            found = module(PROBE, positions)
+        expected = [torch.cat(rows, dim=1) for rows in zip(*(alone(module, int(p)) for p in positions[0]), strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert sum(t.numel() // positions.numel() * 100 * t.itemsize for t in found) == table_bytes(
+            model, 100, torch.float32
+        )
+    undo()
+    assert "forward" not in vars(module)
+
+
+def test_beyond_the_table_nothing_is_read() -> None:
+    table = make_table(rotary(phimoe, DEFAULT), None, PROBE, 8)
+    assert table is not None
+    assert torch.equal(table.rows(torch.tensor([[7, 8, 4000]]))[0][0], table[0][[7, 7, 7]])
+
+
+def test_kinds_of_layers_have_tables_of_their_own() -> None:
+    from transformers.models.mellum.modeling_mellum import MellumRotaryEmbedding
+
+    from spmoe.models.families import tiny_config
+
+    config = tiny_config("mellum")
+    kinds = set(config.layer_types)
+    config.rope_parameters = {kind: dict(DYNAMIC, rope_theta=10.0 ** (2 + n)) for n, kind in enumerate(sorted(kinds))}
+    module: Any = MellumRotaryEmbedding(config)
+    model = torch.nn.Module()
+    model.rotary, model.dtype, model.device = module, torch.float32, torch.device("cpu")  # type: ignore[assignment]
+    use_tables(model, 50)
+    positions = torch.tensor([[3, 40]])
+    for kind in kinds:
+        own = type(module).forward(module, PROBE, positions, kind)
+        with device_length(torch.tensor([3])):
+            found = module(PROBE, positions, kind)
+        assert all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
+    assert len(kinds) == 2
+    width = found[0].shape[-1]
+    assert table_bytes(model, 50, torch.float32) == 50 * 2 * 2 * width * 4
