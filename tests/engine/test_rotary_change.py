@@ -11,7 +11,11 @@ import torch
 
 from checkpoints import byte_tokenizer, longrope, mixtral, phimoe, qwen3_next, save, seeded
 from spmoe import LLM, SamplingParams
+from spmoe.config import EngineConfig
+from spmoe.engine.memory import divide_memory
+from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.families import reference_tokens
+from spmoe.models.network import Network
 from spmoe.models.rotary_change import Changes
 
 CHANGE = 20
@@ -71,6 +75,18 @@ def test_which_families_read_again() -> None:
     assert {name for name, changes in found.items() if changes.read_again} == {"phimoe"}
     assert {changes.at for changes in found.values()} == {(CHANGE,)}
     assert Changes.of(seeded(phimoe, 3)) == Changes()
+
+
+@pytest.mark.parametrize(("enforce_eager", "limit"), [(False, 100), (False, 256), (True, 256)])
+def test_tables_are_part_of_the_budget(enforce_eager: bool, limit: int) -> None:
+    spec = StoreSpec("fingerprint", BlobLayout.of({"down_proj": (8, 64)}, torch.float32), (4, 4))
+    config = EngineConfig("model", enforce_eager=enforce_eager)
+    found = {}
+    for make in (phimoe, mixtral):
+        network = Network(seeded(make, 0))
+        found[make] = divide_memory(config, torch.device("cuda"), [network, network], spec, 2, limit).workspace
+    table = 0 if enforce_eager else limit * 2 * 8 * 4  # cosine and sine of heads of 8, once though both share a model
+    assert found[phimoe] - found[mixtral] == table
 
 
 def test_changes() -> None:

@@ -28,8 +28,7 @@ class Changes:
     @classmethod
     def of(cls, model: Any) -> Changes:
         """Those of a causal language model."""
-        generation = inspect.unwrap(type(model).prepare_inputs_for_generation)
-        again = _LENGTH in generation.__code__.co_names and hasattr(model.config, _LENGTH)
+        again = _LENGTH in names_in(type(model).prepare_inputs_for_generation) and hasattr(model.config, _LENGTH)
         return cls(changes_in(model.config.get_text_config(decoder=True)), again)
 
     def between(self, start: int, end: int) -> bool:
@@ -55,6 +54,12 @@ def changes_in(config: Any) -> tuple[int, ...]:
 def rotary_modules(model: nn.Module) -> list[Any]:
     """The modules that make rotary embeddings from positions."""
     return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding") and hasattr(m, "rope_type")]
+
+
+def names_in(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The attributes and globals that a function names, whatever it is wrapped in."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ the table for each of its positions instead: what the module gives when that pos
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe.models.attention import current_length
-from spmoe.models.rotary_change import changes_in, rotary_modules
+from spmoe.models.rotary_change import changes_in, names_in, rotary_modules
 
 _BLOCK = 4096  # positions computed at once: what they take on the way is small beside the table
 _SAMPLES = 8  # random positions that a table is proved on, beside first, last and those around changes
@@ -102,8 +101,7 @@ def _ask(module: Any, kind: str | None, probe: Tensor, positions: range) -> tupl
 
 def _hosted(module: Any) -> list[str | None]:
     """The kinds of layers whose embeddings a module makes with the host's help; None is all of them."""
-    own = inspect.unwrap(type(module).forward)
-    anew = "rope_init_fn" in own.__code__.co_names  # on the host, in every forward
+    anew = "rope_init_fn" in names_in(type(module).forward)  # on the host, in every forward
     types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
     return [kind for kind, name in types.items() if anew or "dynamic" in name or name == "longrope"]
 
