@@ -7,7 +7,7 @@ their workspaces, and once to be recorded. What is computed in either counts for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
 from typing import TypeVar
@@ -104,8 +104,11 @@ class Recorder:
                 self._begin()
                 try:
                     result = forward()
-                finally:
-                    self._end()
+                except BaseException:
+                    with suppress(RuntimeError):  # which would hide why
+                        self._end()
+                    raise
+                self._end()
         finally:
             self.phase = Phase.EAGER
             outer.wait_stream(self._stream)
