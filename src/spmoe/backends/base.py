@@ -14,7 +14,7 @@ from spmoe.experts.waves import Wave
 
 MOST_ROWS = 64  # that a kernel runs an expert for at once
 _MOST_PARTS = 8  # of so many rows, run one after the other
-_WORTH_READING = 800 * 10**6  # bytes that a large device reads while the host submits a product: 4 TB/s, 200 us
+_WORTH_READING = 200 * 10**6  # bytes that a device of 1 TB/s reads while the host submits a product, which takes 200 us
 
 _KERNELS_CALL_IT = {
     "SiLUActivation": "silu",
