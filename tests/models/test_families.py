@@ -28,6 +28,7 @@ from spmoe.models import anatomy, kv
 from spmoe.models.experts_port import experts_modules
 from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
 from spmoe.models.network import Network
+from spmoe.types import Wishes
 
 CHOSEN = (
     "deepseek_v2",
@@ -82,9 +83,9 @@ def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> Non
             assert 0 < len(gated) < len(engine.target.moe)
             assert any("1 of 3 MoE layers have no gate" in notice for notice in llm.notices)
 
-            def on_seen(seen: Any, wished: set[int] = wished, sound: Any = sound) -> list[Any]:
-                wishes = list(sound(seen))
-                wished |= {wish.key.layer for wish in wishes}
+            def on_seen(seen: Any, wished: set[int] = wished, sound: Any = sound) -> Wishes:
+                wishes: Wishes = sound(seen)
+                wished |= set(wishes.layers.tolist())
                 return wishes
 
             engine.loop.policy.on_seen = on_seen  # type: ignore[method-assign]
