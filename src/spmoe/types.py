@@ -78,8 +78,8 @@ class Wishes:
         layers, experts = np.array(keys).T
         return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
 
-    def where(self, kept: np.ndarray) -> Wishes:
-        """Some of them."""  # kept: bool [wishes]
+    def where(self, kept: np.ndarray | slice) -> Wishes:
+        """Some of them."""  # kept: bool [wishes], or a range
         columns = (self.layers, self.experts, self.scores, self.deadlines, self.fetch)
         return Wishes(*(column[kept] for column in columns))
 

@@ -141,7 +141,7 @@ def run_live(
         for forward in step.forwards:
             for layer, needed in enumerate(forward.needed):
                 clock.sleep(forward.front[layer])
-                if ahead and (told := forward.ahead[0][layer]) is not None:
+                if ahead and (told := forward.ahead[layer]) is not None:
                     wish(told, trace.shape.layers)
                 for wave in source.use(layer, [key % width for key in needed]):
                     clock.sleep(forward.per_expert[layer] * len(wave.experts))

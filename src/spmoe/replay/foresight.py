@@ -55,7 +55,7 @@ class NextGate(Foresight):
     """What the target's own states foretell of the next layer."""
 
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
-        return forward.ahead[0][layer] if forward.ahead else None
+        return forward.ahead[layer]
 
 
 class DraftAndNextGate(DraftGate, NextGate):

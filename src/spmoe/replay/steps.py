@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,6 +35,12 @@ class Foretold:
         wishes = Wishes(layers, experts, scores, layers, np.ones(len(keys), dtype=bool))
         return cls(wishes, sorted(zip(layers.tolist(), (-scores).tolist(), keys.tolist(), strict=True)))
 
+    def by_layer(self) -> Iterator[tuple[int, Foretold]]:
+        """One layer's after the other, where they were named so."""
+        bounds = np.flatnonzero(np.diff(self.wishes.layers, prepend=-1)).tolist()
+        for low, high in pairwise([*bounds, len(self.by_rank)]):
+            yield self.by_rank[low][0], Foretold(self.wishes.where(slice(low, high)), self.by_rank[low:high])
+
 
 @dataclass(slots=True)
 class SlabPlan:
@@ -53,8 +60,8 @@ class ForwardPlan:
     front: list[float]  # by layer, seconds before its experts
     per_expert: list[float]  # by layer, seconds of one of its experts
     needed: list[list[int]]  # by layer
-    ahead: list[list[Foretold | None]]  # by depth and layer: what the layer's own state says of a later one
-    ahead_experts: np.ndarray  # int16 [depth, rows, layers, top_k], the same as it was recorded
+    ahead: list[Foretold | None]  # by layer: what its own state says of the next one
+    ahead_experts: np.ndarray  # int16 [depth, rows, layers, top_k], the same of later ones too, as it was recorded
     ahead_scores: np.ndarray  # float16 [depth, rows, layers, top_k]
 
     @property
@@ -99,8 +106,8 @@ class _Planner:
         self._k = k
         self._layers = trace.shape.layers
         self._width = max(trace.shape.experts)
-        layer = np.arange(self._layers)[:, None] * self._width
-        self._chosen = trace.chosen + layer  # [rows, layers, top_k]
+        self._starts = np.arange(self._layers + 1) * self._width  # of layers, among expert numbers
+        self._chosen = trace.chosen + self._starts[:-1, None]  # [rows, layers, top_k]
         sizes = trace.slab_rows * (trace.slab_layers[:, 1] - trace.slab_layers[:, 0])
         self._slab_at = np.concatenate(([0], np.cumsum(sizes)))
         self._forward_at = np.concatenate(([0], np.cumsum(trace.forward_rows)))
@@ -150,26 +157,34 @@ class _Planner:
         low, high = int(self._forward_at[forward]), int(self._forward_at[forward + 1])
         if part is not None:
             low, high = low + part[0], low + part[1]
-        chosen = self._chosen[low:high]  # [rows, layers, top_k]
-        needed = [np.unique(chosen[:, layer]).tolist() for layer in range(self._layers)]
-        ahead: list[list[Foretold | None]] = []
-        for depth in range(len(trace.ahead)):
-            experts, scores = trace.ahead[depth, low:high], trace.ahead_score[depth, low:high]
-            told: list[Foretold | None] = [None] * self._layers
-            for layer in range(self._layers - depth - 1):
-                later = layer + depth + 1
-                if len(experts) and experts[0, later, 0] >= 0:
-                    at = np.arange(later, later + 1)
-                    told[layer] = foretell(at, experts[None, :, later], scores[None, :, later], self._width)
-            ahead.append(told)
-        fronts, rows = trace.forward_front[forward].tolist(), slice(low, high)
-        told_as_it_was = trace.ahead[:, rows], trace.ahead_score[:, rows]
-        return ForwardPlan(high - low, fronts, self._per_expert(forward), needed, ahead, *told_as_it_was)
+        needed = self._needed(low, high)
+        counts = needed if part is None else self._needed(*self._forward_at[forward : forward + 2])
+        seconds = trace.forward_experts[forward].tolist()
+        per_expert = [s / max(1, len(keys)) for s, keys in zip(seconds, counts, strict=True)]
+        front, ahead = trace.forward_front[forward].tolist(), self._ahead(low, high)
+        told = trace.ahead[:, low:high], trace.ahead_score[:, low:high]
+        return ForwardPlan(high - low, front, per_expert, needed, ahead, *told)
 
-    def _per_expert(self, forward: int) -> list[float]:
-        chosen = self._chosen[self._forward_at[forward] : self._forward_at[forward + 1]]
-        counts = [max(1, len(np.unique(chosen[:, layer]))) for layer in range(self._layers)]
-        return [float(s) / n for s, n in zip(self._trace.forward_experts[forward], counts, strict=True)]
+    def _needed(self, low: int, high: int) -> list[list[int]]:
+        """By layer, the experts that some rows chose."""
+        chosen = np.zeros(self._layers * self._width, dtype=bool)
+        chosen[self._chosen[low:high].ravel()] = True
+        keys = np.flatnonzero(chosen)
+        bounds = np.searchsorted(keys, self._starts).tolist()
+        listed = keys.tolist()
+        return [listed[a:b] for a, b in pairwise(bounds)]
+
+    def _ahead(self, low: int, high: int) -> list[Foretold | None]:
+        """By layer, what its state said of the next one."""
+        told: list[Foretold | None] = [None] * self._layers
+        if len(self._trace.ahead) and high > low:
+            experts, scores = self._trace.ahead[0, low:high], self._trace.ahead_score[0, low:high]
+            later = 1 + np.flatnonzero(experts[0, 1:, 0] >= 0)
+            if len(later):
+                found = foretell(later, experts[:, later].swapaxes(0, 1), scores[:, later].swapaxes(0, 1), self._width)
+                for layer, part in found.by_layer():
+                    told[layer - 1] = part
+        return told
 
 
 def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
