@@ -27,6 +27,7 @@ class Reliability:
         self._true = self._given * np.stack((strength, np.sqrt(strength)))
         self._habit = self._DOUBT  # uses expected, by habit, of experts that were not named
         self._surprise = self._DOUBT * 0.6  # and those that there were
+        self._chances = (self._true / self._given).ravel()
 
     @property
     def silence(self) -> float:
@@ -35,21 +36,24 @@ class Reliability:
 
     def of(self, named: np.ndarray, score: np.ndarray) -> np.ndarray:
         """The chance that an expert is needed, from how often it was named and the best score it got."""
-        chance: np.ndarray = (self._true / self._given)[self._place(named, score)]
+        chance: np.ndarray = self._chances[self._place(named, score)]
         return chance
 
     def learn(self, named: np.ndarray, score: np.ndarray, used: np.ndarray, habit: np.ndarray) -> None:
         """What a step has shown, in layers that were spoken of."""  # all: [layers, experts]
         said = named > 0
-        places = np.ravel_multi_index(self._place(named[said], score[said]), self._given.shape)
+        places = self._place(named[said], score[said])
         for table, weights in ((self._given, None), (self._true, used[said])):
             table *= self._MEMORY
             table += np.bincount(places, weights, table.size).reshape(table.shape)
+        self._chances = (self._true / self._given).ravel()
         self._habit = self._MEMORY * self._habit + habit[~said].sum()
         self._surprise = self._MEMORY * self._surprise + used[~said].sum()
 
-    def _place(self, named: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.clip(named, 1, 2) - 1, np.searchsorted(self._SCORES, score)
+    def _place(self, named: np.ndarray, score: np.ndarray) -> np.ndarray:
+        """Where in the tables, laid flat, to look for what was named once or more often."""
+        place: np.ndarray = (named > 1) * self._given.shape[1] + self._SCORES.searchsorted(score)
+        return place
 
 
 class DraftInformed(Valued):
@@ -73,14 +77,17 @@ class DraftInformed(Valued):
         self._used = np.zeros(self.shape, dtype=bool)  # in this step
         self._named = np.zeros(self.shape, dtype=int)  # how often in this step
         self._score = np.zeros(self.shape)  # the best it was named with
+        self._word = np.zeros(self.shape)  # the chance that it is needed, by what was said of it
         self._passes = np.zeros(self.shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
         self._usual_passes = 1
         self._reliability = Reliability()
-        self._expected = np.zeros(self.shape)  # of the layer's next turn
-        self._later = np.zeros(self.shape)  # of the turns behind it
-        self._stale = slice(0, 0)  # layers whose expectation is to be worked out anew
-        layer, count = np.arange(len(experts)), len(experts)
-        self._near = [discount ** ((layer - at - 1) % count / count) for at in range(-1, count)]  # by position
+        self._later = np.zeros(self.shape)  # what turns after the next are worth, seen from it
+        self._habitual = np.zeros(self.shape)  # what all turns are, seen from the next, by habit
+        self._turns = np.zeros(self.shape)  # and by what the draft has said
+        self._stale = slice(0, 0)  # layers for which that is to be worked out anew
+        layer, count = np.arange(len(experts))[:, None], len(experts)
+        # the discount until the next turn, by position: each [layers, 1]
+        self._near = [discount ** ((layer - at - 1) % count / count) for at in range(-1, count)]
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)
@@ -89,19 +96,20 @@ class DraftInformed(Valued):
     def wished(self, wishes: Wishes) -> None:
         if not len(wishes):
             return
-        places = (wishes.layers, wishes.experts)
-        self._named[places] += 1
-        self._score[places] = np.maximum(self._score[places], wishes.scores)
-        spoken = np.zeros(self.shape[0], dtype=bool)
-        spoken[wishes.layers] = True
-        self._passes += spoken
-        self._renew(int(wishes.layers.min()), int(wishes.layers.max()) + 1)
+        layers = wishes.layers
+        places = layers * self.shape[1] + wishes.experts
+        named, score = self._named.ravel()[places] + 1, np.maximum(self._score.ravel()[places], wishes.scores)
+        self._named.ravel()[places] = named
+        self._score.ravel()[places] = score
+        self._word.ravel()[places] = self._reliability.of(named, score)
+        self._passes[layers] += 1  # once, however many of its experts are named
+        self._renew(int(layers.min()), int(layers.max()) + 1)
 
     def reached(self, layer: int) -> None:
         before = self._position
         super().reached(layer)
         if layer > before:  # what was foretold of layers that have had their turn counts no more
-            self._expected[before + 1 : layer + 1] = self._frequency[before + 1 : layer + 1]
+            self._turns[before + 1 : layer + 1] = self._habitual[before + 1 : layer + 1]
         else:  # another pass over the layers, in the same step
             self._renew(layer + 1, self.shape[0])
 
@@ -112,10 +120,12 @@ class DraftInformed(Valued):
             self._usual_passes = int(self._passes.max())
         self._frequency = self._decay * self._frequency + (1 - self._decay) * self._used
         self._later = later_use(self._frequency, self._discount)
-        self._expected[:] = self._frequency
+        self._habitual = any_use(self._frequency, self._later)
+        self._turns[:] = self._habitual
         self._used[:] = False
         self._named[:] = 0
         self._score[:] = 0.0
+        self._word[:] = 0.0
         self._passes[:] = 0
         self._position, self._stale, self._worths = -1, slice(0, 0), None
 
@@ -132,21 +142,21 @@ class DraftInformed(Valued):
         told = slice(max(self._stale.start, self._position + 1), self._stale.stop)
         self._stale = slice(0, 0)
         if told.start < told.stop:
-            named, spoken = self._named[told], np.minimum(1.0, self._passes[told] / self._usual_passes)
+            spoken = np.minimum(1.0, self._passes[told] / self._usual_passes)
             habit = self._frequency[told] * (1 - spoken * (1 - self._reliability.silence))[:, None]
-            word = self._reliability.of(named, self._score[told])
-            self._expected[told] = np.where(named > 0, np.maximum(word, habit), habit)
-        return first_use(self._expected, self._later, self._near[self._position + 1])
+            self._turns[told] = any_use(np.maximum(self._word[told], habit), self._later[told])
+        worths: np.ndarray = self._turns * self._near[self._position + 1]
+        return worths
 
 
-def first_use(expected: np.ndarray, later: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """The discounted chance of being used first at the next turn, at the one after it, and so on.
+def any_use(expected: np.ndarray, later: np.ndarray) -> np.ndarray:
+    """The discounted chance of being used first at the next turn, at the one after it, and so on, seen from the next.
 
     What is not needed in its layer's next turn is not worthless: by habit it is needed in a later one. Else an expert
     of daily use would leave for good whenever one draft does not name it.
     """
-    # expected, later: [layers, experts]; near, the discount until the next turn: [layers]
-    worths: np.ndarray = (expected + (1 - expected) * later) * near[:, None]
+    # expected, later: [layers, experts]
+    worths: np.ndarray = expected + (1 - expected) * later
     return worths
 
 

@@ -16,7 +16,7 @@ class LeastRecentlyUsed(Valued):
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
         self._promised = np.zeros(self.shape, dtype=bool)
-        self._worths = np.zeros(self.shape)  # of all, for good: only recency decides
+        self._worths = self._recency  # the same table, so for good
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)

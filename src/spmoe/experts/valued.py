@@ -19,6 +19,7 @@ class Valued:
         self._ticks = 0
         self._position = -1  # the layer that runs; -1 before the first
         self._worths: np.ndarray | None = None  # [layers, experts], valid until something is learnt
+        self._keys = [ExpertKey(*place) for place in np.ndindex(self.shape)]
 
     def inserted(self, key: ExpertKey) -> None:
         self._resident[key] = True
@@ -47,16 +48,18 @@ class Valued:
     def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
         if n == 0:
             return []
-        worths = np.where(self._resident > held, self._all_worths(), np.inf).ravel()
-        if n > len(worths):
+        places = (self._resident > held).ravel().nonzero()[0]
+        if n > len(places):
             return None
+        worths = self._all_worths().ravel()[places]
         last = worths[worths.argmin()] if n == 1 else np.partition(worths, n - 1)[n - 1]
-        if last >= below or last == np.inf:
+        if last >= below:
             return None
         found = (worths <= last).nonzero()[0]
+        places = places[found]
         if len(found) > 1:
-            found = found[np.lexsort((self._recency.ravel()[found], worths[found]))[:n]]
-        return [ExpertKey(*divmod(place, self.shape[1])) for place in found.tolist()]
+            places = places[np.lexsort((self._recency.ravel()[places], worths[found]))[:n]]
+        return [self._keys[place] for place in places.tolist()]
 
     def _value(self) -> np.ndarray:
         """What every expert is worth now."""  # [layers, experts]

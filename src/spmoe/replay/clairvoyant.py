@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.draft_informed import DraftInformed, first_use
+from spmoe.experts.draft_informed import DraftInformed, any_use
 from spmoe.experts.valued import Valued
 from spmoe.replay.steps import StepPlan
 from spmoe.types import ExpertKey, Wishes
@@ -33,7 +33,8 @@ class OneStepPerfect(DraftInformed):
     def _value(self) -> np.ndarray:
         to_come = np.arange(self.shape[0]) > self._position
         expected = np.where(to_come[:, None], self._needed, self._frequency)
-        return first_use(expected, self._later, self._near[self._position + 1])
+        worths: np.ndarray = any_use(expected, self._later) * self._near[self._position + 1]
+        return worths
 
 
 class Belady(Valued):
