@@ -50,12 +50,14 @@ class Simulation:
         self._state = bytearray(layers * self.width)
         self._states = np.frombuffer(self._state, dtype=np.uint8).reshape(rule.shape)  # the same memory
         self._by_wish = bytearray(layers * self.width)  # came by a wish and has not been needed yet
+        self._keys = [ExpertKey(*place) for place in np.ndindex(rule.shape)]
         self._free = machine.slots
         self._room = min(machine.depth, max(1, machine.slots - 1))
         self._queue: list[tuple[int, float, int]] = []
         self._wanted: dict[int, tuple[int, float, int]] = {}
         self._issued = 0
         self._unplaced = 0
+        self._refused = False  # the first wish got no slot, and nothing has happened since that could change it
         self._position = -1
         self._arrived: list[int] = []  # in use, and not yet in a wave
         # the link
@@ -86,10 +88,7 @@ class Simulation:
 
     def compute(self, seconds: float) -> None:
         """Let time pass; copies end on the way."""
-        until = self.now + seconds
-        while self._flight_end <= until:
-            self._arrive()
-        self.now = until
+        self._pass(self.now + seconds)
 
     def wish(self, wishes: Foretold, fetch_below: int) -> None:
         """Take note of guesses; they start to move as soon as the link has room."""
@@ -101,6 +100,7 @@ class Simulation:
             ranked = [rank for rank in ranked if rank[0] > position]
             counters.wishes_stale += len(wishes.by_rank) - len(ranked)
         self.rule.wished(told)
+        self._refused = False
         state, wanted = self._state, self._wanted
         for rank in ranked:
             key = rank[2]
@@ -124,6 +124,7 @@ class Simulation:
         if self._wanted:
             self._drop_passed(layer)
         rule.reached(layer)
+        self._refused = False
         ready: list[int] = []
         absent: list[int] = []
         awaited = 0
@@ -162,7 +163,9 @@ class Simulation:
             if absent:
                 awaited += self._demand(absent)
             if not self._arrived:
-                self._stall()
+                awaited -= 0 if absent else self._run_in_turn(seconds)
+                if not self._arrived:
+                    self._stall()
             if self._arrived:
                 wave, self._arrived = self._arrived, []
                 awaited -= len(wave)
@@ -171,9 +174,69 @@ class Simulation:
     def _run_wave(self, wave: list[int], seconds: float) -> None:
         if self._wanted and len(self._loading) < self._room:
             self._pump()
-        self.compute(seconds * len(wave))
+        self._finish(wave, self.now + seconds * len(wave))
+
+    def _finish(self, wave: list[int], until: float) -> None:
+        self._pass(until)
         for key in wave:
             self._state[key] = READY
+        self._refused = False
+
+    def _run_in_turn(self, seconds: float) -> int:
+        """Run what arrives while demands move one behind the other and no wish could; returns how many have run.
+
+        It is what waiting for, and running, each of them comes to, without asking each time what else there is.
+        """
+        urgent, loading, state = self._urgent, self._loading, self._state
+        count = len(urgent)
+        if self._wanted:
+            count = min(count, len(loading) - self._room)
+        if count <= 0 or self._flight_calm or self._left > 0.0 or self.timeline is not None:
+            return 0
+        if urgent[0][0] < self._flight_number or (self._calm and self._flight_end < self._committed):
+            return 0
+        now, link, stall, done = self.now, self.link_seconds, self.counters.stall_seconds, 0
+        key, start, end = self._flight, self._flight_start, self._flight_end
+        arrived: list[int] = []
+        turn = 0
+        while True:
+            if arrived:
+                wave, until = arrived, now + seconds * len(arrived)
+                arrived = []
+            else:
+                stall += end - now
+                wave, until = [key], end + seconds
+                link += end - start
+                loading.remove(key)
+                number, key, left = urgent[turn]
+                start, end = end, end + left
+                turn += 1
+            while turn < count and end <= until:
+                arrived.append(key)
+                link += end - start
+                loading.remove(key)
+                number, key, left = urgent[turn]
+                start, end = end, end + left
+                turn += 1
+            done += len(wave)
+            if turn == count:
+                break
+            now = until
+            for ran in wave:
+                state[ran] = READY
+        del urgent[:count]
+        for there in (*wave, *arrived):
+            state[there] = IN_USE
+        self._arrived = arrived
+        self.now, self.link_seconds, self.counters.stall_seconds = start, link, stall
+        self._flight, self._flight_number, self._flight_start, self._flight_end = key, number, start, end
+        self._finish(wave, until)
+        return done
+
+    def _pass(self, until: float) -> None:
+        while self._flight_end <= until:
+            self._arrive()
+        self.now = until
 
     # ---- slots
 
@@ -192,8 +255,8 @@ class Simulation:
         self._free -= len(batch)
         self._unplaced = len(absent)
         experts = [key - self._position * self.width for key in batch]
-        for expert in experts:
-            self.rule.inserted(ExpertKey(self._position, expert))
+        for key in batch:
+            self.rule.inserted(self._keys[key])
         self.rule.used(self._position, experts)
         for key in batch:
             self._state[key] = AWAITED
@@ -211,7 +274,7 @@ class Simulation:
 
     def _pump(self) -> None:
         """Submit wishes while the link has room for them."""
-        if self._unplaced:
+        if self._unplaced or self._refused:
             return
         queue, wanted, counters, rule = self._queue, self._wanted, self.counters, self.rule
         while wanted and len(self._loading) < self._room:
@@ -229,10 +292,11 @@ class Simulation:
                 wanted.clear()
                 queue.clear()
                 break
-            expert = ExpertKey(rank[0], key - rank[0] * self.width)
+            expert = self._keys[key]
             if not self._free:
                 victims = rule.victims(1, self._states != READY, rule.worth(expert), rank[0])
                 if victims is None:
+                    self._refused = True
                     break
                 self._evict(victims[0])
             self._free -= 1
@@ -334,6 +398,7 @@ class Simulation:
             self._arrived.append(key)
         else:
             self._state[key] = READY
+            self._refused = False
         self._loading.remove(key)
         self._start_next()
         if self._wanted and len(self._loading) < self._room:
