@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.observe.activations import Activations
-from spmoe.types import ExpertKey
 
 Step = list[list[int]]  # each layer's experts
 
@@ -18,7 +17,7 @@ Step = list[list[int]]  # each layer's experts
 def run_step(history: Activations, request: int, layers: Step) -> None:
     history.begin_step(request)
     for layer, experts in enumerate(layers):
-        history.note([ExpertKey(layer, expert) for expert in experts])
+        history.note([layer] * len(experts), experts)
 
 
 def remember(history: Activations, request: int, *steps: Step) -> None:
@@ -36,7 +35,7 @@ def test_nothing_is_expected_before_anything_was_seen() -> None:
     history = history_of()
     assert not history.expected().any()
     history.begin_step(1)
-    history.note([ExpertKey(0, 1)])
+    history.note([0], [1])
     assert not history.expected().any()
     assert not history.similarities().any()
 
@@ -55,11 +54,11 @@ def test_the_cosine_is_over_the_layers_that_have_run() -> None:
     history = history_of()
     remember(history, 1, [[0], [1], [2]], [[0], [2], [2]])  # layer 0: [1 0 0 0], layer 1: [0 .5 .5 0]
     history.begin_step(2)
-    history.note([ExpertKey(0, 0), ExpertKey(0, 1)])
+    history.note([0, 0], [0, 1])
     assert history.similarities()[0] == pytest.approx(1 / sqrt(2 * 1))
-    history.note([ExpertKey(1, 1)])
+    history.note([1], [1])
     assert history.similarities()[0] == pytest.approx(1.5 / sqrt(3 * 1.5))
-    history.note([ExpertKey(1, 1)])
+    history.note([1], [1])
     assert history.similarities()[0] == pytest.approx(1.5 / sqrt(3 * 1.5)), "an expert counts once"
 
 
@@ -69,12 +68,12 @@ def test_the_nearest_speak_weighed_by_how_near_they_are() -> None:
     remember(history, 2, [[0, 1], [1], [1]])
     remember(history, 3, [[3], [3], [3]])
     history.begin_step(4)
-    history.note([ExpertKey(0, 0)])
+    history.note([0], [0])
     near, far = 1.0, 1 / sqrt(2)
     expected = np.zeros(4)
     expected[0], expected[1] = near / (near + far), far / (near + far)
     assert history.expected()[2] == pytest.approx(expected)
-    history.note([ExpertKey(0, 3)])
+    history.note([0], [3])
     assert history.expected()[2, 3] > 0, "the third is among the two nearest now"
 
 
@@ -99,10 +98,10 @@ def test_when_full_the_older_of_the_most_alike_makes_room(layers: list[int], ali
     remember(history, 4, [[3], [3], [3]])
     assert len(history) == 3
     history.begin_step(4)
-    history.note([ExpertKey(0, 0)])
+    history.note([0], [0])
     assert history.expected()[2, 0] == (1.0 if alike else 0.0), "the first is there, or it was the older of the two"
     history.begin_step(4)
-    history.note([ExpertKey(0, 1)])
+    history.note([0], [1])
     assert history.expected()[2, layers[2]] == 1.0, "the third is there"
 
 

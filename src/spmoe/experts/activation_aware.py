@@ -8,7 +8,7 @@ import numpy as np
 
 from spmoe.experts.valued import Valued
 from spmoe.observe.activations import Activations
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import Wishes
 
 
 class ActivationAware(Valued):
@@ -21,11 +21,13 @@ class ActivationAware(Valued):
         super().__init__(experts)
         self._activations = Activations(experts)
         self._score = np.zeros(self.shape)  # of this step's wishes
-        self._untold: list[ExpertKey] = []  # uses that the matrices have not been told of
+        self._untold: tuple[list[int], list[int]] = [], []  # layers and experts: uses that matrices were not told of
+        self._expected: np.ndarray | None = None  # valid until they are
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)
-        self._untold += [ExpertKey(layer, expert) for expert in experts]
+        self._untold[0].extend([layer] * len(experts))
+        self._untold[1].extend(experts)
         self._worths = None
 
     def wished(self, wishes: Wishes) -> None:
@@ -37,16 +39,24 @@ class ActivationAware(Valued):
         self._tell()
         self._score[:] = 0.0
         self._activations.begin_step(request)
+        self._expected = None
         super().begin_step(request)
 
     def _value(self) -> np.ndarray:
         self._tell()
-        expected, near = self._activations.expected(), 1 - self._distance() / self.shape[0]
-        ahead = self._position + 1
-        expected[ahead:] = np.maximum(expected[ahead:], self._score[ahead:])
-        worths: np.ndarray = expected * near[:, None]
+        if self._expected is None:
+            self._expected = self._activations.expected()
+        expected, ahead = self._expected, self._position + 1
+        if ahead < self.shape[0]:
+            expected = expected.copy()
+            np.maximum(expected[ahead:], self._score[ahead:], out=expected[ahead:])
+        worths: np.ndarray = expected * (1 - self._distance() / self.shape[0])[:, None]
         return worths
 
     def _tell(self) -> None:
-        self._activations.note(self._untold)
-        self._untold.clear()
+        layers, experts = self._untold
+        if layers:
+            self._activations.note(layers, experts)
+            self._expected = None
+            layers.clear()
+            experts.clear()

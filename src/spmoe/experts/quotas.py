@@ -7,7 +7,7 @@ recently used, and gives back when they ask. What was wished for in this step go
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -81,12 +81,22 @@ class EqualQuotas:
         borrow: bool,
     ) -> None:
         """Add to the chosen, up to n, the least recently used of layers over their quota and, to borrow, of others."""
-        free = [(key for key in order if not held[key] and key not in spared) for order in self._orders]
-        heads = [next(keys, None) for keys in free]  # of each layer, the next to leave
+        free: dict[int, Iterator[ExpertKey]] = {}
+        heads: dict[int, ExpertKey | None] = {}  # of layers that were asked, the next to leave
+
+        def next_of(layers: Iterable[int]) -> list[ExpertKey]:
+            for layer in layers:
+                if layer not in heads:
+                    order = self._orders[layer]
+                    free[layer] = (key for key in order if key not in spared and not held[key])
+                    heads[layer] = next(free[layer], None)
+            return [key for layer in layers if (key := heads[layer]) is not None]
+
         while len(chosen) < n:
-            there = [key for key in heads if key is not None]
-            owing = [key for key in there if over[key.layer] > 0]
-            if not (candidates := owing or (there if borrow else [])):
+            candidates = next_of([layer for layer, excess in enumerate(over) if excess > 0])
+            if not candidates and borrow:
+                candidates = next_of(range(len(over)))
+            if not candidates:
                 return
             oldest = min(candidates, key=lambda key: self._orders[key.layer][key])
             heads[oldest.layer] = next(free[oldest.layer], None)

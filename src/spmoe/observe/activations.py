@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.types import ExpertKey
-
 
 class Activations:
     """A bounded collection of requests' matrices, the running one's among them."""
@@ -52,17 +50,23 @@ class Activations:
         self._products[:] = 0.0
         self._sizes[:] = 0.0
 
-    def note(self, keys: Sequence[ExpertKey]) -> None:
-        """The running step uses these."""
-        new = [key for key in dict.fromkeys(keys) if not self._step[key]]
-        if new:
-            layers, experts = np.array(new).T
-            self._step[layers, experts] = True
-            self._uses += len(new)
-            self._products += self._matrices[:, layers, experts].sum(axis=1)
-            for layer in {key.layer for key in new} - self._layers:
-                self._layers.add(layer)
-                self._sizes += self._squares[:, layer]
+    def note(self, layers: Sequence[int], experts: Sequence[int]) -> None:
+        """The running step uses these: each expert with its layer."""
+        places = np.array(layers, dtype=int) * self._step.shape[1] + np.array(experts, dtype=int)
+        places = places[~self._step.ravel()[places]]
+        if not len(places):
+            return
+        self._step.ravel()[places] = True
+        uses = int(np.count_nonzero(self._step))
+        if uses - self._uses < len(places):  # some are named twice
+            places = np.array(list(dict.fromkeys(places.tolist())))
+        self._uses = uses
+        row, column = np.divmod(places, self._step.shape[1])
+        known = len(self._places)  # places are taken from the first on
+        self._products[:known] += self._matrices[:known, row, column].sum(axis=1)
+        for layer in {*row.tolist()} - self._layers:
+            self._layers.add(layer)
+            self._sizes[:known] += self._squares[:known, layer]
 
     def similarities(self) -> np.ndarray:
         """The cosine between the step so far and every matrix, over the layers that have run."""  # [capacity]
@@ -75,10 +79,10 @@ class Activations:
         Before the first layer it is what the request itself has used so far or, if that is nothing, what all have.
         """
         # [layers from start, experts]
-        known = np.flatnonzero(self._steps)
+        known = self._steps.nonzero()[0]
         near = self.similarities()[known]
-        if near.any():
-            best = np.argsort(-near, kind="stable")[: self._neighbours]
+        if np.count_nonzero(near):
+            best = (-near).argsort(kind="stable")[: self._neighbours]
             known, weights = known[best], near[best]
         elif self._here is not None and self._steps[self._here]:
             known, weights = np.array([self._here]), np.ones(1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmoe.observe.activations import Activations
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import Wishes
 
 
 class Activation(PrefetchPolicy):
@@ -33,7 +33,7 @@ class Activation(PrefetchPolicy):
         return self._wishes(0)
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
-        self._activations.note([ExpertKey(layer, expert) for expert in experts])
+        self._activations.note([layer] * len(experts), experts)
         return self._wishes(layer + 1)
 
     def _wishes(self, start: int) -> Wishes:

@@ -55,11 +55,13 @@ class Adaptive(NextGate):
             part = type(routing)(*(answer[start : start + len(layers)] for answer in routing))
             start += len(layers)
             guessed = wishes(layers, part, fetch_below=len(self._next))
-            for distance, layer in enumerate(layers):
-                guess = frozenset(guessed.experts[guessed.layers == layer].tolist())
+            ends = guessed.layers.searchsorted(layers, side="right").tolist()  # they are named layer after layer
+            experts, begin = guessed.experts.tolist(), 0
+            for distance, (layer, end) in enumerate(zip(layers, ends, strict=True)):
                 known = self._guessed.setdefault(layer, {})
-                known[distance] = known.get(distance, frozenset()) | guess
-            found = together(found, guessed.where(np.isin(guessed.layers, layers[:depth])))
+                known[distance] = known.get(distance, frozenset()).union(experts[begin:end])
+                begin = end
+            found = together(found, guessed.where(slice(0, ends[min(depth, len(ends)) - 1] if ends else 0)))
         return found
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:

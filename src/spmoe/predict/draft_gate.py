@@ -67,8 +67,9 @@ def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Wishes:
         places = np.repeat(np.arange(count), rows * top_k) * width + named
         best = np.full(count * width, -1.0)
         np.maximum.at(best, places, score)
-        _, first = np.unique(places, return_index=True)
-        first.sort()  # as they were named
+        first = np.full(count * width, -1)
+        first[places[::-1]] = np.arange(len(places) - 1, -1, -1)  # of several that name an expert the first stays
+        first = np.sort(first[first >= 0])  # as they were named
         each, named, score = each[first], named[first], best[places[first]]
     return Wishes(each, named, score, each, each < fetch_below)
 

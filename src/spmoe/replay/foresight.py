@@ -96,13 +96,12 @@ class Adaptive(Foresight):
 
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
         deepest = self._live._DEEPEST
-        if len(forward.ahead_experts) < deepest:
+        if forward.ahead_experts.shape[1] < deepest:
             raise UsageError(f"the trace looks fewer than {deepest} layers ahead, as adaptive does; record it anew")
-        later = range(layer + 1, min(layer + 1 + deepest, self.layers))
-        if not later or forward.ahead_experts[0, 0, layer + 1, 0] < 0:
+        later = min(deepest, self.layers - layer - 1)
+        experts, scores = forward.ahead_experts[layer, :later], forward.ahead_scores[layer, :later]
+        if not later or experts[0, 0, 0] < 0:
             return None
-        experts = np.stack([forward.ahead_experts[at - layer - 1, :, at] for at in later])  # [later, rows, top_k]
-        scores = np.stack([forward.ahead_scores[at - layer - 1, :, at] for at in later])
         routing = Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
         seen = Seen(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
         return from_wishes(self._live.on_seen(seen), self.width)
@@ -126,7 +125,7 @@ class _NoGates:
 
 def from_wishes(wishes: Wishes, width: int) -> Foretold | None:
     """A live policy's wishes as a replay takes them."""
-    return Foretold.of(wishes.layers * width + wishes.experts, wishes.scores, width) if len(wishes) else None
+    return Foretold.told(wishes, width) if len(wishes) else None
 
 
 Maker = Callable[[int, int], Foresight]

@@ -32,8 +32,13 @@ class Foretold:
     def of(cls, keys: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
         """Of experts by number, each once, with the best score it got."""
         layers, experts = np.divmod(keys, width)
-        wishes = Wishes(layers, experts, scores, layers, np.ones(len(keys), dtype=bool))
-        return cls(wishes, sorted(zip(layers.tolist(), (-scores).tolist(), keys.tolist(), strict=True)))
+        return cls.told(Wishes(layers, experts, scores, layers, np.ones(len(keys), dtype=bool)), width)
+
+    @classmethod
+    def told(cls, wishes: Wishes, width: int) -> Foretold:
+        """By a policy."""
+        keys = (wishes.layers * width + wishes.experts).tolist()
+        return cls(wishes, sorted(zip(wishes.layers.tolist(), (-wishes.scores).tolist(), keys, strict=True)))
 
     def by_layer(self) -> Iterator[tuple[int, Foretold]]:
         """One layer's after the other, where they were named so."""
@@ -61,8 +66,8 @@ class ForwardPlan:
     per_expert: list[float]  # by layer, seconds of one of its experts
     needed: list[list[int]]  # by layer
     ahead: list[Foretold | None]  # by layer: what its own state says of the next one
-    ahead_experts: np.ndarray  # int16 [depth, rows, layers, top_k], the same of later ones too, as it was recorded
-    ahead_scores: np.ndarray  # float16 [depth, rows, layers, top_k]
+    ahead_experts: np.ndarray  # int16 [layers, depth, rows, top_k]: what gates picked, of later ones too; -1: nothing
+    ahead_scores: np.ndarray  # float16 [layers, depth, rows, top_k]
 
     @property
     def seconds(self) -> float:
@@ -108,6 +113,11 @@ class _Planner:
         self._width = max(trace.shape.experts)
         self._starts = np.arange(self._layers + 1) * self._width  # of layers, among expert numbers
         self._chosen = trace.chosen + self._starts[:-1, None]  # [rows, layers, top_k]
+        layer, depth = np.arange(self._layers)[:, None], np.arange(len(trace.ahead))
+        later = np.minimum(layer + 1 + depth, self._layers - 1)
+        self._told = [
+            told[depth, :, later] for told in (trace.ahead, trace.ahead_score)
+        ]  # [layers, depth, rows, top_k]
         sizes = trace.slab_rows * (trace.slab_layers[:, 1] - trace.slab_layers[:, 0])
         self._slab_at = np.concatenate(([0], np.cumsum(sizes)))
         self._forward_at = np.concatenate(([0], np.cumsum(trace.forward_rows)))
@@ -162,7 +172,7 @@ class _Planner:
         seconds = trace.forward_experts[forward].tolist()
         per_expert = [s / max(1, len(keys)) for s, keys in zip(seconds, counts, strict=True)]
         front, ahead = trace.forward_front[forward].tolist(), self._ahead(low, high)
-        told = trace.ahead[:, low:high], trace.ahead_score[:, low:high]
+        told = (part[:, :, low:high] for part in self._told)
         return ForwardPlan(high - low, front, per_expert, needed, ahead, *told)
 
     def _needed(self, low: int, high: int) -> list[list[int]]:
