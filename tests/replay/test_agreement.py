@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from traces import make_trace, on_link, run_live
 
 from spmoe.config import Size
 from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Timeline
 from spmoe.replay.evictions import LIVE_RULES
-from spmoe.replay.replay import Replayer, Setting
+from spmoe.replay.replay import Replayer, Setting, as_cuda
 from spmoe.replay.trace import Trace
 
 USES = {  # whether a policy hears the draft, and the target's own layers
@@ -58,6 +59,19 @@ def test_also_with_a_cutoff_and_other_depths(cutoff: int, shape: dict[str, int])
     assert_same(ours, live)
     assert (live.prefetch_loads > 0) == (cutoff > 0)
     assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("slots", [5, 26])
+@pytest.mark.parametrize("prefetch", list(USES))
+@pytest.mark.parametrize("cuda", [False, True])
+def test_demands_in_one_go_are_what_they_are_one_by_one(prefetch: str, slots: int, cuda: bool) -> None:
+    """With a timeline, each copy that ends is looked at; without, those that follow each other are run through."""
+    trace = make_trace(steps=24, top_k=4)
+    trace = as_cuda(trace) if cuda else trace
+    setting = Setting(prefetch, memory=Size(bytes=slots * trace.shape.expert_bytes))
+    one_by_one, in_one_go = (Replayer(trace).run(setting, line) for line in (Timeline(), None))
+    assert replace(one_by_one, wall_seconds=0.0) == replace(in_one_go, wall_seconds=0.0)
+    assert in_one_go.counters.demand_loads > 2 * in_one_go.steps, "many at a time"
 
 
 def assert_same(ours: Counters, live: Counters) -> None:

@@ -24,7 +24,7 @@ class LeastRecentlyUsed(Valued):
 
     def wished(self, wishes: Wishes) -> None:
         self._promised[wishes.layers, wishes.experts] = True
-        self._touch(wishes.layers, wishes.experts)
+        self._touch(wishes.layers * self.shape[1] + wishes.experts)
 
     def reached(self, layer: int) -> None:
         self._promised[: max(0, layer)] = False

@@ -30,7 +30,7 @@ class Valued:
         self._resident[key] = False
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
-        self._touch(layer, experts)
+        self._touch(layer * self.shape[1] + np.array(experts))
 
     def wished(self, wishes: Wishes) -> None:
         pass
@@ -70,10 +70,10 @@ class Valued:
         count = self.shape[0]
         return (np.arange(count) - self._position - 1) % count
 
-    def _touch(self, layers: int | np.ndarray, experts: Sequence[int] | np.ndarray) -> None:
-        """The last of them is the most recent."""
-        count = len(experts)
-        self._recency[layers, experts] = np.arange(self._ticks + 1, self._ticks + count + 1)
+    def _touch(self, places: np.ndarray) -> None:
+        """The last of them is the most recent."""  # places, among experts of all layers: int64 [touched]
+        count = len(places)
+        self._recency.ravel()[places] = np.arange(self._ticks + 1, self._ticks + count + 1)
         self._ticks += count
 
     def _all_worths(self) -> np.ndarray:

@@ -293,8 +293,9 @@ class Run:
         )
 
     def _choose_depth(self) -> None:
-        self.cutoff = choose_cutoff(self.setting.cutoff, self.profile, self.inputs)
-        self.last_pass = self.foresight.uses_draft and self.k > 0 and last_pass_pays(self.profile, self.inputs)
+        if self.foresight.uses_draft:
+            self.cutoff = choose_cutoff(self.setting.cutoff, self.profile, self.inputs)
+            self.last_pass = self.k > 0 and last_pass_pays(self.profile, self.inputs)
 
     def _learn(self) -> None:
         if self.verified >= ENOUGH_STEPS:

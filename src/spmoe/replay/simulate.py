@@ -254,13 +254,20 @@ class Simulation:
         del absent[: len(batch)]
         self._free -= len(batch)
         self._unplaced = len(absent)
-        experts = [key - self._position * self.width for key in batch]
+        inserted, base = self.rule.inserted, self._position * self.width
         for key in batch:
-            self.rule.inserted(self._keys[key])
-        self.rule.used(self._position, experts)
-        for key in batch:
+            inserted(self._keys[key])
+        self.rule.used(self._position, [key - base for key in batch])
+        seconds = self.machine.seconds_per_expert
+        for number, key in enumerate(batch, start=self._number + 1):
             self._state[key] = AWAITED
-            self._submit(key, calm=False)
+            self._urgent.append((number, key, seconds))
+        self._number += len(batch)
+        self._loading += batch
+        if self._flight < 0:
+            self._start_next()
+        else:
+            self._cut_short()
         return len(batch)
 
     def _evict(self, victim: ExpertKey) -> None:
@@ -307,13 +314,19 @@ class Simulation:
             self._state[key] = LOADING
             self._by_wish[key] = 1
             rule.inserted(expert)
-            self._submit(key, calm=True)
+            self._number += 1
+            self._loading.append(key)
+            self._calm.append((self._number, key, self.machine.seconds_per_expert))
+            if self._flight < 0:
+                self._start_next()
 
     def _drop_passed(self, layer: int) -> None:
-        passed = [key for key, rank in self._wanted.items() if rank[0] <= layer]
-        for key in passed:
-            del self._wanted[key]
-        self.counters.wishes_stale += len(passed)
+        queue, wanted = self._queue, self._wanted
+        while queue and queue[0][0] <= layer:
+            rank = heappop(queue)
+            if wanted.get(rank[2]) is rank:
+                del wanted[rank[2]]
+                self.counters.wishes_stale += 1
 
     def _drop_all(self) -> None:
         self.counters.wishes_stale += len(self._wanted)
@@ -321,15 +334,6 @@ class Simulation:
         self._queue.clear()
 
     # ---- the link
-
-    def _submit(self, key: int, *, calm: bool) -> None:
-        self._number += 1
-        self._loading.append(key)
-        (self._calm if calm else self._urgent).append((self._number, key, self.machine.seconds_per_expert))
-        if self._flight < 0:
-            self._start_next()
-        elif not calm:
-            self._cut_short()
 
     def _hurry(self, key: int) -> None:
         """Somebody waits for this copy now."""
