@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -125,7 +127,8 @@ class Replayer:
 
     def run(self, setting: Setting, timeline: Timeline | None = None) -> Outcome:
         """Replay the trace, from empty slots, under one configuration; the last steps go to the timeline."""
-        return self.start(setting, timeline).all()
+        with no_collection():
+            return self.start(setting, timeline).all()
 
     def start(self, setting: Setting, timeline: Timeline | None = None) -> Run:
         """A run that has not begun."""
@@ -145,7 +148,9 @@ class Replayer:
         return self._plans(draft_tokens)
 
     def _plan(self, draft_tokens: int) -> list[StepPlan]:
-        steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
+        with no_collection():
+            steps = plan_steps(self.trace, draft_tokens)
+        times, layers = self.times, self.trace.shape.layers
         share = _expert_share(self.trace)
         for step in steps:
             for slab in step.slabs:
@@ -302,6 +307,18 @@ class Run:
             found = self.missing / self.verified / self.shape.layers
             self.profile = replace(self.profile, missing_per_layer=found)
             self._choose_depth()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the collector of cycles: plans are large and have none, so that it would walk them for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _expert_share(trace: Trace) -> float:
