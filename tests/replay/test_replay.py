@@ -14,8 +14,9 @@ from spmoe.observe.chrome import chrome_events
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.replay.evictions import LIVE_RULES, make_rule
 from spmoe.replay.foresight import POLICIES
+from spmoe.replay.moving import Machine
 from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
-from spmoe.replay.simulate import Machine, Simulation
+from spmoe.replay.simulate import Simulation
 from spmoe.replay.steps import Foretold
 
 TRACE = make_trace(steps=40)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,8 +16,9 @@ from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff, last_pass_pays
 from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
-from spmoe.replay.simulate import Machine, Simulation
-from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, plan_steps
+from spmoe.replay.moving import Machine
+from spmoe.replay.simulate import Simulation
+from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, no_collection, plan_steps
 from spmoe.replay.trace import Shape, Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)
@@ -148,9 +147,7 @@ class Replayer:
         return self._plans(draft_tokens)
 
     def _plan(self, draft_tokens: int) -> list[StepPlan]:
-        with no_collection():
-            steps = plan_steps(self.trace, draft_tokens)
-        times, layers = self.times, self.trace.shape.layers
+        steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
         share = _expert_share(self.trace)
         for step in steps:
             for slab in step.slabs:
@@ -307,18 +304,6 @@ class Run:
             found = self.missing / self.verified / self.shape.layers
             self.profile = replace(self.profile, missing_per_layer=found)
             self._choose_depth()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the collector of cycles: plans are large and have none, so that it would walk them for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _expert_share(trace: Trace) -> float:

@@ -8,7 +8,6 @@ chunk when a demand comes. Tests hold it to the live classes, load by load and s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -16,35 +15,22 @@ import numpy as np
 from spmoe.experts.eviction import Eviction
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
+from spmoe.replay.moving import NEVER, Link, Machine
 from spmoe.replay.steps import Foretold
 from spmoe.types import ExpertKey
 
-NEVER = float("inf")
 ABSENT, LOADING, READY, IN_USE, AWAITED = range(5)  # the last two: needed by the layer that runs
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a replay takes place on. Times are seconds."""
-
-    slots: int
-    seconds_per_expert: float  # over the link
-    depth: int = 2  # copies outstanding, at most, for wishes
-    chunk_seconds: float | None = None  # pieces in which wishes move; None: whole
-    window: int = 2  # such pieces that a demand waits for
-    demands_first: bool = False  # a layer's demands are submitted before what it foretells of later ones
-
-
-class Simulation:
+class Simulation(Link):
     """One configuration, told of steps as the live source is; `counters` is the live ledger, in experts for bytes."""
 
     def __init__(self, machine: Machine, rule: Eviction, timeline: Timeline | None = None) -> None:
-        self.machine = machine
+        super().__init__(machine)
         self.rule = rule
         layers, self.width = rule.shape
         self.counters = Counters()
         self.timeline = timeline
-        self.now = 0.0
         self.link_seconds = 0.0
         self.step_budget: int | None = None  # loads by wishes, per step
         self._state = bytearray(layers * self.width)
@@ -60,18 +46,6 @@ class Simulation:
         self._refused = False  # the first wish got no slot, and nothing has happened since that could change it
         self._position = -1
         self._arrived: list[int] = []  # in use, and not yet in a wave
-        # the link
-        self._loading: list[int] = []  # in order of submission
-        self._urgent: list[tuple[int, int, float]] = []  # (number, key, seconds left)
-        self._calm: list[tuple[int, int, float]] = []
-        self._number = self._flight_number = 0
-        self._flight = -1  # the expert that moves
-        self._flight_calm = False
-        self._flight_start = 0.0
-        self._flight_end = NEVER
-        self._left = 0.0  # of it, when it is cut at the end of a chunk
-        self._run_start = 0.0  # since when only wishes have moved, without a gap
-        self._committed = 0.0  # until when chunks of wishes are on the stream, whatever comes
 
     # ---- steps
 
@@ -101,16 +75,17 @@ class Simulation:
             counters.wishes_stale += len(wishes.by_rank) - len(ranked)
         self.rule.wished(told)
         self._refused = False
-        state, wanted = self._state, self._wanted
+        state, wanted, resident = self._state, self._wanted, 0
         for rank in ranked:
             key = rank[2]
             if state[key]:
-                counters.wishes_resident += 1
+                resident += 1
             elif rank[0] < fetch_below:
                 known = wanted.get(key)
                 if known is None or known[1] > rank[1]:
                     wanted[key] = rank
                     heappush(self._queue, rank)
+        counters.wishes_resident += resident
         if wanted and len(self._loading) < self._room:
             self._pump()
 
@@ -333,51 +308,7 @@ class Simulation:
         self._wanted.clear()
         self._queue.clear()
 
-    # ---- the link
-
-    def _hurry(self, key: int) -> None:
-        """Somebody waits for this copy now."""
-        if self._flight == key:
-            self._flight_calm = False
-            return
-        for place, copy in enumerate(self._calm):
-            if copy[1] == key:
-                del self._calm[place]
-                self._urgent.append(copy)
-                self._urgent.sort()
-                self._cut_short()
-                return
-
-    def _cut_short(self) -> None:
-        """Let what is urgent begin when the chunks of wishes that are on the stream have moved."""
-        chunk = self.machine.chunk_seconds
-        if chunk is None or not self._flight_calm:
-            return
-        if self._committed <= self.now:
-            done = int((self.now - self._run_start) / chunk + 1e-9)
-            self._committed = self._run_start + (done + self.machine.window) * chunk
-        if self._committed < self._flight_end:
-            self._left += self._flight_end - self._committed
-            self._flight_end = self._committed
-
-    def _start_next(self) -> None:
-        now = self.now
-        if self._urgent and not (self._calm and now < self._committed):
-            number, key, seconds = self._urgent.pop(0)
-            self._flight_calm = False
-        elif self._calm:
-            number, key, seconds = self._calm.pop(0)
-            if not self._flight_calm or self._flight_end < now:
-                self._run_start = now
-            self._flight_calm = True
-        else:
-            self._flight, self._flight_end, self._flight_calm = -1, NEVER, False
-            return
-        self._flight, self._flight_number, self._flight_start = key, number, now
-        self._flight_end = now + seconds
-        self._left = 0.0
-        if self._flight_calm and self._urgent and self._committed < self._flight_end:
-            self._left, self._flight_end = self._flight_end - self._committed, self._committed
+    # ---- copies that end
 
     def _arrive(self) -> None:
         """The copy under way has ended, or a part of it: the next begins, and wishes may follow."""

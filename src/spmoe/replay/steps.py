@@ -10,7 +10,9 @@ recorded step is not known, so the last piece has fewer drafts. A larger K than 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -102,7 +104,20 @@ def plan_steps(trace: Trace, draft_tokens: int | None = None) -> list[StepPlan]:
             f"the trace was recorded with {recorded} draft tokens per step, so {k} cannot be replayed; record one with "
             f"--num-speculative-tokens {k}"
         )
-    return list(_Planner(trace, k).steps())
+    with no_collection():
+        return list(_Planner(trace, k).steps())
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the collector of cycles: plans are large and have none, so that it would walk them for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Planner:
