@@ -79,8 +79,9 @@ class DraftInformed(Valued):
         self._score = np.zeros(self.shape)  # the best it was named with
         self._word = np.zeros(self.shape)  # the chance that it is needed, by what was said of it
         self._passes = np.zeros(self.shape[0], dtype=int)  # of the draft, in this step, that have spoken of the layer
+        self._usual_passes = 1
         self._reliability = Reliability()
-        self._kept = self._kept_after(1)  # of a habit, by the passes that have spoken of the layer
+        self._kept = self._kept_by_passes()  # of a habit, by the passes that have spoken of the layer
         self._later = np.zeros(self.shape)  # what turns after the next are worth, seen from it
         self._habitual = np.zeros(self.shape)  # what all turns are, seen from the next, by habit
         self._turns = np.zeros(self.shape)  # and by what the draft has said
@@ -118,7 +119,8 @@ class DraftInformed(Valued):
         if len(spoken := np.flatnonzero(self._passes)):
             seen = (self._named, self._score, self._used, self._frequency)
             self._reliability.learn(*(figure[spoken] for figure in seen))
-            self._kept = self._kept_after(int(self._passes.max()))
+            self._usual_passes = int(self._passes.max())
+            self._kept = self._kept_by_passes()
         self._frequency = self._decay * self._frequency + (1 - self._decay) * self._used
         self._later = later_use(self._frequency, self._discount)
         self._habitual = any_use(self._frequency, self._later)
@@ -139,16 +141,17 @@ class DraftInformed(Valued):
             low, high = min(low, stale.start), max(high, stale.stop)
         self._stale, self._worths = slice(low, high), None
 
-    def _kept_after(self, usual: int) -> np.ndarray:
-        """What remains of a habit that was not named, when as many passes as usual have spoken, and after fewer."""
-        kept: np.ndarray = 1 - np.arange(usual + 1) / usual * (1 - self._reliability.silence)
+    def _kept_by_passes(self) -> np.ndarray:
+        """What remains of a habit that was not named, after no pass, one, and so on up to as many as usual."""
+        spoken = np.arange(self._usual_passes + 1) / self._usual_passes
+        kept: np.ndarray = 1 - spoken * (1 - self._reliability.silence)
         return kept
 
     def _value(self) -> np.ndarray:
         told = slice(max(self._stale.start, self._position + 1), self._stale.stop)
         self._stale = slice(0, 0)
         if told.start < told.stop:
-            kept = self._kept[np.minimum(self._passes[told], len(self._kept) - 1)]
+            kept = self._kept[np.minimum(self._passes[told], self._usual_passes)]
             habit = self._frequency[told] * kept[:, None]
             self._turns[told] = any_use(np.maximum(self._word[told], habit), self._later[told])
         worths: np.ndarray = self._turns * self._near[self._position + 1]
