@@ -25,7 +25,7 @@ class Eviction(Protocol):
     def removed(self, key: ExpertKey) -> None: ...
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
-        """These of a layer, which have slots, are needed."""
+        """These of a layer, one at least, which have slots, are needed."""
         ...
 
     def wished(self, wishes: Wishes) -> None:

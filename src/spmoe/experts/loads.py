@@ -95,7 +95,8 @@ class Loads:
     def book_hits(self, layer: int, experts: Sequence[int], eviction: Eviction) -> None:
         """These were READY when they were needed."""
         self._counters.hits += len(experts)
-        eviction.used(layer, experts)
+        if experts:
+            eviction.used(layer, experts)
         for expert in np.flatnonzero(self._cache.prefetched[layer]).tolist():
             if expert in experts and (entry := self._cache.get(ExpertKey(layer, expert))) is not None:
                 self._book_need(entry)
