@@ -73,6 +73,16 @@ def test_an_answer_that_is_there_is_not_asked_for_again() -> None:
     assert (wish.key, wish.score) == ((1, 5), 0.5)
 
 
+def test_what_has_less_than_an_even_share_is_left_out_where_it_must_be_sure() -> None:
+    routing = Routing(torch.tensor([[[5, 1], [2, 1]]]), torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]))
+    told = Seen(Stage.VERIFY, range(1), 4, torch.empty(0), routing)
+    assert {wish.key.expert for wish in NextGate(MarkedGates(range(4), 4)).on_seen(told)} == {1, 2, 5}
+    assert {wish.key.expert for wish in NextGate(MarkedGates(range(4), 4), sure=True).on_seen(told)} == {1, 2, 5}
+    unsure = Routing(routing.experts, torch.tensor([[[0.75, 0.25], [0.51, 0.49]]]))
+    told = Seen(Stage.VERIFY, range(1), 4, torch.empty(0), unsure)
+    assert {wish.key.expert for wish in NextGate(MarkedGates(range(4), 4), sure=True).on_seen(told)} == {2, 5}
+
+
 def test_it_is_silent_about_drafts_and_prompts() -> None:
     policy = NextGate(MarkedGates(range(4), 4))
     for stage in (Stage.DRAFT, Stage.PREFILL):

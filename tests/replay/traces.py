@@ -142,7 +142,8 @@ def run_live(
             for layer, needed in enumerate(forward.needed):
                 clock.sleep(forward.front[layer])
                 if ahead and (told := forward.ahead[layer]) is not None:
-                    wish(told, trace.shape.layers)
+                    sure = told.wishes.scores >= (1 / trace.shape.top_k if draft else 0.0)
+                    source.wish(told.wishes.where(sure))
                 for wave in source.use(layer, [key % width for key in needed]):
                     clock.sleep(forward.per_expert[layer] * len(wave.experts))
         clock.sleep(step.rest)

@@ -63,7 +63,7 @@ def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
         _note(engine, f"a draft without a model has no hidden states to predict experts from; {then}")
         second = NextGate(target, only=target.gated) if own_signals else None
     if "next-gate" in wanted and own_signals:
-        second = NextGate(target, only=target.gated)
+        second = NextGate(target, only=target.gated, sure=first is not None)
     elif "next-gate" in wanted or wanted == "adaptive":
         _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
     if first is not None and second is not None:

@@ -22,9 +22,12 @@ class NextGate(PrefetchPolicy):
     name = "next-gate"
     stages = frozenset({Stage.VERIFY})
 
-    def __init__(self, gates: Gates, ahead: int = 1, only: Collection[int] | None = None) -> None:
-        # only: the layers that are predicted; None: all
+    def __init__(
+        self, gates: Gates, ahead: int = 1, only: Collection[int] | None = None, *, sure: bool = False
+    ) -> None:
+        # only: the layers that are predicted; None: all. sure: without what has less than an even share of every row
         self._gates = gates
+        self._sure = sure
         depths = list(gates.layer_depths)
         self._next = [  # of each decoder layer, the MoE layers that come next
             [layer for layer, at in enumerate(depths) if at > depth][:ahead] for depth in range(gates.depth_count)
@@ -43,14 +46,26 @@ class NextGate(PrefetchPolicy):
         if seen.stage is not Stage.VERIFY:
             return NO_WISHES
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
-        return NO_WISHES if routing is None else wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
+        if routing is None:
+            return NO_WISHES
+        found = wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
+        return found.where(found.scores >= even_share(routing.experts.shape[-1])) if self._sure else found
 
     def _layers(self, depths: range) -> list[int]:
         return [layer for depth in depths for layer in self._next[depth]]
 
 
+def even_share(top_k: int) -> float:
+    """The score of each when a row's experts count alike."""
+    return 1 / top_k
+
+
 class Both(PrefetchPolicy):
-    """The draft's word first, and the target's own signals as its pass proceeds."""
+    """The draft's word first, and the target's own signals, where those are clear, as its pass proceeds.
+
+    What they are not sure of comes too late to be worth a copy that others wait behind: with everything they name it
+    was up to 5 % slower than without them, with what has an even share at least it is 1 % slower to 1 % faster.
+    """
 
     def __init__(self, first: PrefetchPolicy, second: PrefetchPolicy) -> None:
         self.first, self.second = first, second

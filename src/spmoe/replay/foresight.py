@@ -13,6 +13,7 @@ import torch
 
 from spmoe.errors import UsageError
 from spmoe.predict import activation, adaptive
+from spmoe.predict.next_gate import even_share
 from spmoe.replay.steps import Foretold, ForwardPlan, SlabPlan, StepPlan
 from spmoe.types import Routing, Seen, Stage, Wishes
 
@@ -59,7 +60,19 @@ class NextGate(Foresight):
 
 
 class DraftAndNextGate(DraftGate, NextGate):
-    """The draft's word first, then the target's own."""
+    """The draft's word first, then the target's own, where that is clear."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__(layers, width)
+        self._clear: dict[int, Foretold | None] = {}  # of what was foretold, by its identity: plans stay
+
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+        if (told := forward.ahead[layer]) is None:
+            return None
+        if id(told) not in self._clear:
+            clear = told.wishes.scores >= even_share(forward.ahead_experts.shape[-1])
+            self._clear[id(told)] = from_wishes(told.wishes.where(clear), self.width)
+        return self._clear[id(told)]
 
 
 class Oracle(Foresight):
