@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from typing import NamedTuple, Protocol
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
+from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
 
@@ -183,12 +183,8 @@ class FileTransfer(HostPaced):
 
     def _read(self, job: CopyJob) -> None:
         buffer = self._slots.buffer(job.slot)
-        offset, done = self._file.offset(job.key), 0
-        while done < len(buffer):
-            count = os.preadv(self._file.fd, [buffer[done:]], offset + done)
-            if count == 0:
-                raise OSError(f"the file ends {len(buffer) - done} bytes early")
-            done += count
+        if missing := len(buffer) - read_into(self._file.fd, buffer, self._file.offset(job.key)):
+            raise OSError(f"the file ends {missing} bytes early")
         self._file.check(job.key, buffer)
 
 
