@@ -89,6 +89,7 @@ class Rerunner:
     def __init__(self) -> None:
         self.phase = Phase.EAGER
         self.while_waiting: Callable[[], None] = lambda: None
+        self.be_patient: Callable[[bool], None] = lambda patient: None
         self.recorded = 0
         self.replayed = 0
         self._replaying = False
@@ -322,7 +323,6 @@ def test_wishes_move_while_the_device_is_busy(double: Double, mixtral_pair: Pair
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, prefetch=prefetch, **options
     ) as llm:
         source, granted = llm.engine.source, set[int]()
-        assert source.patient
         grant = source.grants.grant
 
         def note() -> bool:
@@ -368,6 +368,69 @@ def test_prompts_are_read_by_the_kernels_part_by_part(
         count = llm.engine.store.count
     assert (sizes <= found) == (length <= 64 * parts)
     assert completion.stats.counters.demand_loads <= count + 2 * 2 * count // 8
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_chunks_smaller_than_a_draft(double: Double, mixtral_pair: Pair, chunk: int) -> None:
+    """Recorded forwards of as many rows have one place for their logits."""
+    expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert generate(mixtral_pair.target, mixtral_pair.good, num_speculative_tokens=4, prefill_chunk=chunk) == expected
+
+
+def test_an_interrupt_leaves_waves_in_step(double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between saying where a wave's experts are and launching it: the next wave must not be taken for that one."""
+    expected, post = greedy(reference(mixtral_pair.target), PROMPT, COUNT), CudaBackend.post
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "progress": False}
+
+    def interrupted(self: CudaBackend, slots: Any = -1) -> None:
+        post(self, slots)
+        raise KeyboardInterrupt
+
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+        monkeypatch.setattr(CudaBackend, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, GREEDY)
+        monkeypatch.setattr(CudaBackend, "post", post)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+def test_prompts_of_any_length_share_what_they_compute_in(double: Double, mixtral_pair: Pair) -> None:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(4)) as llm:
+        backend = llm.engine.room.cuda
+        assert backend is not None
+        for length in (3, 64, 65, 100, 127, 129, 180, 240):
+            llm.generate([5] * length, SamplingParams(max_tokens=1, ignore_eos=True))
+        assert len(backend._scratches) == 4, "one for each part of the longest"
+        held = sum(one._up.nbytes + one._parts.nbytes for one in backend._scratches.values())
+        top_k, widest = llm.engine.target.top_k, max(max(f.shape) for f in llm.engine.store.layout.fields)
+        assert held <= 4 * widest * 2 * top_k * 4 * 64 * 4, "as planned, but for the sums of layers as narrow as these"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_wishes_move_while_the_draft_runs(double: Double, mixtral_pair: Pair, temperature: float) -> None:
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "cutoff": "none"}
+    with LLM(
+        str(mixtral_pair.target),
+        str(mixtral_pair.good),
+        dtype="float32",
+        progress=False,
+        prefetch="draft-gate",
+        **options,
+    ) as llm:
+        source, drafting = llm.engine.source, list[int]()
+        grant = source.grants.grant
+
+        def note() -> bool:
+            if some := grant():
+                drafting.append(source._position)
+            return some
+
+        source.grants.grant = note  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=1)
+        llm.generate(list(b"class A: pass"), params)
+        assert -1 in drafting
+        assert not source.patient
 
 
 def test_windows_are_kept(double: Double, windowed_pair: Pair) -> None:

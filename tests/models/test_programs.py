@@ -23,6 +23,9 @@ inputs = pytest.importorskip("spmoe.backends.kernels.inputs", reason="no Triton"
 class OnceRecorder:
     """Runs what it is to record, and forgets it, as a graph does: only addresses are left."""
 
+    def be_patient(self, patient: bool) -> None:
+        pass
+
     def while_waiting(self) -> None:
         pass
 

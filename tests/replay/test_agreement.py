@@ -80,3 +80,17 @@ def assert_same(ours: Counters, live: Counters) -> None:
             assert ours.stall_seconds == pytest.approx(value)
         else:
             assert getattr(ours, name) == value, name
+
+
+@pytest.mark.parametrize("eviction", LIVE_RULES)
+def test_layers_may_have_fewer_experts_than_others(eviction: str) -> None:
+    trace = make_trace(steps=40)
+    chosen = trace.chosen.copy()
+    for layer in (0, 2, 3):
+        chosen[:, layer] %= 4
+        chosen[:, layer, 1] = (chosen[:, layer, 0] + 1 + chosen[:, layer, 1] % 3) % 4
+    trace = replace(trace, chosen=chosen, shape=replace(trace.shape, experts=(4, 8, 4, 4, 8, 8)))
+    live, expected = run_live(trace, Replayer(trace).steps(4), 28, eviction, draft=False, ahead=False, cutoff=6)
+    ours, seconds = replayed(trace, "on-demand", eviction, 28, 6)
+    assert_same(ours, live)
+    assert seconds == pytest.approx(expected)

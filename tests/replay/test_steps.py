@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from traces import make_trace
@@ -69,3 +71,18 @@ def test_of_several_rows_an_expert_is_foretold_once_with_its_best_score() -> Non
     told = foretell(np.array([2]), experts, scores, width=8)
     assert {tuple(wish.key): wish.score for wish in told.wishes} == {(2, 3): 0.75, (2, 1): 0.5, (2, 2): 0.5}
     assert told.by_rank == [(2, -0.75, 19), (2, -0.5, 17), (2, -0.5, 18)]
+
+
+def test_no_expert_is_no_need_of_another_layer() -> None:
+    """Layers that choose fewer than others have -1 in their place."""
+    trace = make_trace()
+    chosen = trace.chosen.copy()
+    chosen[:, 0, 1] = chosen[:, 3, 1] = -1
+    trace, at = replace(trace, chosen=chosen), 0
+    width = max(trace.shape.experts)
+    for step in plan_steps(trace)[:3]:
+        for forward in step.forwards:
+            for layer, needed in enumerate(forward.needed):
+                rows = chosen[at : at + forward.rows, layer].ravel()
+                assert needed == sorted({int(expert) + layer * width for expert in rows if expert >= 0})
+            at += forward.rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Phase, Recorder
-from spmoe.backends.kernels.experts import Geometry, Scratch, add_up, run_wave
+from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_wave
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Opened, Wave
@@ -102,7 +103,7 @@ class CudaBackend:
         self._places = self._ring.numpy()
         self._posted = 0
         self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
-        self._scratches: dict[tuple[int, int, int], Scratch] = {}
+        self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and part
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
     def port(self, layer: int, source: ExpertSource) -> Port:
@@ -135,10 +136,19 @@ class CudaBackend:
 
     def scratch(self, rows: int, top_k: int, geometry: Geometry, part: int = 0) -> Scratch:
         """Places for what experts compute of a part of the rows. Layers run one after the other and share them."""
-        key = (rows, top_k, part)
-        if key not in self._scratches:
-            self._scratches[key] = Scratch.allocate(rows, top_k, geometry, self.dtype, self.slots.arena.device)
-        return self._scratches[key]
+        if (top_k, part) not in self._scratches:
+            self._scratches[top_k, part] = Places(top_k, geometry, self.dtype, self.slots.arena.device)
+        return self._scratches[top_k, part].scratch(rows)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around waves: whatever goes wrong inside, what is posted next is what the device takes next."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that is broken
+                self._posted = int(self._cursor)  # waits for what was submitted
+            raise
 
     def chosen(self, layer: int, rows: int, top_k: int) -> Tensor:
         """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, page-locked
@@ -191,11 +201,14 @@ class CudaPort:
         if backend.all_resident:
             run(self._table)
         elif recorder.phase is Phase.EAGER:
-            self._run_waves(run_next_wave, torch.unique(index).tolist())  # waits for the device
+            needed = torch.unique(index).tolist()  # waits for the device
+            with backend.in_step():
+                self._run_waves(run_next_wave, needed)
         else:
             if recorder.phase is Phase.REHEARSAL:
-                backend.post()  # no expert is in this wave; the kernels are compiled
-                run_next_wave()
+                with backend.in_step():
+                    backend.post()  # no expert is in this wave; the kernels are compiled
+                    run_next_wave()
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
             here, known = chosen.view(-1).numpy(), recorder.new_event()
@@ -233,19 +246,30 @@ class CudaPort:
         known.record()
         opened = self._source.open(self._layer)
         try:
-            if (opened.slots >= 0).any():
-                self._backend.post(opened.slots)
-                run()
-            self._catch_up()  # while the device is busy
-            known.synchronize()
-            needed = sorted(set(chosen.tolist()))
-            if self._source.use_opened(opened, needed):
-                self._backend.put_off = (self._layer, notes)
-            else:
-                self._run_waves(run, needed, opened, notes)
+            with self._backend.in_step():
+                self._run_opened(run, chosen, known, notes, opened)
         except BaseException:
             self._source.shut(opened)
             raise
+
+    def _run_opened(
+        self,
+        run: Callable[[], None],
+        chosen: np.ndarray,
+        known: Any,
+        notes: list[Callable[[], None]],
+        opened: Opened,
+    ) -> None:
+        if (opened.slots >= 0).any():
+            self._backend.post(opened.slots)
+            run()
+        self._catch_up()  # while the device is busy
+        known.synchronize()
+        needed = sorted(set(chosen.tolist()))
+        if self._source.use_opened(opened, needed):
+            self._backend.put_off = (self._layer, notes)
+        else:
+            self._run_waves(run, needed, opened, notes)
 
     def _catch_up(self) -> None:
         """What the layer before has put off: its hits, what it foretells, and wishes that are to be submitted."""

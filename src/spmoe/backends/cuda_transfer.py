@@ -216,38 +216,38 @@ class CudaTransfer:
 
     def _send(self, tickets: list[CudaTicket]) -> None:
         """Put all that is left of these on the stream."""
-        self._submit([self._piece(ticket, self._addresses.nbytes) for ticket in tickets], tickets)
+        self._submit([(ticket, self._addresses.nbytes) for ticket in tickets])
 
     def _advance(self) -> None:
         """Fill the window with chunks of the wishes that wait."""
         while self._flying and self._flying[0].query():
             self._flying.popleft()
         while self._waiting and len(self._flying) < self._window:
-            room, pieces, parts = self._chunk, list[Piece](), list[CudaTicket]()
+            room, parts = self._chunk, list[tuple[CudaTicket, int]]()
             while self._waiting and room > 0 and (self.batched or not parts):
                 ticket = self._waiting.popleft()
-                room += ticket.sent
-                pieces.append(self._piece(ticket, room))
-                room -= ticket.sent
-                parts.append(ticket)
-            if (end := self._submit(pieces, parts)) is not None:
-                self._flying.append(end)
-                self._waiting.extendleft(ticket for ticket in parts if not ticket.settled)
+                end = min(ticket.sent + room, self._addresses.nbytes)
+                room -= end - ticket.sent
+                parts.append((ticket, end))
+            if (over := self._submit(parts)) is not None:
+                self._flying.append(over)
+                self._waiting.extendleft(ticket for ticket, _ in parts if not ticket.settled)
 
-    def _piece(self, ticket: CudaTicket, limit: int) -> Piece:
-        """A copy's next part, up to this many bytes of the blob."""
+    def _piece(self, ticket: CudaTicket, end: int) -> Piece:
+        """A copy's next part, up to this byte of the blob."""
         key, slot = ticket.job
         if ticket.sent == 0 and self._last_use.pop(slot, 0) > self._over:
             self.lane.wait_for(self.lane.compute_point())  # later than need be, and rarely
-        size = min(limit, self._addresses.nbytes) - ticket.sent
+        size = end - ticket.sent
         to, source = self._addresses.slot(slot) + ticket.sent, self._addresses.source(key) + ticket.sent
         ticket.sent += size
         return Piece(to, source, size)
 
-    def _submit(self, pieces: list[Piece], tickets: list[CudaTicket]) -> Event | None:
-        """One submission of parts of these copies; None when it is refused, and they have failed."""
+    def _submit(self, parts: list[tuple[CudaTicket, int]]) -> Event | None:
+        """One submission of copies, each up to a byte; None when it is refused, and they have failed."""
+        tickets = [ticket for ticket, _ in parts]
         try:
-            end = self.lane.copy(pieces)
+            end = self.lane.copy([self._piece(*part) for part in parts])
         except Exception as error:  # whatever it is, somebody may be waiting for these copies
             for ticket in tickets:
                 ticket.fail(_as_transfer_error(ticket.job, error))

@@ -81,7 +81,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.phase = Phase.EAGER
         self.stopwatch = Stopwatch()
-        self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a draft
+        self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
+        self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
         self._stream = _recording_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spmoe.backends.devices import choose_device, limit_memory
@@ -84,7 +85,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
             room.recorder.while_waiting = source.see_to_wishes
-            source.patient = draft is not None and draft.records and not threaded
+            if not threaded:
+                room.recorder.be_patient = partial(setattr, source, "patient")
         target.connect(source, room.backend)
         if room.cuda is not None and budget.slots == spec.count and config.link_gbps is None:
             load_all(source, spec.experts)

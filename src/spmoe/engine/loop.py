@@ -115,7 +115,8 @@ class Loop:
             kv = self.states[sequence.id] = self.target.new_kv(sequence.capacity)
         reach = 0 if kv.length else len(sequence.tokens)
         pending, keep = sequence.tokens[kv.length :] + draft, len(draft) + 1
-        chunk = self._prefill_chunk if self.target.anatomy.resumes else len(pending)
+        chunk = max(self._prefill_chunk, keep)  # of several recorded forwards of as many rows, one's logits are left
+        chunk = chunk if self.target.anatomy.resumes else len(pending)
         if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
             certain, pending = pending[:-keep], pending[-keep:]
             while certain:

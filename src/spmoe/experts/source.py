@@ -50,7 +50,7 @@ class ExpertSource:
         self.timeline = timeline or Timeline()
         self.counters = counters
         self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
-        self.patient = False  # while the draft runs, whoever wishes calls `see_to_wishes` when it has time
+        self.patient = False  # what is wished for waits until `see_to_wishes` is called, or a layer runs
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
         self._transfer = transfer
@@ -95,10 +95,10 @@ class ExpertSource:
             self.counters.wishes_resident += int(np.count_nonzero(there))
             for wish in wishes.where(wishes.fetch & ~there):
                 self._queue.put(wish)
-            pending, drafting = len(self._queue) > 0, self._position < 0
-        if pending and self.synchronous and not drafting:
+            drafting = self._position < 0
+        if len(self._queue) and self.synchronous and not drafting:
             self._fetch_all()
-        elif pending and not (self.patient and drafting):
+        elif len(self._queue) and not self.patient:
             self.see_to_wishes()
 
     def draft_is_over(self) -> None:

@@ -78,9 +78,12 @@ class Programs:
             program.launch(watch)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
-        self.recorder.while_waiting()  # for whatever was wished for before the draft
-        for program in chain:
-            program.report()
+        self.recorder.be_patient(True)
+        try:
+            for program in chain:
+                program.report()
+        finally:
+            self.recorder.be_patient(False)
         kv.advance(len(tokens) + len(chain) - 1)
         self._arrived.synchronize()
         return chosen(self._chain_here, len(chain))

@@ -180,7 +180,7 @@ class Run:
         machine = Machine(
             self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
         )
-        rule = make_rule(setting.eviction, (replayer.width,) * shape.layers, self.plan)
+        rule = make_rule(setting.eviction, shape.experts, self.plan)
         self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
         self.sim = Simulation(machine, rule, timeline)
         self.timeline = timeline

@@ -127,7 +127,8 @@ class _Planner:
         self._layers = trace.shape.layers
         self._width = max(trace.shape.experts)
         self._starts = np.arange(self._layers + 1) * self._width  # of layers, among expert numbers
-        self._chosen = trace.chosen + self._starts[:-1, None]  # [rows, layers, top_k]
+        numbers = trace.chosen + self._starts[:-1, None]  # [rows, layers, top_k]
+        self._chosen = np.where(trace.chosen < 0, self._starts[-1], numbers)  # one beyond the last: no expert
         layer, depth = np.arange(self._layers)[:, None], np.arange(len(trace.ahead))
         later = np.minimum(layer + 1 + depth, self._layers - 1)
         self._told = [
@@ -192,9 +193,9 @@ class _Planner:
 
     def _needed(self, low: int, high: int) -> list[list[int]]:
         """By layer, the experts that some rows chose."""
-        chosen = np.zeros(self._layers * self._width, dtype=bool)
+        chosen = np.zeros(self._starts[-1] + 1, dtype=bool)
         chosen[self._chosen[low:high].ravel()] = True
-        keys = np.flatnonzero(chosen)
+        keys = np.flatnonzero(chosen[:-1])
         bounds = np.searchsorted(keys, self._starts).tolist()
         listed = keys.tolist()
         return [listed[a:b] for a, b in pairwise(bounds)]

@@ -99,6 +99,25 @@ class Scratch:
         return cls(up, parts, tiles)
 
 
+class Places:
+    """Memory for the scratches of any number of rows, one at a time: it stays where it is, and does not grow."""
+
+    def __init__(self, top_k: int, geometry: Geometry, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._shape = (top_k, geometry, dtype)
+        tiles = {rows: config_for(rows, geometry, top_k, dtype) for rows in (16, MOST_ROWS)}  # by rows up to these
+        sums = max(rows * one.splits for rows, one in tiles.items())
+        self._up = torch.empty(MOST_ROWS * top_k * geometry.ffn, dtype=dtype, device=device)
+        self._parts = torch.empty(sums * top_k * geometry.hidden, dtype=torch.float32, device=device)
+
+    def scratch(self, rows: int) -> Scratch:
+        """Uninitialised places for this many rows."""
+        top_k, geometry, dtype = self._shape
+        tiles, pairs = config_for(rows, geometry, top_k, dtype), rows * top_k
+        up = self._up[: pairs * geometry.ffn].view(pairs, geometry.ffn)
+        parts = self._parts[: tiles.splits * pairs * geometry.hidden].view(tiles.splits, pairs, geometry.hidden)
+        return Scratch(up, parts, tiles)
+
+
 def run_wave(
     hidden: Tensor,  # [rows, hidden]
     index: Tensor,  # [rows, top_k] int64, expert numbers; a row's choices are distinct
