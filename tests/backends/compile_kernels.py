@@ -78,7 +78,7 @@ def compile_all() -> None:
         arena, table = zeros(1, 3 * hidden * ffn), zeros(8, dtype=torch.int32)
         for rows in (5, experts.MOST_ROWS):
             states, index = zeros(rows, hidden), zeros(rows, top_k, dtype=torch.int64)
-            scratch = experts.Scratch.allocate(rows, top_k, geometry, torch.bfloat16, "cpu")
+            scratch = experts.Places(top_k, geometry, torch.bfloat16, "cpu").scratch(rows)
             weights = index.float()
             experts.run_wave(states, index, weights, table, arena, geometry, "silu", scratch)
             experts.add_up(scratch, states)

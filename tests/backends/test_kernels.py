@@ -19,7 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels import attention, experts  # noqa: E402
-from spmoe.backends.kernels.experts import Geometry, Scratch, Tile, Tiles, add_up, run_wave  # noqa: E402
+from spmoe.backends.kernels.experts import Geometry, Places, Scratch, Tile, Tiles, add_up, run_wave  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
@@ -82,7 +82,8 @@ class Layer:
 
     def scratch(self, tiles: Tiles | None = None) -> Scratch:
         """Room for every pair, unset; by other tiles than the usual if asked."""
-        scratch = Scratch.allocate(*self.index.shape, self.geometry, self.dtype, self.arena.device)
+        rows, top_k = self.index.shape
+        scratch = Places(top_k, self.geometry, self.dtype, self.arena.device).scratch(rows)
         if tiles is None:
             return scratch
         parts = torch.empty(tiles.splits, *scratch.parts.shape[1:], dtype=torch.float32, device=self.arena.device)

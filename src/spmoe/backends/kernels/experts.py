@@ -11,7 +11,7 @@ not depend, in any bit, on which experts came in which wave, nor on the rows, up
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -87,16 +87,6 @@ class Scratch:
     up: Tensor  # [rows * top_k, ffn]
     parts: Tensor  # [splits, rows * top_k, hidden] float32
     tiles: Tiles
-
-    @classmethod
-    def allocate(
-        cls, rows: int, top_k: int, geometry: Geometry, dtype: torch.dtype, device: torch.device | str
-    ) -> Self:
-        """Uninitialised places for this many rows."""
-        tiles = config_for(rows, geometry, top_k, dtype)
-        up = torch.empty(rows * top_k, geometry.ffn, dtype=dtype, device=device)
-        parts = torch.empty(tiles.splits, rows * top_k, geometry.hidden, dtype=torch.float32, device=device)
-        return cls(up, parts, tiles)
 
 
 class Places:
