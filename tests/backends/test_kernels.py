@@ -221,6 +221,15 @@ def test_too_much_is_refused(device: str) -> None:
         layer.scratch()
 
 
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "top_k"), [(4096, 14336, 2), (4096, 6400, 2), (2048, 1408, 8), (2048, 768, 8), (2048, 1024, 8)]
+)
+def test_places_fit_what_memory_is_planned_for(hidden: int, ffn: int, top_k: int) -> None:
+    """Two rows of the widest field, in float32, for each expert that a row is sent to: see engine/memory.py."""
+    one = Places(top_k, Geometry(hidden, ffn, 0, 0), torch.bfloat16, "meta")
+    assert one._up.nbytes + one._parts.nbytes <= 4 * max(2 * ffn, hidden) * 2 * top_k * experts.MOST_ROWS
+
+
 def test_tiles_are_the_same_up_to_sixteen_rows() -> None:
     for geometry, top_k in [(Geometry(4096, 14336, 0, 0), 2), (Geometry(2048, 1408, 0, 0), 8)]:
         usual = experts.config_for(1, geometry, top_k, torch.bfloat16)

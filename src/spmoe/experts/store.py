@@ -26,6 +26,7 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
+from spmoe.files import replacing
 from spmoe.types import ExpertKey
 
 FORMAT = "spmoe-experts-1"
@@ -178,12 +179,8 @@ def ensure_expert_file(
             for leftover in path.parent.glob(f".{path.name}.*.partial"):
                 leftover.unlink(missing_ok=True)
             _require_space(path, spec)
-            partial = path.parent / f".{path.name}.{os.getpid()}.partial"
-            try:
+            with replacing(path) as partial:
                 _write(partial, spec, fill, on_progress)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
     return ExpertFile.open(path)
 
 
