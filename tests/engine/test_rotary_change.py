@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PhimoeForCausalLM
 
 from checkpoints import byte_tokenizer, longrope, mixtral, phimoe, qwen3_next, save, seeded
 from spmoe import LLM, SamplingParams
@@ -23,6 +24,10 @@ COUNT = 14
 FAMILIES = {"phimoe": phimoe, "mixtral": mixtral, "qwen3_next": qwen3_next}
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+
+
+# until then, a PhiMoE that dropped its state went on with the newest token alone
+_READS_AGAIN = "next_sequence_length" in PhimoeForCausalLM.prepare_inputs_for_generation.__code__.co_consts
 
 
 def prompt(length: int) -> list[int]:
@@ -51,6 +56,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_tokens_are_those_of_transformers(
     checkpoints: dict[str, Path], family: str, k: int, chunk: int, device: str
 ) -> None:
+    if family == "phimoe" and not _READS_AGAIN:
+        pytest.skip("this transformers forgets the text itself at the change")
     target = checkpoints[family]
     options: dict[str, Any] = {"num_speculative_tokens": k, "prefill_chunk": chunk, "device": device}
     with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, **options) as llm:

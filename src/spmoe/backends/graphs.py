@@ -7,7 +7,7 @@ their workspaces, and once to be recorded. What is computed in either counts for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import TypeVar
@@ -84,15 +84,15 @@ class Recorder:
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
         self._stream = _recording_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording = Recording()
         self._notes: list[Callable[[], None]] = []
-        # memory is kept for graphs as long as one of them lives: this one does
-        self._anchor, _ = self.record(lambda: torch.zeros(1, device=device))
+        self._take_memory()
 
     def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
         """Rehearse and record; the result's tensors are those that every replay fills anew."""
+        if self._spoilt:
+            self._take_memory()
         outer = torch.cuda.current_stream(self._stream.device)
         self._recording, self._notes = Recording(self.stopwatch), list[Callable[[], None]]()
         self._stream.wait_stream(outer)
@@ -106,8 +106,10 @@ class Recorder:
                 try:
                     result = forward()
                 except BaseException:
-                    with suppress(RuntimeError):  # which would hide why
+                    try:
                         self._end()
+                    except RuntimeError:  # it would hide why
+                        self._spoilt = True
                     raise
                 self._end()
         finally:
@@ -149,6 +151,12 @@ class Recorder:
     def new_event(self) -> torch.cuda.Event:
         """A mark to `record` between two graphs, and to wait for."""
         return torch.cuda.Event()
+
+    def _take_memory(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._spoilt = False  # the allocator takes it for one that is being recorded into, after a graph without an end
+        # memory is kept for graphs as long as one of them lives: this one does
+        self._anchor, _ = self.record(lambda: torch.zeros(1, device=self._stream.device))
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -20,7 +20,7 @@ from torch import Tensor
 from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 from spmoe.backends.kernels.experts import Scratch, Tile, Tiles, add_up, add_up_plain
 
-_ENOUGH_PROGRAMS = 1024  # to keep a large device's memory busy
+_ENOUGH_PROGRAMS = 512  # to keep a large device's memory busy
 _ONE = 0x3F800000  # the bits of 1.0; told to kernels as they start, since of two constants the compiler makes two steps
 
 
@@ -54,13 +54,12 @@ class CodedGeometry(NamedTuple):
 
 def config_for(geometry: CodedGeometry, pairs: int) -> Tiles:
     """Tiles by shape; `n` is outputs and `k` groups at a time."""
-    large = geometry.hidden * geometry.ffn >= 1 << 24  # then there are programs enough that each may be small
-    up, down = Tile(32, 4, 2, 3) if large else Tile(32, 8, 4, 3), Tile(32, 8, 4, 3)
-    groups, splits = triton.cdiv(geometry.ffn, geometry.group), 1
-    programs = triton.cdiv(geometry.hidden, 2 * down.n) * pairs
-    while splits * programs < _ENOUGH_PROGRAMS and splits < 4 and groups >= 4 * splits * down.k:
+    tile, splits = Tile(32, 4, 2, 3), 1
+    groups = triton.cdiv(geometry.ffn, geometry.group)
+    programs = triton.cdiv(geometry.hidden, 2 * tile.n) * pairs
+    while splits * programs < _ENOUGH_PROGRAMS and splits < 4 and groups >= 4 * splits * tile.k:
         splits *= 2
-    return Tiles(up, down, splits)
+    return Tiles(tile, tile, splits)
 
 
 def run_coded(
