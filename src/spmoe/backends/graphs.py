@@ -84,6 +84,7 @@ class Recorder:
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
         self._stream = _recording_stream(device)
+        self._spoilt = False  # the allocator takes its memory for one that is being recorded into
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording = Recording()
         self._notes: list[Callable[[], None]] = []
@@ -154,7 +155,7 @@ class Recorder:
 
     def _take_memory(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._spoilt = False  # the allocator takes it for one that is being recorded into, after a graph without an end
+        self._spoilt = False
         # memory is kept for graphs as long as one of them lives: this one does
         self._anchor, _ = self.record(lambda: torch.zeros(1, device=self._stream.device))
 
