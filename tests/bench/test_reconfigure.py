@@ -121,7 +121,7 @@ def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
 )
 def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) -> None:
     expected = llm.generate(PROMPT, PARAMS)[0]
-    rule = llm.engine.source._eviction
+    rule = llm.engine.source.cache.eviction
     llm.engine.reconfigure(**changes)
     found = llm.generate(PROMPT, PARAMS)[0]
     assert found.token_ids == expected.token_ids
@@ -132,13 +132,13 @@ def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) ->
     if source.synchronous:
         assert found.stats.counters.late == 0, "nothing is on its way when it is asked for"
         assert found.stats.counters.stall_seconds > 0
-    assert (source._eviction is not rule) == ("eviction" in changes)
+    assert (source.cache.eviction is not rule) == ("eviction" in changes)
     if changes.get("cutoff") == Cutoff.parse(1):
         assert found.stats.cutoff_layers == 1
     llm.engine.reconfigure(
         batching=True, synchronous=False, eviction="auto", cutoff=Cutoff.parse("auto")
     )  # fmt: skip
-    assert llm.engine.source._eviction is rule, "with what it has learnt"
+    assert llm.engine.source.cache.eviction is rule, "with what it has learnt"
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected.token_ids
 
 
@@ -153,8 +153,7 @@ def test_policies_that_learn_are_kept(llm: LLM) -> None:
         for prefetch in ("activation", "adaptive", "on-demand"):
             engine.reconfigure(prefetch=prefetch)
             assert policies.setdefault(prefetch, engine.loop.policy) is engine.loop.policy or prefetch == "on-demand"
-            assert rules.setdefault(prefetch, engine.source._eviction) is engine.source._eviction
-            assert engine.source.cache._eviction is engine.source._eviction
+            assert rules.setdefault(prefetch, engine.source.cache.eviction) is engine.source.cache.eviction
             llm.generate(PROMPT, PARAMS)
     assert len({*map(id, rules.values())}) == 3, "each has an eviction of its own"
     engine.reconfigure(prefetch="activation", num_speculative_tokens=2)

@@ -164,7 +164,7 @@ def test_a_failed_copy_is_told_where_the_expert_is_used() -> None:
 @pytest.mark.parametrize("rule", EVICTION_RULES)
 def test_another_rule_takes_over_what_is_resident(rule: str) -> None:
     place = Place(slots=4, rule="lru")
-    lru = place.source._eviction
+    lru = place.source.cache.eviction
     place.use(0, 0, 1)
     place.use(1, 0, 1)
     place.source.change_eviction(make_eviction(rule, [EXPERTS] * LAYERS))

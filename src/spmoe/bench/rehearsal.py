@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from spmoe.bench.apart import Apart
 from spmoe.bench.settings import Setting
 from spmoe.engine.llm import LLM
 from spmoe.predict.oracle import Recording
@@ -20,13 +21,13 @@ class Rehearsals:
         self._complete = complete
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
-    def prepare(self, llm: LLM, setting: Setting, prompt: list[int], tokens: int) -> None:
+    def prepare(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> None:
         """Have the engine know what its next run will use, where that is for the oracle."""
         if setting.prefetch != "oracle":
             return
         run = (setting.memory, setting.draft_tokens, tuple(prompt), tokens)
         if run not in self._recordings:
-            llm.engine.reconfigure(**{**setting.changes, "prefetch": "on-demand"})
+            apart.enter(("rehearsal", setting.eviction), {**setting.changes, "prefetch": "on-demand"})
             with llm.engine.record() as recording:
                 self._complete(llm, prompt, tokens)
             self._recordings[run] = recording

@@ -1,9 +1,7 @@
 """Benchmark runs: every configuration on every prompt, taken in turns, on engines that are loaded once per budget.
 
 A turn is one prompt run under each configuration of the loaded engine, one right after the other, so that a machine
-that drifts is as kind to one as to the next. Each turn begins with another configuration, so that none is always the
-one that meets what another prompt has left in the slots. No more is done about that: every run reads its prompt first,
-which goes through the slots layer by layer and is not counted.
+that drifts is as kind to one as to the next. Each finds the slots as its own last run left them.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmoe.backends.devices import forget_freed
+from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.rehearsal import Rehearsals
 from spmoe.bench.settings import Setting
@@ -226,11 +225,11 @@ class Bench:
             )  # fmt: skip
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
-        job, counted = self.job, runs is self.runs
+        job, counted, apart = self.job, runs is self.runs, Apart(llm.engine)
         self._profile(llm, settings)
         for setting in settings:
             self._tell(f"warming up: {setting}")
-            self._warm_up(llm, setting)
+            self._warm_up(llm, apart, setting)
         self._tell_notices(llm)
         total = job.total if counted else len(settings) * len(job.prompts) * job.repeat
         for turn, (repeat, prompt) in enumerate(product(range(job.repeat), range(len(job.prompts)))):
@@ -244,7 +243,7 @@ class Bench:
                 timed = runs is self.resident and llm.engine.room.recorder is not None
                 device_seconds = self._start_timing(llm) if timed else None
                 started = time.perf_counter()
-                completion = self._generate(llm, setting, job.prompts[prompt], job.output_len)
+                completion = self._generate(llm, apart, setting, job.prompts[prompt], job.output_len)
                 self._pace.took(setting, time.perf_counter() - started)
                 runs.append(Run(setting, prompt, repeat, completion, device_seconds() if device_seconds else None))
                 self._keep()
@@ -266,7 +265,7 @@ class Bench:
 
         return stop
 
-    def _warm_up(self, llm: LLM, setting: Setting) -> None:
+    def _warm_up(self, llm: LLM, apart: Apart, setting: Setting) -> None:
         """Fill slots and let the cutoff learn; where forwards are recorded, see to it that all have been.
 
         The longest prompt goes first: forwards are recorded over an attention state, which then fits the others too.
@@ -274,14 +273,14 @@ class Bench:
         job = self.job
         prompts = sorted(job.prompts, key=len, reverse=True)
         for number in range(job.warmup):
-            self._generate(llm, setting, prompts[number % len(prompts)], job.output_len)
+            self._generate(llm, apart, setting, prompts[number % len(prompts)], job.output_len)
         if job.warmup and llm.engine.room.recorder is not None:
             for tokens in range(2, min(setting.draft_tokens + 2, job.output_len) + 1):  # drafts get shorter at the end
-                self._generate(llm, setting, prompts[-1], tokens)
+                self._generate(llm, apart, setting, prompts[-1], tokens)
 
-    def _generate(self, llm: LLM, setting: Setting, prompt: list[int], tokens: int) -> Completion:
-        self._rehearsals.prepare(llm, setting, prompt, tokens)
-        llm.engine.reconfigure(**setting.changes)
+    def _generate(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> Completion:
+        self._rehearsals.prepare(llm, apart, setting, prompt, tokens)
+        apart.enter(setting, setting.changes)
         return self._complete(llm, prompt, tokens)
 
     def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> Completion:

@@ -12,7 +12,7 @@ from spmoe.draft.model import DraftModel
 from spmoe.draft.ngram import NgramDraft
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self_quantized import SelfDraft, SelfNetwork
-from spmoe.engine.engine import Engine
+from spmoe.engine.engine import Engine, Experience
 from spmoe.engine.loop import Loop
 from spmoe.engine.materials import Materials, gather, load_draft, load_self, wide_shape
 from spmoe.engine.memory import divide_memory, slot_count
@@ -95,8 +95,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         loop = Loop(target, drafter or NoDraft(), OnDemand(), source, clock, k, config.prefill_chunk, states)
         engine = Engine(
             config, materials.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
-            budget, checkpoint, draft_checkpoint, drafter, make_policy, {config.eviction_rule: eviction}, fitted,
-            notices=notices,
+            budget, checkpoint, draft_checkpoint, drafter, make_policy,
+            Experience({config.eviction_rule: eviction}), fitted, notices=notices,
         )  # fmt: skip
         loop.policy = make_policy(engine)
     except BaseException:

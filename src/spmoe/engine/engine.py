@@ -21,6 +21,7 @@ from spmoe.engine.profiling import write_profile
 from spmoe.engine.room import Room
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction
+from spmoe.experts.filling import exchange
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
@@ -32,8 +33,18 @@ from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff, last_pass
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
 from spmoe.predict.oracle import Recording, RoutingRecorder
+from spmoe.types import ExpertKey
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
+
+
+@dataclass
+class Experience:
+    """What requests leave to the next: experts in slots, and what rules and policies have learnt."""
+
+    evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
+    policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
+    residents: list[ExpertKey] = field(default_factory=list)  # while another has the slots
 
 
 @dataclass
@@ -57,20 +68,20 @@ class Engine:
     draft_checkpoint: Checkpoint | None
     draft: Drafter | None  # the loop has it while K > 0
     make_policy: Callable[[Engine], PrefetchPolicy]
-    evictions: dict[str, Eviction]  # by name, those that have been used, with what they have learnt
+    experience: Experience
     fitted: Fitted | None = None  # maps from the draft's states to the target's
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
     learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
-    policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
     recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
-    def reconfigure(self, **changes: Any) -> None:
+    def reconfigure(self, experience: Experience | None = None, **changes: Any) -> None:
         """Change any of `CHANGEABLE` between two requests, without a reload; what was learnt for either is kept.
 
+        With the experience of other requests, of this eviction rule, go on as if those had been the last.
         Forwards are recorded for up to the K that the engine was built with; a larger one is slower.
         """
         if unknown := sorted(set(changes) - CHANGEABLE):
@@ -81,13 +92,17 @@ class Engine:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if self.recording is None:
             config.refuse_oracle()
-        if config == self.config:
+        if config == self.config and experience is None:
             return
         self._keep_learnt()
-        if (rule := config.eviction_rule) != self.config.eviction_rule:
-            if rule not in self.evictions:
-                self.evictions[rule] = make_eviction(rule, self.store.experts)
-            self.source.change_eviction(self.evictions[rule])
+        rule, known = config.eviction_rule, (experience or self.experience).evictions
+        if new := rule not in known:
+            known[rule] = make_eviction(rule, self.store.experts)
+        if experience is not None:  # a rule that is new knows of nobody in a slot
+            self.experience.residents = exchange(self.source, known[rule], [] if new else experience.residents)
+            self.experience = experience
+        elif rule != self.config.eviction_rule:
+            self.source.change_eviction(known[rule])
         self.config = config
         self.source.loads.batching = config.batching
         self.source.synchronous = config.synchronous

@@ -47,9 +47,10 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
 def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
     """A policy with what it learnt when it ran before."""
     name = (engine.config.prefetch, engine.loop.draft_tokens)
-    if name not in engine.policies:
-        engine.policies[name] = make()
-    return engine.policies[name]
+    policies = engine.experience.policies
+    if name not in policies:
+        policies[name] = make()
+    return policies[name]
 
 
 def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:

@@ -7,7 +7,7 @@ what is asked of a whole layer, or of all, costs as much as of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.transfer import Ticket
+from spmoe.experts.valued import Valued
 from spmoe.experts.waves import Opened
 from spmoe.types import ExpertKey, Residency
 
@@ -50,7 +51,7 @@ class ExpertCache:
         self._ready = np.full(shape, -1, dtype=np.int32)  # the slot of what is READY
         self._held = np.zeros(shape, dtype=bool)  # pinned or LOADING: not to be evicted
         self._open = [0] * shape[0]  # how often each layer is open: nothing of it is evicted either
-        self._eviction = eviction
+        self.eviction = eviction
         self._entries: dict[ExpertKey, Entry] = {}
         self._free = list(range(slot_count - 1, -1, -1))
 
@@ -60,9 +61,21 @@ class ExpertCache:
     def change_eviction(self, eviction: Eviction) -> None:
         """Another rule decides from now on; the old one is told that everything left, the new one that it came."""
         for key in self._entries:
-            self._eviction.removed(key)
+            self.eviction.removed(key)
             eviction.inserted(key)
-        self._eviction = eviction
+        self.eviction = eviction
+
+    def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[Entry]:
+        """Have just these in slots, and a rule decide that had left them there; those of them that are LOADING.
+
+        Neither that rule nor the one before is told of it: each knows what it left.
+        """
+        self.eviction = Valued([self.present.shape[1]] * self.present.shape[0])
+        for key in [key for key in self._entries if key not in keys]:
+            self._remove(key)
+        loading = [self._place(key, False, None).entry for key in keys if key not in self._entries]
+        self.eviction = eviction
+        return loading
 
     def get(self, key: ExpertKey) -> Entry | None:
         """The key's entry, if it has a slot."""
@@ -92,7 +105,7 @@ class ExpertCache:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            victims = self._eviction.victims(1, self._staying(), self._eviction.worth(key), key.layer)
+            victims = self.eviction.victims(1, self._staying(), self.eviction.worth(key), key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])
@@ -110,7 +123,7 @@ class ExpertCache:
         if lacking > 0:
             staying = self._staying()
             evictable = int(np.count_nonzero(self.present & ~staying))
-            victims = self._eviction.victims(min(lacking, evictable), staying, float("inf"), keys[0].layer)
+            victims = self.eviction.victims(min(lacking, evictable), staying, float("inf"), keys[0].layer)
         leaving: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
         for key, victim in zip(keys, [*leaving, *(victims or ())], strict=False):
             yield self._place(key, False, None if victim is None else self._remove(victim))
@@ -153,7 +166,7 @@ class ExpertCache:
         entry = self._entries[key] = Entry(key, self._free.pop(), prefetched)
         self.present[key] = self._held[key] = True
         self.prefetched[key] = prefetched
-        self._eviction.inserted(key)
+        self.eviction.inserted(key)
         self.peak = max(self.peak, len(self._entries))
         return Reservation(entry, evicted)
 
@@ -162,6 +175,6 @@ class ExpertCache:
         self.present[key] = self._held[key] = self.prefetched[key] = False
         self._ready[key] = -1
         entry.state = Residency.ABSENT
-        self._eviction.removed(key)
+        self.eviction.removed(key)
         self._free.append(entry.slot)
         return entry

@@ -1,10 +1,13 @@
-"""Every expert into a slot of its own, where there are slots for all."""
+"""Slots filled at once, between requests: with every expert, or with what was there at another time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.loads import wait_for
 from spmoe.experts.source import ExpertSource
+from spmoe.types import ExpertKey
 
 
 def load_all(source: ExpertSource, experts: Sequence[int]) -> None:
@@ -16,3 +19,17 @@ def load_all(source: ExpertSource, experts: Sequence[int]) -> None:
     source.begin_step()
     for name in ("hits", "late", "demand_loads", "demand_bytes", "stall_seconds"):
         setattr(source.counters, name, getattr(before, name))
+
+
+def exchange(source: ExpertSource, eviction: Eviction, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+    """Have just these in slots, and the rule decide that had left them there; what is there instead so far."""
+    wait_for(source.loads.tickets)
+    with source.lock:
+        source.loads.reap()
+        there = source.loads.exchange(eviction, frozenset(keys))
+        tickets = source.loads.tickets
+    for ticket in tickets:
+        ticket.wait()
+    with source.lock:
+        source.loads.reap()
+    return there

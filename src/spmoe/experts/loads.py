@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -130,6 +130,16 @@ class Loads:
             if self._timeline.recording:
                 asked = (Activity.COPY if urgent else Activity.PREFETCH, self._clock.now())
                 self._asked.update((entry.key, asked) for entry in part)
+
+    def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[ExpertKey]:
+        """Have just these in slots, as `ExpertCache.exchange` does, and begin to copy what lacks; what was there."""
+        there = self._cache.entries()
+        for entry in there:
+            if entry.prefetched:
+                self._counters.wasted_bytes += self._blob_bytes
+                self._cache.needed(entry)  # by nobody any more
+        self.submit(self._cache.exchange(eviction, keys), urgent=True)
+        return [entry.key for entry in there]
 
     def reap(self) -> None:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""

@@ -54,10 +54,9 @@ class ExpertSource:
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
         self._transfer = transfer
-        self._eviction = eviction
         self._clock = clock
         self._queue = WishQueue(counters)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
         self.grants = Granting(self._queue, self.cache, self.loads, blob_bytes, counters)
         self._unplaced = 0  # demanded experts that no slot could be had for yet
@@ -73,24 +72,24 @@ class ExpertSource:
         """A draft is about to start. `on_routed` will be told what each layer's router chose, once that is demanded."""
         self.book()
         self._transfer.attend()
-        with self._lock:
+        with self.lock:
             self.grants.begin_step()
             self._on_routed = on_routed
-            self._eviction.begin_step(request)
+            self.cache.eviction.begin_step(request)
             self._position = -1
 
     def wish(self, wishes: Wishes) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
         if not len(wishes):
             return
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self.counters.wishes += len(wishes)
             if not (timely := wishes.deadlines > self._position).all():
                 self.counters.wishes_stale += int(np.count_nonzero(~timely))
                 wishes = wishes.where(timely)
-            self._eviction.wished(wishes)
+            self.cache.eviction.wished(wishes)
             there = self.cache.present[wishes.layers, wishes.experts]
             self.counters.wishes_resident += int(np.count_nonzero(there))
             for wish in wishes.where(wishes.fetch & ~there):
@@ -108,16 +107,15 @@ class ExpertSource:
 
     def change_eviction(self, eviction: Eviction) -> None:
         """Another rule decides from now on; what it has learnt while it decided before still counts."""
-        with self._lock:
+        with self.lock:
             self.cache.change_eviction(eviction)
-            self._eviction = eviction
 
     def open(self, layer: int) -> Opened:
         """Keep what a layer has READY. Compute may be given it at once; `use`, `book` or `shut` lets go of it.
 
         Whoever uses it knows the router's choice by then: all that compute was given before the opening is over.
         """
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise TransferError("the engine was closed")
             self.loads.reap()
@@ -127,7 +125,7 @@ class ExpertSource:
 
     def shut(self, opened: Opened) -> None:
         """Let go of what was opened. Idempotent."""
-        with self._lock:
+        with self.lock:
             self.cache.shut(opened)
 
     def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
@@ -144,7 +142,7 @@ class ExpertSource:
         if self._unbooked is None:
             return
         (opened, experts), self._unbooked = self._unbooked, None
-        with self._lock:
+        with self.lock:
             self.loads.reap()
             self._reach(opened.layer)
             self._book_opened(opened, experts)
@@ -159,7 +157,7 @@ class ExpertSource:
         self.book()
         held, absent, started = list[Entry](), list[ExpertKey](), self._clock.now()
         try:
-            with self._lock:
+            with self.lock:
                 self.loads.reap()
                 self._reach(layer)
                 rest = list(dict.fromkeys(experts))
@@ -167,7 +165,7 @@ class ExpertSource:
                     given = np.flatnonzero(opened.slots >= 0).tolist()
                     self._book_opened(opened, [expert for expert in rest if expert in given])
                     rest = [expert for expert in rest if expert not in given]
-                ready, waiting, absent = self.loads.claim([ExpertKey(layer, e) for e in rest], self._eviction)
+                ready, waiting, absent = self.loads.claim([ExpertKey(layer, e) for e in rest], self.cache.eviction)
                 held += ready + waiting
                 self._unplaced += len(absent)
                 self._demand(absent, waiting, held)
@@ -184,7 +182,7 @@ class ExpertSource:
         finally:
             self._release(list(held), held)
             self.timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
-            with self._lock:
+            with self.lock:
                 self._unplaced -= len(absent)
                 if opened is not None:
                     self.cache.shut(opened)
@@ -196,14 +194,14 @@ class ExpertSource:
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
         self.book()
-        with self._lock:
+        with self.lock:
             self._queue.drop_all()
             self._on_routed = None
         self.book_stalls()
 
     def book_stalls(self) -> None:
         """Count what compute has waited on its own device, as far as that is known by now."""
-        with self._lock:
+        with self.lock:
             self.counters.stall_seconds += self._transfer.stalled_seconds()
 
     def pump(self) -> Ticket | None:
@@ -212,7 +210,7 @@ class ExpertSource:
             return None
         granted = True
         while granted:
-            with self._lock:
+            with self.lock:
                 self.loads.reap()
                 if self._closed:
                     return None
@@ -235,7 +233,7 @@ class ExpertSource:
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closed = True
@@ -243,7 +241,7 @@ class ExpertSource:
         if self._worker is not None:
             self._worker.close()
         self._transfer.close()
-        with self._lock:
+        with self.lock:
             self._slots.close()
 
     # ---- under the lock
@@ -251,11 +249,11 @@ class ExpertSource:
     def _reach(self, layer: int) -> None:
         self._position = layer
         self._queue.drop_passed(layer)
-        self._eviction.reached(layer)
+        self.cache.eviction.reached(layer)
 
     def _book_opened(self, opened: Opened, experts: Sequence[int]) -> None:
         """These of what was opened are needed, and compute has them; nothing is kept any more but by a fence."""
-        self.loads.book_hits(opened.layer, experts, self._eviction)
+        self.loads.book_hits(opened.layer, experts, self.cache.eviction)
         self._transfer.fence(opened.slots[list(experts)].tolist(), opened.since)
         self.cache.shut(opened)
 
@@ -276,7 +274,7 @@ class ExpertSource:
                 self.loads.submit(batch, urgent=True)
         self.loads.submit(batch[1:], urgent=True)
         if batch:
-            self._eviction.used(batch[0].key.layer, [entry.key.expert for entry in batch])
+            self.cache.eviction.used(batch[0].key.layer, [entry.key.expert for entry in batch])
         waiting += batch
 
     # ---- the compute thread, outside the lock
@@ -286,7 +284,7 @@ class ExpertSource:
 
         With nothing of its own under way, it waits for whatever copy holds the slot that is needed next.
         """
-        with self._lock:
+        with self.lock:
             self.loads.reap()
             self._demand(absent, waiting, held)
             arrived = [e for e in waiting if e.state is Residency.READY]
@@ -300,7 +298,7 @@ class ExpertSource:
             try:
                 ticket.order()
             except SpmoeError:
-                with self._lock:
+                with self.lock:
                     self.loads.give_up(blocking)
                 if blocking in waiting:
                     raise
@@ -308,7 +306,7 @@ class ExpertSource:
                 now = self._clock.now()
                 self.counters.stall_seconds += now - started
                 self.timeline.add(Activity.STALL, started, now)
-            with self._lock:
+            with self.lock:
                 self.loads.reap()
                 arrived = [e for e in waiting if e.state is Residency.READY]
         for entry in arrived:
@@ -320,10 +318,10 @@ class ExpertSource:
         started, full = self._clock.now(), True
         while full:
             full = self.pump() is not None
-            with self._lock:
+            with self.lock:
                 tickets = self.loads.tickets
             wait_for(tickets)
-        with self._lock:
+        with self.lock:
             self.loads.reap()
         now = self._clock.now()
         self.counters.stall_seconds += now - started
@@ -333,7 +331,7 @@ class ExpertSource:
         if len(self._queue):
             self.see_to_wishes()
         slots = tuple(e.slot for e in entries)
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise TransferError("the engine was closed")
             weights = tuple(self._slots.weights(slot) for slot in slots)
@@ -343,7 +341,7 @@ class ExpertSource:
         if not entries:
             return
         self._transfer.fence([entry.slot for entry in entries])
-        with self._lock:
+        with self.lock:
             for entry in entries:
                 held.remove(entry)
                 if entry.state is not Residency.ABSENT:
