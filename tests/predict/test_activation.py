@@ -26,7 +26,6 @@ def test_it_needs_no_hidden_states() -> None:
     policy = Activation([4, 4, 4])
     assert policy.stages == frozenset()
     assert Stage.VERIFY not in policy.stages
-    assert not policy.last_pass
 
 
 def test_before_anything_was_seen_it_is_silent() -> None:

@@ -92,9 +92,9 @@ def test_it_is_silent_about_drafts_and_prompts() -> None:
 
 def test_both_speak_each_in_its_stage() -> None:
     gates = MarkedGates(range(4), 4)
-    draft, target = DraftGate(gates, 4, 4, last_pass=True), NextGate(gates)
+    draft, target = DraftGate(gates, 4, 4), NextGate(gates)
     policy = Both(draft, target)
-    assert (policy.name, policy.last_pass) == ("draft-gate+next-gate", True)
+    assert policy.name == "draft-gate+next-gate"
     assert policy.stages == {Stage.PREFILL, Stage.DRAFT, Stage.VERIFY}
     for stage, part in ((Stage.DRAFT, draft), (Stage.PREFILL, draft), (Stage.VERIFY, target)):
         what = seen(stage, range(1, 2))

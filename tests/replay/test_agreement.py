@@ -23,9 +23,9 @@ USES = {  # whether a policy hears the draft, and the target's own layers
 
 
 def replayed(trace: Trace, prefetch: str, eviction: str, slots: int, cutoff: int) -> tuple[Counters, float]:
-    """Every step of a trace, with the draft's last pass."""
+    """Every step of a trace."""
     run = Replayer(trace).start(Setting(prefetch, eviction, memory=Size(bytes=slots * trace.shape.expert_bytes)))
-    run.cutoff, run.last_pass = cutoff, True
+    run.cutoff = cutoff
     for number, step in enumerate(run.plan):
         run.step(number, step)
     return run.sim.counters, run.sim.now

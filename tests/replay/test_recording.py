@@ -76,6 +76,13 @@ def test_what_is_recorded_is_what_ran(qwen_pair: Pair, home: None) -> None:
     later = trace.step_drafted > 0
     forwards = np.repeat(np.arange(len(trace)), trace.step_forwards)
     assert (trace.forward_rows[later[forwards]] == trace.step_drafted[later] + 1).all()
+    slabs = np.split(np.arange(len(trace.slab_pass)), np.cumsum(trace.step_slabs)[:-1])
+    for step in np.flatnonzero(later):
+        passes, rows = trace.slab_pass[slabs[step]], trace.slab_rows[slabs[step]]
+        assert set(passes) == set(range(trace.step_drafted[step])), "one pass for each draft token"
+        whole = later[step - 1] and trace.step_accepted[step - 1] == trace.step_drafted[step - 1]
+        assert set(rows[passes == 0]) == {2 if whole else 1}, "the draft has not read the last of what it proposed"
+        assert (rows[passes > 0] == 1).all()
     asked = sum(len(np.unique(step[:, layer])) for step in rows_of(trace) for layer in range(trace.shape.layers))
     assert asked == live["hits"] + live["late"] + live["demand_loads"]
     assert (trace.chosen >= 0).all()
@@ -88,12 +95,15 @@ def test_what_is_recorded_is_what_ran(qwen_pair: Pair, home: None) -> None:
 def test_a_perfect_draft_foretells_what_is_chosen(qwen_pair: Pair, home: None) -> None:
     """The target drafts for itself, nearly unrounded: its own routers choose nearly what they will choose."""
     trace, _ = recorded(qwen_pair.target, Path("self:int8"), prefetch="draft-gate", cutoff="none")
-    replayer = Replayer(trace)
-    steps = [step for step in replayer.steps(3) if step.drafted == 3]
+    width = max(trace.shape.experts)
+    steps = [
+        (step, rows) for step, rows in zip(Replayer(trace).steps(3), rows_of(trace), strict=True) if step.drafted == 3
+    ]
     assert steps
-    for step in steps:
+    for step, rows in steps:
         named = {key for slab in step.slabs for _, _, key in slab.wishes.by_rank}
-        needed = {key for layer in step.forwards[0].needed for key in layer}
+        seen = rows[:-1] + np.arange(trace.shape.layers)[:, None] * width  # no pass has seen the last draft token
+        needed = set(seen.ravel().tolist())
         assert len(named & needed) >= 0.9 * len(needed)
 
 

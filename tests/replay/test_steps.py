@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from traces import make_trace
+from traces import make_trace, with_further_passes
 
 from spmoe.errors import UsageError
 from spmoe.replay.steps import foretell, plan_steps
@@ -32,7 +32,18 @@ def test_cut_steps_produce_the_same_tokens_from_the_same_rows(k: int) -> None:
         assert step.accepted <= step.drafted
         if step.drafted:
             assert step.forwards[0].rows == step.drafted + 1
-            assert {slab.of_pass for slab in step.slabs} == set(range(step.drafted + 1)), "the last pass is there too"
+            assert sum(slab.layers for slab in step.slabs) == step.drafted * TRACE.shape.layers, "a pass for each draft"
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_passes_beyond_the_drafted_ones_are_ignored(k: int) -> None:
+    older = with_further_passes(TRACE)
+    assert older.slab_pass.max() == 4 == TRACE.slab_pass.max() + 1
+    for ours, theirs in zip(plan_steps(TRACE, k), plan_steps(older, k), strict=True):
+        assert [(slab.layers, slab.seconds, slab.wishes.by_rank) for slab in theirs.slabs] == [
+            (slab.layers, slab.seconds, slab.wishes.by_rank) for slab in ours.slabs
+        ]
+        assert bool(ours.slabs) == (ours.drafted > 0 or ours.forwards[0].rows > k + 1)
 
 
 def test_where_a_step_is_cut() -> None:

@@ -36,7 +36,7 @@ def make_trace(
     for step in range(steps):
         first = step % (steps // 2) == 0
         rows.append(prompt if first else k + 1)
-        passes.append([prompt] if first else [1] * (k + 1))
+        passes.append([prompt] if first else [1] * k)
     taste = rng.dirichlet(np.full(experts, 0.7), size=layers)
 
     def draw(count: int) -> np.ndarray:
@@ -95,6 +95,25 @@ def make_trace(
         scores(chosen.shape),
         ahead,
         scores(ahead.shape),
+    )
+
+
+def with_further_passes(trace: Trace) -> Trace:
+    """As older traces are: each draft is followed by one pass more, which foretells what nobody else does."""
+    layers, top_k = trace.shape.layers, trace.shape.top_k
+    at = np.cumsum(trace.step_slabs)[trace.step_drafted > 0]  # where each such step's slabs end
+    sizes = trace.slab_rows * (trace.slab_layers[:, 1] - trace.slab_layers[:, 0])
+    rows = np.concatenate(([0], np.cumsum(sizes)))[at].repeat(layers)
+    told = np.arange(top_k, dtype=np.int16)
+    return replace(
+        trace,
+        step_slabs=trace.step_slabs + (trace.step_drafted > 0).astype(np.int16),
+        slab_pass=np.insert(trace.slab_pass, at, trace.step_drafted[trace.step_drafted > 0]),
+        slab_layers=np.insert(trace.slab_layers, at, (0, layers), axis=0),
+        slab_seconds=np.insert(trace.slab_seconds, at, np.float32(0.5)),
+        slab_rows=np.insert(trace.slab_rows, at, 1),
+        foretold=np.insert(trace.foretold, rows, told, axis=0),
+        foretold_score=np.insert(trace.foretold_score, rows, np.float16(1.0), axis=0),
     )
 
 

@@ -39,11 +39,6 @@ class Observer(PrefetchPolicy):
         self._by: dict[ExpertKey, Stage] = {}
         self._used: set[ExpertKey] = set()
 
-    @property
-    def last_pass(self) -> bool:  # type: ignore[override]
-        """As the policy wants."""
-        return self._inner.last_pass
-
     def begin_step(self, request: int) -> Wishes:
         self._counted, self._request = request == self._request, request
         self._loaded = self._source.counters.useful_loads
@@ -134,7 +129,7 @@ def _behaviour(engine: Engine, policy: str, k: int, runs: Sequence[tuple[Observe
     return Behaviour(
         policy=policy,
         draft_tokens=k,
-        passes=drafted + seen[0].last_pass,
+        passes=drafted,
         rows=drafted + 1,
         slots=engine.slots,
         steps=steps,

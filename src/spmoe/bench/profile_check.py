@@ -156,11 +156,8 @@ def check_engine(
         found.rows.extend(rows)
         if chosen is not None:
             drafted = {row.case.cutoff: row.measured for row in rows if row.case.cutoff is not None}
-            last_pass = _last_pass(llm, k)
-            every = {
-                depth: predictor.step(_DRAFTED, k, depth, llm.engine.slots, last_pass=last_pass).seconds
-                for depth in range(layers + 1)
-            }
+            slots = llm.engine.slots
+            every = {depth: predictor.step(_DRAFTED, k, depth, slots).seconds for depth in range(layers + 1)}
             found.sweeps.append(Sweep(str(memory), k, drafted, every, *chosen))
     return found
 
@@ -194,12 +191,6 @@ def _changes(case: Case) -> dict[str, Any]:
     return {"prefetch": case.policy, "num_speculative_tokens": case.draft_tokens, "cutoff": cutoff}
 
 
-def _last_pass(llm: LLM, k: int) -> bool:
-    """Whether drafts of this length make one more pass; all depths alike go by the profile."""
-    llm.engine.reconfigure(**_changes(Case(_DRAFTED, k, 0)))
-    return llm.engine.loop.policy.last_pass
-
-
 def _take_turns(
     llm: LLM,
     cases: Sequence[Case],
@@ -231,8 +222,7 @@ def _checked(llm: LLM, predictor: Predictor, memory: Size, case: Case, runs: Seq
     drafting = sum(one.draft_seconds for one in decoded) / steps
     verifying = sum(one.verify_seconds for one in decoded) / steps
     stalled = sum(one.stall_seconds for one in decoded) / steps
-    last_pass = case.cutoff is not None and _last_pass(llm, k)
-    passes = max(1, sum(one.drafted for one in decoded) / steps + last_pass)
+    passes = max(1, sum(one.drafted for one in decoded) / steps)
     own = replace(
         predictor.costs(case.policy, k, missing),
         draft_pass=drafting / passes,
@@ -241,7 +231,7 @@ def _checked(llm: LLM, predictor: Predictor, memory: Size, case: Case, runs: Seq
     )
     slots, cutoff = engine.slots, case.cutoff or 0
     predicted, given = (
-        predictor.step(case.policy, k, cutoff, slots, last_pass=last_pass, **known).seconds
+        predictor.step(case.policy, k, cutoff, slots, **known).seconds
         for known in (_Known(), _Known(missing=missing, costs=own))
     )
     return Checked(

@@ -66,7 +66,6 @@ class Predictor:
         slots: int,
         *,
         link: float | None = None,
-        last_pass: bool = False,
         missing: float | None = None,
         costs: Costs | None = None,
     ) -> StepTime:
@@ -76,7 +75,7 @@ class Predictor:
         return predict_step(
             Step(
                 costs or self.costs(policy, draft_tokens, found, link), policy, subject.layers,
-                draft_tokens + (last_pass and draft_tokens > 0), cutoff, found, max(needs.needed, found),
+                draft_tokens, cutoff, found, max(needs.needed, found),
                 subject.top_k / subject.experts_per_layer, needs.draft, SURE if policy == "oracle" else needs.own,
                 slots, self._by_layer(policy),
             )

@@ -115,11 +115,9 @@ def _predicted(profile: EngineProfile, by_depth: dict[int, Row]) -> list[Line]:
     if row["prefetch"] not in POLICIES:
         return []
     predictor, k = Predictor(profile), row["num_speculative_tokens"]
-    shown = profile.behaviour(row["prefetch"])
-    last_pass = shown is not None and shown.passes > shown.rows - 0.5  # rows are one more than tokens drafted
     points = []
     for depth in range(row["layers"] + 1):
-        step = predictor.step(row["prefetch"], k, depth, row["slots"], last_pass=last_pass)
+        step = predictor.step(row["prefetch"], k, depth, row["slots"])
         points.append((float(depth), 1e3 * step.seconds / tokens_per_step(row)))
     return [Line("predicted", tuple(points), 1)]
 

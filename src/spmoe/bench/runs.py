@@ -21,7 +21,7 @@ from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.rehearsal import Rehearsals
 from spmoe.bench.settings import Setting
-from spmoe.config import CutoffMode, SamplingParams, Size
+from spmoe.config import SamplingParams, Size
 from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory_plan import MemoryPlan
@@ -226,7 +226,6 @@ class Bench:
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
         job, counted, apart = self.job, runs is self.runs, Apart(llm.engine)
-        self._profile(llm, settings)
         for setting in settings:
             self._tell(f"warming up: {setting}")
             self._warm_up(llm, apart, setting)
@@ -247,12 +246,6 @@ class Bench:
                 self._pace.took(setting, time.perf_counter() - started)
                 runs.append(Run(setting, prompt, repeat, completion, device_seconds() if device_seconds else None))
                 self._keep()
-
-    def _profile(self, llm: LLM, settings: list[Setting]) -> None:
-        """Where cutoffs are fixed, have the profile made that tells all depths alike whether a last pass pays."""
-        for setting in settings:
-            if setting.cutoff.mode is CutoffMode.FIXED:
-                llm.engine.reconfigure(**{**setting.changes, "cutoff": llm.engine.config.cutoff})
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
         """Time recorded forwards on the device until what is returned is called, which gives the seconds."""

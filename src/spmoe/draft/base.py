@@ -13,8 +13,6 @@ from spmoe import types
 class OnSeen(Protocol):
     """Who looks on: `ask` is what to compute about a slab of layers, a call hands the slab and the answer over."""
 
-    last_pass: bool  # whether the last token drafted is to be looked at too, for which one more pass is needed
-
     def ask(self, depths: range, residual: Tensor) -> types.Routing | None:  # residual: [depths, rows, hidden]
         ...
 

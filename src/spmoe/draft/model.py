@@ -51,20 +51,17 @@ class DraftModel:
         if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
             first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
             choices = min(self._vocab_size, self.network.vocab_size)
-            passes = k + (on_seen is not None and on_seen.last_pass)
-            tokens = self.network.greedy(self._known(pending), kv, [first] + [later] * (passes - 1), choices)
-            return types.Draft(tokens[:k])
+            watches = [first] + [later] * (k - 1)
+            return types.Draft(self.network.greedy(self._known(pending), kv, watches, choices))
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
         logits = self._catch_up(pending, kv, self._watch(stage, on_seen, FIRST_PASS_SLABS))
-        tokens = []
+        tokens: list[int] = []
         probs: list[Tensor] = []
         for position in range(k):
             if position:
                 watch = self._watch(types.Stage.DRAFT, on_seen, 1)
                 logits = self.network.forward(tokens[-1:], kv, keep=1, watch=watch)
             tokens.append(self._choose(logits, sequence, probs))
-        if k and on_seen is not None and on_seen.last_pass:
-            self.network.forward(self._known(tokens[-1:]), kv, keep=1, watch=self._watch(types.Stage.DRAFT, on_seen, 1))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
     def _catch_up(self, pending: list[int], kv: KvState, watch: Watch | None) -> Tensor:

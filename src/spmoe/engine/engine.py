@@ -29,7 +29,7 @@ from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff, last_pass_pays
+from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
 from spmoe.predict.oracle import Recording, RoutingRecorder
@@ -130,7 +130,6 @@ class Engine:
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
         inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
         self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
-        policy.last_pass = last_pass_pays(self.profile, inputs)
 
     def close(self) -> None:
         """Keep what was learnt, and release everything. Idempotent."""

@@ -26,7 +26,6 @@ class Lookout:
     def __init__(self, loop: Loop, stage: Stage) -> None:
         self._loop = loop
         self.ask = partial(loop.policy.ask, stage)
-        self.last_pass = loop.policy.last_pass
 
     def __call__(self, seen: Seen) -> None:
         if seen.stage in self._loop.policy.stages:

@@ -17,7 +17,7 @@ from spmoe.observe.ledger import Counters
 from spmoe.predict.activation import Activation
 from spmoe.predict.adaptive import Adaptive
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import choose_cutoff, last_pass_pays
+from spmoe.predict.cutoff import choose_cutoff
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import Both, NextGate
@@ -79,19 +79,18 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
         _note(engine, f"{reason}; experts are loaded on demand")
         return None
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
-    file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
-    profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))  # a fixed cutoff makes none itself
     if config.cutoff.mode is not CutoffMode.FIXED:
-        engine.profile_file, engine.profile = file, profile
+        file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
+        engine.profile_file = file
+        engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
         if engine.profile is None:
             wait = engine.room.backend.synchronize
-            engine.profile = profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
+            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
             write_profile(file, engine.profile)
         engine.since = engine.loop.counters.minus(steps)
-    engine.cutoff = choose_cutoff(config.cutoff, profile, inputs)
-    last_pass = profile is not None and last_pass_pays(profile, inputs)
+    engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
     only = None if isinstance(drafter.network, SelfNetwork) else target.gated  # its own routers answer for all
-    return DraftGate(target, drafter.network.depth_count, engine.cutoff, last_pass, engine.fitted, only)
+    return DraftGate(target, drafter.network.depth_count, engine.cutoff, engine.fitted, only)
 
 
 def _note_silent_layers(engine: Engine, policy: PrefetchPolicy) -> None:

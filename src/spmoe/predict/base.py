@@ -27,7 +27,6 @@ class PrefetchPolicy:
 
     name: str  # as options and reports call it
     stages: frozenset[Stage] = frozenset()  # the stages it wants to see; nothing is tapped for the others
-    last_pass = False  # whether seeing the last draft token too is worth one more pass of the draft
 
     def begin_step(self, request: int) -> Wishes:
         """Called before anything of a step runs; a request's first step reads its prompt."""

@@ -66,16 +66,6 @@ class CutoffInputs:
         return self.needed_per_layer * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
 
 
-def last_pass_pays(profile: Profile, inputs: CutoffInputs) -> bool:
-    """Whether one more draft pass, which shows the last draft token's experts too, costs less than they would.
-
-    Of the K + 1 rows that are verified the draft's own K passes have seen all but the last. About half of what that
-    row alone needs is missed by the others' predictions and must be loaded while everything waits.
-    """
-    unseen = _missing(profile, inputs) * inputs.layers / (inputs.draft_tokens + 1) / 2
-    return unseen * profile.seconds_per_expert > profile.draft_layers * profile.draft_seconds_per_layer
-
-
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
     """How many layers may be prefetched for."""
     if cutoff.mode is CutoffMode.AUTO and profile is not None:

@@ -30,11 +30,9 @@ class DraftGate(PrefetchPolicy):
         gates: Gates,
         draft_depth: int,
         cutoff: int,
-        last_pass: bool = False,
         fitted: Fitted | None = None,
         only: Collection[int] | None = None,  # the layers that are predicted; None: all
     ) -> None:
-        self.last_pass = last_pass
         self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
         self._fitted = fitted

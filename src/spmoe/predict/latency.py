@@ -45,7 +45,7 @@ class Step:
     costs: Costs
     policy: str  # one of `POLICIES`
     layers: int  # MoE layers of the target
-    passes: int  # of the draft: K, and one more where that pays
+    passes: int  # of the draft: K
     cutoff: int  # layers that the draft stage prefetches for
     missing: float  # experts per layer that are needed and in no slot as the step begins
     needed: float  # experts per layer that are needed

@@ -72,11 +72,6 @@ class Both(PrefetchPolicy):
         self.name = f"{first.name}+{second.name}"
         self.stages = first.stages | second.stages
 
-    @property
-    def last_pass(self) -> bool:  # type: ignore[override]
-        """As either wants."""
-        return self.first.last_pass or self.second.last_pass
-
     def begin_step(self, request: int) -> Wishes:
         return together(self.first.begin_step(request), self.second.begin_step(request))
 

@@ -21,7 +21,7 @@ from spmoe.types import Routing, Seen, Stage, Wishes
 class Foresight:
     """On demand: wishes for nothing. Others say more."""
 
-    uses_draft = False  # what the draft foretells, which a cutoff bounds and one more pass completes
+    uses_draft = False  # what the draft foretells, which a cutoff bounds
 
     def __init__(self, layers: int, width: int) -> None:
         self.layers, self.width = layers, width

@@ -34,12 +34,11 @@ AHEAD = 3  # layers ahead for which the target's own states are asked
 class TraceRecorder(PrefetchPolicy):
     """Stands between an engine's loop and its policy, and between its target and the experts.
 
-    The policy's wishes are what they were; besides, the draft makes its last pass and the target's layers are asked
-    about the next ones, so that every policy can be replayed. What that takes is not counted as the layers' time.
+    The policy's wishes are what they were; besides, draft and target are asked about the layers to come, so that every
+    policy can be replayed. What that takes is not counted as the layers' time.
     """
 
     stages = frozenset(Stage)
-    last_pass = True
 
     def __init__(self, engine: Engine) -> None:
         if engine.room.cuda is not None and engine.room.cuda.all_resident:
@@ -59,7 +58,7 @@ class TraceRecorder(PrefetchPolicy):
             self._layers_at = layers_by_draft_depth(target.layer_depths, target.depth_count, depth)
             if self._draft_gate is None and target.gates_found and drafter.network.has_taps:
                 fits = engine.fitted is not None or drafter.network.hidden_size == target.hidden_size
-                self._draft_gate = DraftGate(target, depth, self._layers, True, engine.fitted) if fits else None
+                self._draft_gate = DraftGate(target, depth, self._layers, engine.fitted) if fits else None
         asks = target.gates_found and target.has_taps
         self._next = NextGate(target, AHEAD) if asks else None
         self._notes = Notes()

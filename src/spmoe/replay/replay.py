@@ -13,7 +13,7 @@ from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff, last_pass_pays
+from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
 from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
 from spmoe.replay.moving import Machine
@@ -55,7 +55,6 @@ class Outcome:
     draft_tokens: int
     slots: int
     cutoff_layers: int | None
-    last_pass: bool
     link_bytes_per_second: float
     expert_bytes: int
     steps: int
@@ -88,7 +87,6 @@ class Outcome:
             "num_speculative_tokens": self.draft_tokens,
             "cutoff": str(self.setting.cutoff),
             "cutoff_layers": self.cutoff_layers,
-            "last_pass": self.last_pass,
             "slots": self.slots,
             "link_gbps": self.link_bytes_per_second / 1e9,
             "steps": self.steps,
@@ -189,7 +187,7 @@ class Run:
         self.inputs = CutoffInputs(shape.layers, replayer.width, shape.top_k, self.slots, self.k)
         self.profile = self._first_profile()
         self.missing = self.verified = 0
-        self.cutoff, self.last_pass = shape.layers, False
+        self.cutoff = shape.layers
         self._choose_depth()
 
     def all(self) -> Outcome:
@@ -230,21 +228,18 @@ class Run:
             raise UsageError("the trace has no step after the prompts; record longer generations")
         shown = self.cutoff if self.foresight.uses_draft else None
         return Outcome(
-            self.setting, self.k, self.slots, shown, self.last_pass, self.rate, self.expert_bytes, steps, tokens,
+            self.setting, self.k, self.slots, shown, self.rate, self.expert_bytes, steps, tokens,
             seconds, compute, link, total, ideal, time.perf_counter() - began,
         )  # fmt: skip
 
     def step(self, number: int, step: StepPlan) -> None:
         """Replay one step."""
         sim, foresight = self.sim, self.foresight
-        passes = step.drafted + self.last_pass
         sim.begin_step(step.request)
         began = sim.now
         if (told := foresight.at_begin(step)) is not None:
             sim.wish(told, self.shape.layers)
         for slab in step.slabs:
-            if step.drafted and slab.of_pass >= passes:
-                break
             sim.compute(slab.seconds)
             if (told := foresight.at_slab(slab)) is not None:
                 sim.wish(told, self.cutoff)
@@ -275,11 +270,11 @@ class Run:
             if wishes is not None:
                 self.sim.wish(wishes, self.shape.layers)
 
-    # ---- the cutoff and the last pass, as the live engine chooses them
+    # ---- the cutoff, as the live engine chooses it
 
     def _first_profile(self) -> Profile:
         drafted = [step for step in self.plan if step.drafted]
-        passes = sum(max(slab.of_pass for slab in step.slabs) + 1 for step in drafted if step.slabs)
+        passes = sum(step.drafted for step in drafted if step.slabs)
         draft = sum(slab.seconds for step in drafted for slab in step.slabs) / max(1, passes)
         forwards = [forward for step in drafted or self.plan for forward in step.forwards]
         verify = sum(forward.seconds for forward in forwards)
@@ -297,7 +292,6 @@ class Run:
     def _choose_depth(self) -> None:
         if self.foresight.uses_draft:
             self.cutoff = choose_cutoff(self.setting.cutoff, self.profile, self.inputs)
-            self.last_pass = self.k > 0 and last_pass_pays(self.profile, self.inputs)
 
     def _learn(self) -> None:
         if self.verified >= ENOUGH_STEPS:

@@ -53,7 +53,6 @@ class Foretold:
 class SlabPlan:
     """Some layers of a draft pass."""
 
-    of_pass: int
     layers: int  # how many
     seconds: float
     wishes: Foretold
@@ -148,7 +147,8 @@ class _Planner:
             drafted, accepted = int(trace.step_drafted[step]), int(trace.step_accepted[step])
             request, rest = int(trace.step_request[step]), float(trace.step_rest[step])
             if drafted <= self._k:
-                made = [self._slab(s, None) for s in slabs]
+                # older traces have one pass more than there are drafts
+                made = [self._slab(s) for s in slabs if trace.slab_pass[s] < drafted or not drafted]
                 yield StepPlan(request, drafted, accepted, made, [self._forward(f, None) for f in forwards], rest)
                 continue
             start = 0
@@ -159,24 +159,24 @@ class _Planner:
                     request,
                     last - start,
                     kept,
-                    [self._slab(s, start) for s in slabs if start <= trace.slab_pass[s] <= last and last > start],
+                    [self._slab(s, cut=True) for s in slabs if start <= trace.slab_pass[s] < last],
                     [self._forward(f, (start, last + 1)) for f in forwards[-1:]],
                     rest,
                 )
                 start += kept + 1
 
-    def _slab(self, slab: int, first: int | None) -> SlabPlan:
-        """A slab; in a step that was cut, passes count from the piece's first, and only a pass's last row is kept."""
+    def _slab(self, slab: int, *, cut: bool = False) -> SlabPlan:
+        """A slab; in a step that was cut only a pass's last row is kept."""
         trace = self._trace
         low, high = (int(bound) for bound in trace.slab_layers[slab])
         rows = int(trace.slab_rows[slab])
         part = slice(self._slab_at[slab], self._slab_at[slab + 1])
         experts = trace.foretold[part].reshape(high - low, rows, -1)
         scores = trace.foretold_score[part].reshape(high - low, rows, -1)
-        if first is not None:
+        if cut:
             experts, scores = experts[:, -1:], scores[:, -1:]
         wishes = foretell(np.arange(low, high), experts, scores, self._width)
-        return SlabPlan(int(trace.slab_pass[slab]) - (first or 0), high - low, float(trace.slab_seconds[slab]), wishes)
+        return SlabPlan(high - low, float(trace.slab_seconds[slab]), wishes)
 
     def _forward(self, forward: int, part: tuple[int, int] | None) -> ForwardPlan:
         trace = self._trace
