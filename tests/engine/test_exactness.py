@@ -152,7 +152,7 @@ def test_greedy_output_is_that_of_transformers(
         assert engine.notices == []
         assert engine.loop.draft_tokens == row["num_speculative_tokens"]
         own = row["prefetch"] if row["prefetch"] in EVICTION_RULES else "draft-informed"
-        assert engine.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
+        assert engine.experience.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
         assert (draft_gate_of(engine.loop.policy) is not None) == predicting
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting

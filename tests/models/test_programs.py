@@ -64,7 +64,7 @@ def test_inputs_live_as_long_as_the_recording() -> None:
     programs = Programs(model, lambda watch, on_slab: nullcontext(), OnceRecorder())  # type: ignore[arg-type]
     kv: Any = SimpleNamespace(length=3, cache=None, programs={}, advance=lambda rows: None)
     programs.forward([1, 2], kv, 2, None)
-    programs.greedy([1], kv, [None, None], 8)
+    programs.greedy([1], kv, [None, None], 8)()
     gc.collect()
     assert len(model.given) == 9
     assert all(tensor() is not None for tensor in model.given)

@@ -149,6 +149,10 @@ class Recorder:
         notes, self._notes = self._notes, []
         return notes
 
+    def wait(self) -> None:
+        """Until all that was submitted here is over."""
+        torch.cuda.current_stream(self._stream.device).synchronize()
+
     def new_event(self) -> torch.cuda.Event:
         """A mark to `record` between two graphs, and to wait for."""
         return torch.cuda.Event()

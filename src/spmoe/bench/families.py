@@ -71,6 +71,9 @@ class Replay:
         self._inner.propose(sequences, k, on_seen)
         return [types.Draft(self._tokens(len(sequence.tokens), k)) for sequence in sequences]
 
+    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+        self._inner.begin(sequence, k, on_seen)
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         self._inner.rewind(lengths)
 

@@ -26,6 +26,10 @@ class Drafter(Protocol):
         """Catch up with the sequences' tokens and propose k more each; k = 0 only catches up with a new prompt."""
         ...
 
+    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+        """k tokens of this sequence will be asked for next: let the device find them already, if it can by itself."""
+        ...
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         """Forget, per sequence id, every position from the given length on."""
         ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ from spmoe.verify.filters import draw, probabilities
 FIRST_PASS_SLABS = 2  # a step's first prediction should not wait for a whole pass; later ones may, in one cheaper call
 
 
+class _Begun(NamedTuple):
+    """Tokens that are being found, and what for: all of it must be as it was when they are asked for."""
+
+    sequence: int
+    length: int
+    k: int
+    fetch: Callable[[], list[int]]
+
+
 class DraftModel:
     """Proposes what another language model with the same tokenizer would say."""
 
@@ -26,9 +36,21 @@ class DraftModel:
         self._vocab_size = vocab_size  # the target's
         self._prefill_chunk = prefill_chunk
         self._states: MutableMapping[int, KvState] = {}
+        self._begun: _Begun | None = None
 
     def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
         return [self._propose(sequence, k, on_seen) for sequence in sequences]
+
+    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+        self._begun, kv = None, self._states.get(sequence.id)
+        if kv is None or len(sequence.tokens) + k > self.network.max_positions:
+            return
+        pending = sequence.tokens[kv.length :]
+        if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
+            first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
+            choices = min(self._vocab_size, self.network.vocab_size)
+            fetch = self.network.greedy(self._known(pending), kv, [first] + [later] * (k - 1), choices)
+            self._begun = _Begun(sequence.id, len(sequence.tokens), k, fetch)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -36,6 +58,7 @@ class DraftModel:
                 self._states[sequence_id].rewind(length)
 
     def release(self, sequence_id: int) -> None:
+        self._begun = None
         if (kv := self._states.pop(sequence_id, None)) is not None:
             self.network.give_back(kv)
 
@@ -47,12 +70,12 @@ class DraftModel:
             kv = self._states[sequence.id] = self.network.new_kv(sequence.capacity)
         elif k == 0:
             return types.Draft([])
+        if self._begun is None or self._begun[:3] != (sequence.id, len(sequence.tokens), k):
+            self.begin(sequence, k, on_seen)
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return types.Draft(begun.fetch())
         pending = sequence.tokens[kv.length :]
-        if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
-            first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
-            choices = min(self._vocab_size, self.network.vocab_size)
-            watches = [first] + [later] * (k - 1)
-            return types.Draft(self.network.greedy(self._known(pending), kv, watches, choices))
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
         logits = self._catch_up(pending, kv, self._watch(stage, on_seen, FIRST_PASS_SLABS))
         tokens: list[int] = []

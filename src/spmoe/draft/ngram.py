@@ -46,6 +46,9 @@ class NgramDraft:
     def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
         return [self._propose(sequence, k) for sequence in sequences]
 
+    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+        pass
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         pass  # only tokens that were accepted are taken in
 

@@ -14,6 +14,9 @@ class NoDraft:
     def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
         return [types.Draft([]) for _ in sequences]
 
+    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+        pass
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         pass
 

@@ -106,7 +106,7 @@ class SelfDraft(DraftModel):
         pass
 
     def release(self, sequence_id: int) -> None:
-        pass
+        self._begun = None
 
     def _propose(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> types.Draft:
         if k == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,8 @@ class Engine:
         self._keep_learnt()
         for file, (profile, _) in self.learnt.items():
             write_profile(file, profile)
+        with suppress(RuntimeError):  # a device that is broken
+            self.room.backend.synchronize()  # a draft that was begun may still run over what is about to be freed
         self.source.close()
         self.room.close()
         if self.memory.limit is not None:

@@ -75,6 +75,8 @@ class Loop:
         new = [*draft.tokens[: verdict.accepted], verdict.next_token]
         sequence.tokens += new
         self._rewind(sequence, len(sequence.tokens) - 1)
+        if (k := self._draft_length(sequence, room - len(new))) > 0:
+            self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device finds them while the host goes on
 
         self.source.end_step()
         self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))

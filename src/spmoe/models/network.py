@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,9 @@ class Network:
         if self._programs is None:
             return KvState(self.model.config, capacity)
         fitting = [kv for kv in self._spare if kv.capacity >= capacity]
-        self._spare = [kv for kv in self._spare if kv not in fitting[:1] and kv.capacity >= capacity]
+        if len(fitting) < len(self._spare):
+            self._programs.recorder.wait()  # a draft that was begun and is not wanted may still run over one of them
+        self._spare = [kv for kv in fitting if kv not in fitting[:1]]
         return fitting[0] if fitting else KvState(self.model.config, state_capacity(capacity))
 
     def give_back(self, kv: KvState) -> None:
@@ -106,18 +108,25 @@ class Network:
         tell = on_slab or watch.tell
         return self._taps.listen(watch.tap(self.depth_count, lambda d, slab: tell(d, slab, watch.ask(d, slab))))
 
-    def greedy(self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[int]:
-        """Append tokens and, one after the other, all but the last of the most likely ones that follow.
+    def greedy(
+        self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int
+    ) -> Callable[[], list[int]]:
+        """Begin to append tokens and, one after the other, all but the last of the most likely ones that follow.
 
         There is one such token, of the first `choices` of the vocabulary, for each watch: who looks on as it is found.
+        Called, what is returned finishes it and has them; other forwards before that make it void.
         """
         if (programs := self._usable_programs(tokens, kv)) is not None:
             return programs.greedy(tokens, kv, watches, choices)
-        found: list[int] = []
-        for watch in watches:
-            logits = self.forward(found[-1:] or tokens, kv, keep=1, watch=watch)
-            found.append(int(logits[-1, :choices].argmax()))
-        return found
+
+        def run() -> list[int]:
+            found: list[int] = []
+            for watch in watches:
+                logits = self.forward(found[-1:] or tokens, kv, keep=1, watch=watch)
+                found.append(int(logits[-1, :choices].argmax()))
+            return found
+
+        return run
 
     def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
         """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.

@@ -67,8 +67,14 @@ class Programs:
         kv.advance(len(tokens))
         return program.logits
 
-    def greedy(self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[int]:
-        """As many of the most likely tokens that follow these as there are watches; all but the last are appended."""
+    def greedy(
+        self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int
+    ) -> Callable[[], list[int]]:
+        """Launch as many forwards as there are watches; called, what is returned shows them slabs, and has the tokens.
+
+        Each forward's most likely token follows these; all but the last are appended when they are fetched. What else
+        is launched before that makes them void.
+        """
         chain = []
         for place, watch in enumerate(watches):
             rows, slabs = len(tokens) if place == 0 else 1, watch.slabs if watch is not None else 0
@@ -78,15 +84,19 @@ class Programs:
             program.launch(watch)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
-        self.recorder.be_patient(True)
-        try:
-            for program in chain:
-                program.report()
-        finally:
-            self.recorder.be_patient(False)
-        kv.advance(len(tokens) + len(chain) - 1)
-        self._arrived.synchronize()
-        return chosen(self._chain_here, len(chain))
+
+        def fetch() -> list[int]:
+            self.recorder.be_patient(True)
+            try:
+                for program in chain:
+                    program.report()
+            finally:
+                self.recorder.be_patient(False)
+            kv.advance(len(tokens) + len(chain) - 1)
+            self._arrived.synchronize()
+            return chosen(self._chain_here, len(chain))
+
+        return fetch
 
     def _program(self, key: ProgramKey, kv: KvState, watch: Watch | None) -> Program:
         whose = (self, key)  # a target and its quantized self run over the same states
