@@ -112,8 +112,8 @@ def test_texts_that_differ(
 ) -> None:
     original = runs.Bench._generate
 
-    def generate(self: runs.Bench, engine: Any, setting: runs.Setting, prompt: list[int], tokens: int) -> Any:
-        completion = original(self, engine, setting, prompt, tokens)
+    def generate(self: runs.Bench, llm: Any, apart: Any, setting: runs.Setting, prompt: list[int], tokens: int) -> Any:
+        completion = original(self, llm, apart, setting, prompt, tokens)
         if setting.draft_tokens and len(prompt) == 8:
             completion.token_ids[3] += 1
         return completion
