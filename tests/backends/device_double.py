@@ -20,8 +20,8 @@ from typing import Protocol
 from torch import Tensor
 
 from spmoe.backends.cuda_driver import CudaCallError, Piece
-from spmoe.backends.cuda_transfer import CudaTicket, CudaTransfer, Event
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.backends.cuda_transfer import CudaTicket, CudaTransfer
+from spmoe.experts.transfer import CopyJob, Event, Ticket
 from spmoe.experts.waves import Wave
 from spmoe.types import ExpertKey
 
@@ -395,18 +395,6 @@ class WatchedTransfer(CudaTransfer):
     def send_now(self, ticket: CudaTicket) -> None:
         with self.lane.demanding():
             super().send_now(ticket)
-
-
-class HandKeptTransfer(WatchedTransfer):
-    """Has no thread: the window is filled when the test says so."""
-
-    def _keep_full(self) -> None:
-        pass
-
-    def keep(self) -> None:
-        """What the thread does whenever it gets to it."""
-        with self._lock:
-            self._advance()
 
 
 class PlainSlots:

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from device_double import (
     GARBAGE,
     LIMIT,
     Device,
-    HandKeptTransfer,
     Memory,
     PlainSlots,
     WatchedTransfer,
@@ -84,6 +83,11 @@ class Stand:
     def log(self) -> list[str]:
         return list(self.device.log)
 
+    def kept(self, count: int) -> None:
+        """Have the window filled, after which this much was put on the copy stream."""
+        self.transfer.keep_full()
+        assert len(self.log) == count
+
     def holds(self, *names: str) -> bool:
         """Whether these, and no others, have arrived."""
         there = {slot: key for key, slot in map(job_of, names)}
@@ -97,9 +101,8 @@ class Stand:
         """Let the device go on by itself until these copies have ended, well or badly."""
 
         def wait() -> None:
-            for ticket in tickets:
-                with suppress(TransferError):
-                    ticket.wait()
+            while not all(ticket.ready() for ticket in tickets):
+                self.transfer.keep_full()
 
         with self.device.running():
             within(wait)
@@ -162,7 +165,7 @@ def test_a_copy_ends_with_its_last_part(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
     tickets = stand.wish("A0")
     for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40]"], start=1):
-        stand.device.until_logged(count)
+        stand.kept(count)
         assert stand.log[-1] == parts
         assert not tickets[0].ready()
         stand.device.run_copies(1)
@@ -177,7 +180,7 @@ def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Cal
     assert stand.log == ["A[0:5] B[0:5] C[0:5] D[0:1]"]
     stand.device.run_copies(1)
     assert ended(wishes) == "+++.."
-    stand.device.until_logged(2)
+    stand.kept(2)
     assert stand.log[1] == "D[1:5] E[0:5]"
     stand.end(wishes)
     assert stand.holds("A0", "B1", "C2", "D3", "E4")
@@ -220,11 +223,11 @@ def test_a_demand_goes_behind_the_window_and_before_all_other_chunks(make: Calla
     (demand,) = stand.demand("C2")
     assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40]"]
     stand.device.run_copies(1)
-    stand.device.until_logged(4)
+    stand.kept(4)
     assert stand.log[3:] == ["A[32:40] B[0:8]"]
     stand.device.run_copies(2)
     assert ended([*wishes, demand]) == "..+"
-    stand.device.until_logged(5)
+    stand.kept(5)
     assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for wishes; that of a chunk does"
     stand.end([*wishes, demand])
     assert stand.log[5:] == ["B[24:40]"]
@@ -256,13 +259,46 @@ def test_the_window_is_kept_full_and_never_overfull(make: Callable[..., Stand], 
     wishes = stand.wish("A0", "B1")
     wishes += stand.wish("C2")
     for over in range(12):
-        stand.device.until_logged(min(12, over + window))
+        stand.kept(min(12, over + window))
         stand.device.run_copies(1)
     assert ended(wishes) == "+++"
     assert stand.holds("A0", "B1", "C2")
     late = stand.wish("D3")  # after a time in which the window ran dry
     assert stand.log[12:] == ["D[0:16]", "D[16:32]", "D[32:48]"][:window]
     stand.end(late)
+
+
+def test_the_window_is_kept_full_while_compute_is_waited_for(make: Callable[..., Stand]) -> None:
+    stand = make(nbytes=64, window=1)
+    stand.demand("F5")
+    stand.device.run_copies(1)
+    stand.launch("F5")
+    point = stand.device.compute_point()
+    wishes = stand.wish("A0", "B1")
+    waiter = threading.Thread(target=stand.transfer.sit_out, args=(point,), daemon=True)
+    waiter.start()
+    for over in range(1, 8):
+        stand.device.until_logged(1 + over)
+        stand.device.run_copies(1)
+    stand.device.until_logged(9)
+    with stand.device.moved:  # nothing is left to submit: it sleeps
+        assert stand.device.moved.wait_for(lambda: point.awaited, LIMIT)
+    assert waiter.is_alive()
+    stand.device.run_compute()
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+    stand.end(wishes)
+    assert stand.holds("A0", "B1", "F5")
+
+
+def test_what_has_passed_is_not_waited_for(make: Callable[..., Stand]) -> None:
+    stand = make(window=1)
+    point = stand.device.compute_point()
+    stand.device.run_compute()
+    wishes = stand.wish("A0")
+    within(lambda: stand.transfer.sit_out(point))
+    assert stand.log == ["A[0:16]"], "no byte of it has moved"
+    stand.end(wishes)
 
 
 # ---- slots that compute reads
@@ -344,7 +380,7 @@ def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[...,
     stand.launch("B1")
     stand.transfer.fence([1])
     stand.device.run_copies(1)
-    stand.device.until_logged(3)
+    stand.kept(3)
     wishes[0].hurry()
     wishes[1].hurry()
     assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40]", "wait", "C[0:40]"]
@@ -424,6 +460,7 @@ def test_a_copy_is_ready_when_its_last_byte_is_there(make: Callable[..., Stand],
 
     def watch() -> None:
         while not ticket.ready():
+            stand.transfer.keep_full()
             stand.device.step_copies()
 
     within(watch)
@@ -442,10 +479,8 @@ def test_waiting_for_a_copy_lasts_until_its_end(make: Callable[..., Stand], urge
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    if not urgent:
-        stand.device.run_copies(1)
-        stand.device.until_logged(3)
     stand.device.until_awaited(ticket)
+    assert stand.log == (["A[0:40]"] if urgent else ["A[0:16]", "A[16:32]", "A[32:40]"]), "it hurries"
     stand.device.finish()
     waiter.join(LIMIT)
     assert found == [True]
@@ -500,13 +535,13 @@ def test_a_transfer_error_is_passed_on_as_it_is(make: Callable[..., Stand]) -> N
 def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
     make: Callable[..., Stand], accepted: int, outcome: str
 ) -> None:
-    """At whichever part, be it submitted by the caller or, later, by the thread."""
+    """At whichever part, be it submitted at once or later."""
     stand = make(window=1)
     if accepted == 0:
         stand.device.refusals = 1
     tickets = stand.wish("A0", "B1", "C2", "D3")
     for count in range(1, accepted + 1):
-        stand.device.until_logged(count)
+        stand.kept(count)
         if count == accepted:
             stand.device.refusals = 1
         stand.device.run_copies(1)
@@ -557,7 +592,6 @@ def test_whatever_a_submission_raises_its_copies_fail(make: Callable[..., Stand]
 
 
 def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) -> None:
-    """Its events raise, in a thread that nobody hears of."""
     stand = make(window=1)
     tickets = stand.wish("A0", "B1")
     stand.device.break_down()
@@ -567,7 +601,7 @@ def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) ->
     assert ended(stand.wish("D3")) == "-"
     stand.device.broken = False
     stand.device.finish()
-    later = stand.wish("C2")  # the thread lives on
+    later = stand.wish("C2")
     stand.end(later)
     assert ended(later) == "+"
 
@@ -655,8 +689,7 @@ class Room:
         self.memory = Memory(slots, shape.nbytes, experts)
         self.device = Device(self.memory, chunk=shape.chunk, window=shape.window, seed=seed)
         self.device.moves_itself = not threaded
-        kind = WatchedTransfer if threaded else HandKeptTransfer
-        self.transfer = kind(self.device, self.memory, chunk=shape.chunk, window=shape.window)
+        self.transfer = WatchedTransfer(self.device, self.memory, chunk=shape.chunk, window=shape.window)
         self.slots = PlainSlots(slots)
         self.counters = Counters()
         self.source = ExpertSource(
@@ -684,8 +717,7 @@ class Room:
         self.transfer.passed(point)
 
     def keep(self) -> None:
-        if isinstance(self.transfer, HandKeptTransfer):
-            self.transfer.keep()
+        self.transfer.keep_full()
 
     def begin_step(self) -> None:
         if self.in_step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_double import Device, HandKeptTransfer, Memory
+from device_double import Device, Memory, WatchedTransfer
 
 from spmoe.experts.transfer import CopyJob
 from spmoe.types import ExpertKey
@@ -14,7 +14,7 @@ from spmoe.types import ExpertKey
 def test_small_blobs_share_a_submission_only_where_they_may(urgent: bool, batched: bool) -> None:
     memory = Memory(slots=6, nbytes=2, experts=[8])
     device = Device(memory, chunk=64, window=8, seed=0)
-    transfer = HandKeptTransfer(device, memory, chunk=64, window=8)
+    transfer = WatchedTransfer(device, memory, chunk=64, window=8)
     submitted: list[int] = []
     copy = device.copy
 
@@ -25,7 +25,7 @@ def test_small_blobs_share_a_submission_only_where_they_may(urgent: bool, batche
     device.copy = counted  # type: ignore[method-assign, assignment]
     transfer.batched = batched
     tickets = transfer.copy([CopyJob(ExpertKey(0, e), e) for e in range(4)], urgent=urgent)
-    transfer.keep()
+    transfer.keep_full()
     with device.running():
         for ticket in tickets:
             ticket.wait()

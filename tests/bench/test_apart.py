@@ -106,4 +106,4 @@ def _break(monkeypatch: pytest.MonkeyPatch, source: ExpertSource) -> None:
     def copy(self: FileTransfer, jobs: Any, *, urgent: bool) -> Any:
         raise TransferError("broken")
 
-    monkeypatch.setattr(type(source._transfer), "copy", copy)
+    monkeypatch.setattr(type(source.transfer), "copy", copy)

@@ -90,6 +90,7 @@ class Rerunner:
         self.phase = Phase.EAGER
         self.while_waiting: Callable[[], None] = lambda: None
         self.be_patient: Callable[[bool], None] = lambda patient: None
+        self.sit_out: Callable[[Any], None] = lambda event: None
         self.recorded = 0
         self.replayed = 0
         self._replaying = False

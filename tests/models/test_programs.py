@@ -29,6 +29,9 @@ class OnceRecorder:
     def while_waiting(self) -> None:
         pass
 
+    def sit_out(self, event: SimpleNamespace) -> None:
+        pass
+
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
         return Recording(), forward()
 

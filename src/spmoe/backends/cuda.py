@@ -14,12 +14,12 @@ from spmoe.backends.base import MOST_ROWS, Port, gate_activation, kernel_name, k
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
-from spmoe.backends.cuda_transfer import Event
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Phase, Recorder
 from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_wave
 from spmoe.backends.kernels.inputs import take_wave
 from spmoe.experts.source import ExpertSource
+from spmoe.experts.transfer import Event
 from spmoe.experts.waves import Opened, Wave
 from spmoe.types import ExpertKey
 
@@ -264,7 +264,7 @@ class CudaPort:
             self._backend.post(opened.slots)
             run()
         self._catch_up()  # while the device is busy
-        known.synchronize()
+        self._source.transfer.sit_out(known)
         needed = sorted(set(chosen.tolist()))
         if self._source.use_opened(opened, needed):
             self._backend.put_off = (self._layer, notes)

@@ -1,20 +1,23 @@
 """Copies from host to device, on a stream of their own.
 
 What is demanded is submitted at once and whole. What is wished for goes chunk by chunk, with no more than a window of
-chunks on the stream, so that a demand waits for that window at most. Compute is ordered behind a copy on the device:
-the host does not wait for bytes. Likewise a slot is written again only after the kernels that read it.
+chunks on the stream, so that a demand waits for that window at most. The thread that computes keeps the window full,
+also while it waits for the device: another would take the interpreter from it whenever a chunk ends. Compute is ordered
+behind a copy on the device: the host does not wait for bytes. Likewise a slot is written again only after the kernels
+that read it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from spmoe.backends.cuda_driver import Piece
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.transfer import CopyJob, Event, Ticket
 from spmoe.types import ExpertKey
 
 CHUNK_BYTES = 16 * 2**20  # large enough for the link's full speed
@@ -24,14 +27,6 @@ WINDOW = 2  # chunks on the stream: one moves, the next is behind it when it end
 def chunk_for(nbytes: int) -> int:
     """How much of blobs of this size goes at a time: a whole one rather than one and a bit."""
     return nbytes if CHUNK_BYTES < nbytes < 2 * CHUNK_BYTES else CHUNK_BYTES
-
-
-class Event(Protocol):
-    """A point on a stream."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Lane(Protocol):
@@ -98,8 +93,7 @@ class CudaTicket:
         return self.error is not None or self._submission.ordered or (self.end is not None and self.end.query())
 
     def wait(self) -> None:
-        with self._transfer.settling:
-            self._transfer.settling.wait_for(lambda: self.settled)
+        self.hurry()
         if self.error is not None:
             raise self.error
         if self.end is not None and not self._submission.ordered:
@@ -120,21 +114,17 @@ class CudaTicket:
     def fail(self, error: SpmoeError) -> None:
         """The copy will not be made."""
         self.error = error
-        self._settle()
+        self.settled = True
 
     def sent_whole(self, end: Event, submission: Submission) -> None:
         """The last byte is on the stream."""
         self.end = end
         self._submission = submission
-        self._settle()
-
-    def _settle(self) -> None:
         self.settled = True
-        self._transfer.settling.notify_all()
 
 
 class CudaTransfer:
-    """Host to device. Who demands submits; a thread keeps the window full with chunks of wishes."""
+    """Host to device."""
 
     def __init__(self, lane: Lane, addresses: Addresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW) -> None:
         self.lane = lane
@@ -145,16 +135,12 @@ class CudaTransfer:
         self._chunk = chunk
         self._window = window
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self.settling = threading.Condition(self._lock)  # a copy gets its end, or an error
         self._waiting: deque[CudaTicket] = deque()  # wishes not wholly on the stream
         self._flying: deque[Event] = deque()  # chunks of wishes on the stream
         self._last_use: dict[int, int] = {}  # by slot, the last point before what reads it
         self._points = 1
         self._over = 0  # what was given to compute after this point, and before the next, is over
         self._closed = False
-        self._thread = threading.Thread(target=self._keep_full, name="spmoe-copies", daemon=True)
-        self._thread.start()
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         tickets = [CudaTicket(self, job) for job in jobs]
@@ -167,8 +153,18 @@ class CudaTransfer:
             else:
                 self._waiting.extend(tickets)
                 self._advance()
-                self._work.notify()
         return list(tickets)
+
+    def keep_full(self) -> None:
+        if self._waiting:
+            with self._lock:
+                self._advance()
+
+    def sit_out(self, event: Event) -> None:
+        while self._waiting and not event.query():
+            self.keep_full()
+            time.sleep(0)  # others may have the interpreter
+        event.synchronize()
 
     def attend(self) -> None:
         self.lane.stand_here()
@@ -203,8 +199,6 @@ class CudaTransfer:
             self._closed = True
             while self._waiting:
                 self._waiting.popleft().fail(TransferError("the engine was closed"))
-            self._work.notify()
-        self._thread.join()
         self.lane.drain()
 
     # ---- under the lock
@@ -220,6 +214,15 @@ class CudaTransfer:
 
     def _advance(self) -> None:
         """Fill the window with chunks of the wishes that wait."""
+        try:
+            self._fill_window()
+        except Exception as error:  # the device is broken, and somebody may be waiting for these
+            self._flying.clear()
+            while self._waiting:
+                ticket = self._waiting.popleft()
+                ticket.fail(_as_transfer_error(ticket.job, error))
+
+    def _fill_window(self) -> None:
         while self._flying and self._flying[0].query():
             self._flying.popleft()
         while self._waiting and len(self._flying) < self._window:
@@ -257,28 +260,6 @@ class CudaTransfer:
             if ticket.sent == self._addresses.nbytes:
                 ticket.sent_whole(end, submission)
         return end
-
-    # ---- the thread
-
-    def _keep_full(self) -> None:
-        while True:
-            with self._lock:
-                while not self._waiting and not self._closed:
-                    self._work.wait()
-                if self._closed:
-                    return
-            try:
-                with self._lock:
-                    self._advance()
-                    oldest = self._flying[0] if self._waiting and self._flying else None
-                if oldest is not None:
-                    oldest.synchronize()
-            except Exception as error:  # the device is broken, and somebody may be waiting
-                with self._lock:
-                    self._flying.clear()
-                    while self._waiting:
-                        ticket = self._waiting.popleft()
-                        ticket.fail(_as_transfer_error(ticket.job, error))
 
 
 def _as_transfer_error(job: CopyJob, error: Exception) -> SpmoeError:

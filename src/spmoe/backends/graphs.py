@@ -83,6 +83,7 @@ class Recorder:
         self.stopwatch = Stopwatch()
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
+        self.sit_out: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize()  # how it waits
         self._stream = _recording_stream(device)
         self._spoilt = False  # the allocator takes its memory for one that is being recorded into
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -269,7 +269,7 @@ class Bench:
             self._generate(llm, apart, setting, prompts[number % len(prompts)], job.output_len)
         if job.warmup and llm.engine.room.recorder is not None:
             for tokens in range(2, min(setting.draft_tokens + 2, job.output_len) + 1):  # drafts get shorter at the end
-                self._generate(llm, apart, setting, prompts[-1], tokens)
+                self._generate(llm, apart, setting, prompts[-1][:1], tokens)
 
     def _generate(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> Completion:
         self._rehearsals.prepare(llm, apart, setting, prompt, tokens)

@@ -85,6 +85,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
             room.recorder.while_waiting = source.see_to_wishes
+            room.recorder.sit_out = transfer.sit_out
             if not threaded:
                 room.recorder.be_patient = partial(setattr, source, "patient")
         target.connect(source, room.backend)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyJob, HostPaced, Ticket, Transfer
+from spmoe.experts.transfer import CopyJob, Event, HostPaced, Ticket, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey
@@ -162,6 +162,12 @@ class ThrottledTransfer:
                 self._timeline.add(kind, started, passage.done_at, f"{key.layer}.{key.expert}")
 
         return _LinkTicket(self._link, passage, note, ticket)
+
+    def keep_full(self) -> None:
+        self._inner.keep_full()
+
+    def sit_out(self, event: Event) -> None:
+        self._inner.sit_out(event)
 
     def attend(self) -> None:
         self._inner.attend()

@@ -145,6 +145,7 @@ class Loads:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
         if not self.entries:
             return
+        self._transfer.keep_full()
         for entry in list(self.entries):
             if entry.ticket is not None and entry.ticket.ready():
                 self.entries.remove(entry)

@@ -53,7 +53,7 @@ class ExpertSource:
         self.patient = False  # what is wished for waits until `see_to_wishes` is called, or a layer runs
         self.cache = ExpertCache(slots.count, eviction)
         self._slots = slots
-        self._transfer = transfer
+        self.transfer = transfer
         self._clock = clock
         self._queue = WishQueue(counters)
         self.lock = threading.RLock()
@@ -71,7 +71,7 @@ class ExpertSource:
     def begin_step(self, request: int = 0, on_routed: OnRouted | None = None) -> None:
         """A draft is about to start. `on_routed` will be told what each layer's router chose, once that is demanded."""
         self.book()
-        self._transfer.attend()
+        self.transfer.attend()
         with self.lock:
             self.grants.begin_step()
             self._on_routed = on_routed
@@ -120,7 +120,7 @@ class ExpertSource:
                 raise TransferError("the engine was closed")
             self.loads.reap()
             opened = self.cache.open(layer)
-            opened.since = self._transfer.mark()
+            opened.since = self.transfer.mark()
             return opened
 
     def shut(self, opened: Opened) -> None:
@@ -130,7 +130,7 @@ class ExpertSource:
 
     def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
         """Whether these are all among what was opened; then they are booked later, before anything else is."""
-        self._transfer.passed(opened.since)
+        self.transfer.passed(opened.since)
         if (opened.slots[list(experts)] < 0).any():
             return False
         self.book()
@@ -189,7 +189,7 @@ class ExpertSource:
 
     def computed(self) -> None:
         """All that compute has been given so far is over."""
-        self._transfer.passed(self._transfer.mark())
+        self.transfer.passed(self.transfer.mark())
 
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""
@@ -202,7 +202,7 @@ class ExpertSource:
     def book_stalls(self) -> None:
         """Count what compute has waited on its own device, as far as that is known by now."""
         with self.lock:
-            self.counters.stall_seconds += self._transfer.stalled_seconds()
+            self.counters.stall_seconds += self.transfer.stalled_seconds()
 
     def pump(self) -> Ticket | None:
         """Submit wishes; the ticket to wait for where only the transfer's depth holds some back."""
@@ -240,7 +240,7 @@ class ExpertSource:
             self._queue.drop_all()
         if self._worker is not None:
             self._worker.close()
-        self._transfer.close()
+        self.transfer.close()
         with self.lock:
             self._slots.close()
 
@@ -254,7 +254,7 @@ class ExpertSource:
     def _book_opened(self, opened: Opened, experts: Sequence[int]) -> None:
         """These of what was opened are needed, and compute has them; nothing is kept any more but by a fence."""
         self.loads.book_hits(opened.layer, experts, self.cache.eviction)
-        self._transfer.fence(opened.slots[list(experts)].tolist(), opened.since)
+        self.transfer.fence(opened.slots[list(experts)].tolist(), opened.since)
         self.cache.shut(opened)
 
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
@@ -340,7 +340,7 @@ class ExpertSource:
     def _release(self, entries: list[Entry], held: list[Entry]) -> None:
         if not entries:
             return
-        self._transfer.fence([entry.slot for entry in entries])
+        self.transfer.fence([entry.slot for entry in entries])
         with self.lock:
             for entry in entries:
                 held.remove(entry)

@@ -48,6 +48,14 @@ class Ticket(Protocol):
         ...
 
 
+class Event(Protocol):
+    """A point in what a device was given to do."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Transfer(Protocol):
     """Moves blobs. Copies run in the order given, urgent ones before others that have not started."""
 
@@ -56,6 +64,14 @@ class Transfer(Protocol):
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
         """Submit a batch, return at once with one ticket per job."""
+        ...
+
+    def keep_full(self) -> None:
+        """Submit what waits behind a window of copies, as far as there is room by now."""
+        ...
+
+    def sit_out(self, event: Event) -> None:
+        """Wait for a point of compute, and keep full meanwhile."""
         ...
 
     def attend(self) -> None:
@@ -90,6 +106,13 @@ class HostPaced:
     """What a transfer does about compute that runs on the host: nothing, since it has ended when its call returns."""
 
     batched = True  # a batch of reads is only a list of them
+
+    def keep_full(self) -> None:
+        """Others do."""
+
+    def sit_out(self, event: Event) -> None:
+        """Nothing else is to be done."""
+        event.synchronize()
 
     def attend(self) -> None:
         """Whoever it is."""

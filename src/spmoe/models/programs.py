@@ -93,7 +93,7 @@ class Programs:
             finally:
                 self.recorder.be_patient(False)
             kv.advance(len(tokens) + len(chain) - 1)
-            self._arrived.synchronize()
+            self.recorder.sit_out(self._arrived)
             return chosen(self._chain_here, len(chain))
 
         return fetch
@@ -155,7 +155,7 @@ class Program:
             return
         for slab in self._slabs:
             self._recorder.while_waiting()
-            slab.arrived.synchronize()
+            self._recorder.sit_out(slab.arrived)
             self._tell(slab)
 
     def _tell(self, slab: Slab) -> None:
