@@ -226,6 +226,10 @@ class Bench:
 
     def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
         job, counted, apart = self.job, runs is self.runs, Apart(llm.engine)
+        if job.warmup and llm.engine.device.type == "cuda":  # where kernels are chosen, and made, by the number of rows
+            apart.enter("first reading", {**settings[0].changes, "prefetch": "on-demand"})
+            for tokens in sorted(job.prompts, key=len, reverse=True):
+                self._complete(llm, tokens, 1)
         for setting in settings:
             self._tell(f"warming up: {setting}")
             self._warm_up(llm, apart, setting)

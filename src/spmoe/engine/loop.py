@@ -68,6 +68,7 @@ class Loop:
         self.source.draft_is_over()
 
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
+        self.source.end_step()  # while a device comes to the end of it
         verifier = GreedyVerifier() if sequence.sampling.greedy else RejectionVerifier()
         verdict = verifier.judge(sequence, draft, logits)
         self.source.computed()
@@ -78,7 +79,6 @@ class Loop:
         if (k := self._draft_length(sequence, room - len(new))) > 0:
             self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device finds them while the host goes on
 
-        self.source.end_step()
         self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))
         self.counters.steps += 1
         self.counters.tokens += len(new)
