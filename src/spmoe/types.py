@@ -16,6 +16,8 @@ from torch import Tensor
 
 from spmoe.config import SamplingParams
 
+PROMPT_ROWS = 32  # from so many on, how many rows of a forward chose an expert says more than that some did
+
 
 class ExpertKey(NamedTuple):
     """One expert of the target."""

@@ -32,7 +32,9 @@ from spmoe.config import Cutoff
 from spmoe.engine import build
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
+from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
+from spmoe.types import PROMPT_ROWS
 
 PROMPT = list(b"def f(x):")
 COUNT = 14
@@ -283,6 +285,25 @@ def test_drafting_for_itself_and_verifying_are_recorded_apart(double: Double, mi
         llm.generate(PROMPT, GREEDY)
         (kv,) = llm.engine.target._spare
         assert {owner for owner, _ in kv.programs} == {llm.engine.target._programs, llm.engine.draft.network._programs}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["in kernels", "one by one"])
+@pytest.mark.parametrize("length", [PROMPT_ROWS - 1, 3 * PROMPT_ROWS])
+def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, length: int, known: bool
+) -> None:
+    if not known:
+        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    heard: dict[int, list[Any]] = {}
+    monkeypatch.setattr(DraftInformed, "read", lambda self, layer, *said: heard.setdefault(layer, []).append(said))
+    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+        llm.generate([[(7 * i) % 200 for i in range(length)]], SamplingParams(max_tokens=4, ignore_eos=True))
+        layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
+    assert len(heard) == (layers if length >= PROMPT_ROWS else 0)
+    for ((chosen, shares),) in heard.values():
+        assert len(chosen) == len(shares) > top_k
+        assert sum(shares) == pytest.approx(top_k)
+        assert all(round(share * length) == pytest.approx(share * length) for share in shares)
 
 
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:

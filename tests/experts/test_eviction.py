@@ -30,7 +30,7 @@ INFINITY = float("inf")
 modest = settings(max_examples=150, deadline=None, derandomize=True)
 rules = pytest.mark.parametrize("name", EVICTION_RULES)
 events = st.one_of(
-    st.tuples(st.sampled_from(["insert", "remove", "use"]), st.sampled_from(KEYS)),
+    st.tuples(st.sampled_from(["insert", "remove", "use", "read"]), st.sampled_from(KEYS)),
     st.tuples(st.just("wish"), st.tuples(st.sampled_from(KEYS), st.sampled_from([0.0, 0.2, 1.0]))),
     st.tuples(st.just("reach"), st.integers(0, len(EXPERTS) - 1)),
     st.tuples(st.just("step"), st.none()),
@@ -59,6 +59,8 @@ def play(eviction: Eviction, history: list[tuple[str, object]]) -> set[ExpertKey
                 eviction.removed(what)
             case "use" if what in resident:
                 eviction.used(what.layer, [what.expert])
+            case "read":
+                eviction.read(what.layer, [what.expert], [0.4])
             case "wish":
                 key, score = what
                 eviction.wished(Wishes.of([Wish(key, score, key.layer)]))
@@ -287,6 +289,25 @@ def test_what_is_in_daily_use_outlives_a_draft_that_does_not_name_it() -> None:
     eviction.begin_step()
     eviction.wished(Wishes.of([Wish(constant, 1.0, 2)]))
     assert order(eviction) == [rare, daily]
+
+
+def test_a_prompt_says_how_often_an_expert_is_chosen() -> None:
+    often, seldom, never = ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(1, 2)
+    eviction = informed(often, seldom, never)
+    for _ in range(3):  # what those before used
+        eviction.used(1, [never.expert])
+        eviction.begin_step()
+    for shares in ((0.9, 0.05), (0.7, 0.15)):  # a prompt in two parts, each of which uses both
+        eviction.used(1, [often.expert, seldom.expert])
+        eviction.read(1, [often.expert, seldom.expert], shares)
+    eviction.begin_step()
+    assert order(eviction) == [never, seldom, often]
+    share = np.array([0.8, 0.1, 0.0, 0.0])
+    habit = 0.3 * np.array([0, 0, 1 - 0.8**3, 0]) + 0.7 * (1 - (1 - share) ** 4)
+    assert eviction._frequency[1] == pytest.approx(habit)
+    eviction.begin_step()
+    assert eviction._frequency[1] == pytest.approx(0.8 * habit), "it counts once"
+    assert not eviction._frequency[[0, 2, 3]].any()
 
 
 def test_frequency_decays_with_every_step() -> None:

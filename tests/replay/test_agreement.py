@@ -49,6 +49,21 @@ def test_the_simulator_does_what_the_live_source_does(prefetch: str, eviction: s
         assert live.wishes_stale > 0
 
 
+@pytest.mark.parametrize("eviction", LIVE_RULES)
+def test_what_a_long_prompt_says_is_heard_by_both(eviction: str) -> None:
+    trace = make_trace(steps=24, prompt=40)
+    ours, seconds = replayed(trace, "draft-gate", eviction, 20, 6)
+    plans = Replayer(trace).steps(4)
+    live, expected = run_live(trace, plans, 20, eviction, draft=True, ahead=False, cutoff=6)
+    assert_same(ours, live)
+    assert seconds == pytest.approx(expected)
+    for step in plans:
+        for forward in step.forwards:
+            forward.shares = [[] for _ in forward.shares]
+    deaf, _ = run_live(trace, plans, 20, eviction, draft=True, ahead=False, cutoff=6)
+    assert (asdict(deaf) != asdict(live)) == (eviction == "draft-informed")
+
+
 @pytest.mark.parametrize(("cutoff", "shape"), [(0, {}), (3, {"depth": 1}), (6, {"depth": 5, "window": 1})])
 def test_also_with_a_cutoff_and_other_depths(cutoff: int, shape: dict[str, int]) -> None:
     trace = on_link(make_trace(layers=8, experts=6, seed=3), **shape)

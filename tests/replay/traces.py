@@ -28,10 +28,10 @@ def make_trace(
     steps: int = 24,
     seed: int = 0,
     accuracy: float = 0.85,
+    prompt: int = 9,
 ) -> Trace:
     """Two requests, each with a prompt first; routing with habits, and predictions that are often right."""
     rng = np.random.default_rng(seed)
-    prompt = 9
     rows, passes = [], []
     for step in range(steps):
         first = step % (steps // 2) == 0
@@ -163,7 +163,7 @@ def run_live(
                 if ahead and (told := forward.ahead[layer]) is not None:
                     sure = told.wishes.scores >= (1 / trace.shape.top_k if draft else 0.0)
                     source.wish(told.wishes.where(sure))
-                for wave in source.use(layer, [key % width for key in needed]):
+                for wave in source.use(layer, [key % width for key in needed], shares=forward.shares[layer]):
                     clock.sleep(forward.per_expert[layer] * len(wave.experts))
         clock.sleep(step.rest)
         source.end_step()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.waves import Wave
+from spmoe.types import PROMPT_ROWS
 
 MOST_ROWS = 64  # that a kernel runs an expert for at once
 _MOST_PARTS = 8  # of so many rows, run one after the other
@@ -106,5 +107,15 @@ class SourcePort:
         self._arithmetic = arithmetic
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        needed: list[int] = torch.unique(index).tolist()
-        return self._arithmetic.run_experts(experts, hidden, index, weights, self._source.use(self._layer, needed))
+        needed, shares = chosen_by(index)
+        waves = self._source.use(self._layer, needed, shares=shares)
+        return self._arithmetic.run_experts(experts, hidden, index, weights, waves)
+
+
+def chosen_by(index: Tensor) -> tuple[list[int], list[float]]:
+    """The experts that some rows chose; of many rows also which share chose each. Waits for the device."""
+    # index: [rows, top_k]
+    if len(index) < PROMPT_ROWS:
+        return torch.unique(index).tolist(), []
+    needed, counts = torch.stack(torch.unique(index, return_counts=True)).tolist()
+    return needed, [count / len(index) for count in counts]

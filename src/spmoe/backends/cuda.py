@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import MOST_ROWS, Port, gate_activation, kernel_name, kernel_rows
+from spmoe.backends.base import MOST_ROWS, Port, chosen_by, gate_activation, kernel_name, kernel_rows
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -201,9 +201,9 @@ class CudaPort:
         if backend.all_resident:
             run(self._table)
         elif recorder.phase is Phase.EAGER:
-            needed = torch.unique(index).tolist()  # waits for the device
+            needed, shares = chosen_by(index)
             with backend.in_step():
-                self._run_waves(run_next_wave, needed)
+                self._run_waves(run_next_wave, needed, shares=shares)
         else:
             if recorder.phase is Phase.REHEARSAL:
                 with backend.in_step():
@@ -221,10 +221,10 @@ class CudaPort:
         """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
 
         def run(notes: Sequence[Callable[[], None]] = ()) -> Tensor:
-            needed = torch.unique(index).tolist()  # waits for the device
+            needed, shares = chosen_by(index)
             for note in notes:
                 note()
-            waves = self._source.use(self._layer, needed)
+            waves = self._source.use(self._layer, needed, shares=shares)
             return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
 
         recorder = self._backend.recorder
@@ -286,9 +286,10 @@ class CudaPort:
         needed: list[int],
         opened: Opened | None = None,
         notes: Sequence[Callable[[], None]] = (),
+        shares: Sequence[float] = (),
     ) -> None:
         """Run the experts that the router has chosen as they come."""
-        waves = self._source.use(self._layer, needed, opened)
+        waves = self._source.use(self._layer, needed, opened, shares)
         wave = next(waves, None)  # what is missing has been demanded by now
         for note in notes:
             note()

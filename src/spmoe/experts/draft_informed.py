@@ -56,10 +56,15 @@ class Reliability:
         return place
 
 
+_STEP_ROWS = 4  # rows of a step that choose for themselves: it has a few more, which tend to agree
+_PROMPT_WEIGHT = 0.7  # of what a prompt says of its request, against the habits of those before
+
+
 class DraftInformed(Valued):
     """Expected use at the next turn and, if not then, at later ones, discounted by the distance to them.
 
-    The expectation of the next turn starts from habit, the decayed frequency of use. For a layer that this step has
+    The expectation of the next turn starts from habit, the decayed frequency of use, which a prompt sets by how many of
+    its rows chose each expert. For a layer that this step has
     still to run and the draft has spoken of, its word counts instead, as much as its words have lately turned out to be
     true: what it names is needed that often, and what it does not name that much less than usual, the more so the more
     of its passes are over. `reluctance` is what a wish must overcome: a swap among two equally likely experts only
@@ -75,6 +80,8 @@ class DraftInformed(Valued):
         self._reluctance = reluctance
         self._frequency = np.zeros(self.shape)  # decayed share of steps in which the expert was used
         self._used = np.zeros(self.shape, dtype=bool)  # in this step
+        self._shares = np.zeros(self.shape)  # of rows that chose the expert, summed over the parts of a prompt
+        self._parts = np.zeros(self.shape[0], dtype=int)  # that were read in this step
         self._named = np.zeros(self.shape, dtype=int)  # how often in this step
         self._score = np.zeros(self.shape)  # the best it was named with
         self._word = np.zeros(self.shape)  # the chance that it is needed, by what was said of it
@@ -94,6 +101,10 @@ class DraftInformed(Valued):
         places = layer * self.shape[1] + np.array(experts)
         self._touch(places)
         self._used.ravel()[places] = True
+
+    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+        self._shares[layer, experts] += shares
+        self._parts[layer] += 1
 
     def wished(self, wishes: Wishes) -> None:
         if not len(wishes):
@@ -121,7 +132,7 @@ class DraftInformed(Valued):
             self._reliability.learn(*(figure[spoken] for figure in seen))
             self._usual_passes = int(self._passes.max())
             self._kept = self._kept_by_passes()
-        self._frequency = self._decay * self._frequency + (1 - self._decay) * self._used
+        self._form_habits()
         self._later = later_use(self._frequency, self._discount)
         self._habitual = any_use(self._frequency, self._later)
         self._turns[:] = self._habitual
@@ -131,6 +142,14 @@ class DraftInformed(Valued):
         self._word[:] = 0.0
         self._passes[:] = 0
         self._position, self._stale, self._worths = -1, slice(0, 0), None
+
+    def _form_habits(self) -> None:
+        kept, seen = np.full((self.shape[0], 1), self._decay), self._used.astype(float)
+        if len(read := np.flatnonzero(self._parts)):
+            share = np.minimum(1.0, self._shares[read] / self._parts[read, None])
+            kept[read], seen[read] = 1 - _PROMPT_WEIGHT, 1 - (1 - share) ** _STEP_ROWS
+            self._shares[:], self._parts[:] = 0.0, 0
+        self._frequency = kept * self._frequency + (1 - kept) * seen
 
     def worth(self, key: ExpertKey) -> float:
         return self._reluctance * super().worth(key)

@@ -28,6 +28,10 @@ class Eviction(Protocol):
         """These of a layer, one at least, which have slots, are needed."""
         ...
 
+    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+        """These of a layer were chosen by such shares of many rows, a prompt or a part of it."""
+        ...
+
     def wished(self, wishes: Wishes) -> None:
         """What one pass of the draft says of a slab of layers."""
         ...

@@ -45,6 +45,9 @@ class EqualQuotas:
             self._promised.discard(key)
             self._touch(key)
 
+    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+        pass
+
     def wished(self, wishes: Wishes) -> None:
         for key in map(ExpertKey, wishes.layers.tolist(), wishes.experts.tolist()):
             self._promised.add(key)

@@ -149,10 +149,12 @@ class ExpertSource:
         if self._on_routed is not None:
             self.wish(self._on_routed(opened.layer, experts))
 
-    def use(self, layer: int, experts: Sequence[int], opened: Opened | None = None) -> Iterator[Wave]:
+    def use(
+        self, layer: int, experts: Sequence[int], opened: Opened | None = None, shares: Sequence[float] = ()
+    ) -> Iterator[Wave]:
         """Yield all these experts, wave by wave: those READY first, the others as they arrive.
 
-        Those of `opened`, which compute has been given already, are booked like the others and not yielded.
+        Those of `opened`, which compute has, are booked and not yielded. `shares`: of many rows, that chose each.
         """
         self.book()
         held, absent, started = list[Entry](), list[ExpertKey](), self._clock.now()
@@ -160,6 +162,8 @@ class ExpertSource:
             with self.lock:
                 self.loads.reap()
                 self._reach(layer)
+                if shares:
+                    self.cache.eviction.read(layer, experts, shares)
                 rest = list(dict.fromkeys(experts))
                 if opened is not None:
                     given = np.flatnonzero(opened.slots >= 0).tolist()
@@ -321,8 +325,6 @@ class ExpertSource:
             with self.lock:
                 tickets = self.loads.tickets
             wait_for(tickets)
-        with self.lock:
-            self.loads.reap()
         now = self._clock.now()
         self.counters.stall_seconds += now - started
         self.timeline.add(Activity.STALL, started, now)

@@ -32,6 +32,9 @@ class Valued:
     def used(self, layer: int, experts: Sequence[int]) -> None:
         self._touch(layer * self.shape[1] + np.array(experts))
 
+    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+        pass
+
     def wished(self, wishes: Wishes) -> None:
         pass
 

@@ -257,6 +257,8 @@ class Run:
         for layer, needed in enumerate(forward.needed):
             began = sim.now
             sim.compute(forward.front[layer])
+            if forward.shares[layer]:
+                sim.rule.read(layer, [key - layer * sim.width for key in needed], forward.shares[layer])
             told = foresight.at_layer(forward, layer)
             if told is not None and not sim.machine.demands_first:
                 sim.wish(told, layers)

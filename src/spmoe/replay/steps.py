@@ -20,7 +20,7 @@ import numpy as np
 
 from spmoe.errors import UsageError
 from spmoe.replay.trace import Trace
-from spmoe.types import Wishes
+from spmoe.types import PROMPT_ROWS, Wishes
 
 
 @dataclass(slots=True)
@@ -66,6 +66,7 @@ class ForwardPlan:
     front: list[float]  # by layer, seconds before its experts
     per_expert: list[float]  # by layer, seconds of one of its experts
     needed: list[list[int]]  # by layer
+    shares: list[list[float]]  # by layer, of the rows that chose each; none where they are few
     ahead: list[Foretold | None]  # by layer: what its own state says of the next one
     ahead_experts: np.ndarray  # int16 [layers, depth, rows, top_k]: what gates picked, of later ones too; -1: nothing
     ahead_scores: np.ndarray  # float16 [layers, depth, rows, top_k]
@@ -189,7 +190,7 @@ class _Planner:
         per_expert = [s / max(1, len(keys)) for s, keys in zip(seconds, counts, strict=True)]
         front, ahead = trace.forward_front[forward].tolist(), self._ahead(low, high)
         told = (part[:, :, low:high] for part in self._told)
-        return ForwardPlan(high - low, front, per_expert, needed, ahead, *told)
+        return ForwardPlan(high - low, front, per_expert, needed, self._shares(low, high), ahead, *told)
 
     def _needed(self, low: int, high: int) -> list[list[int]]:
         """By layer, the experts that some rows chose."""
@@ -199,6 +200,13 @@ class _Planner:
         bounds = np.searchsorted(keys, self._starts).tolist()
         listed = keys.tolist()
         return [listed[a:b] for a, b in pairwise(bounds)]
+
+    def _shares(self, low: int, high: int) -> list[list[float]]:
+        if high - low < PROMPT_ROWS:
+            return [[]] * self._layers
+        counts = np.bincount(self._chosen[low:high].ravel(), minlength=self._starts[-1] + 1)[:-1]
+        by_layer = (counts / (high - low)).reshape(self._layers, self._width)
+        return [shares[shares > 0].tolist() for shares in by_layer]
 
     def _ahead(self, low: int, high: int) -> list[Foretold | None]:
         """By layer, what its state said of the next one."""
