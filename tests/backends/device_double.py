@@ -164,7 +164,7 @@ class Device:
         self.log: list[str] = []  # what was put on the copy stream, refusals included
         self.compute_waits = 0
         self.refusals = 0  # so many submissions are refused from now on
-        self.refusal: Exception | None = None  # with this
+        self.refusal: BaseException | None = None  # with this
         self.broken = False
         self.fault_rate = 0.0
         self.struck: set[ExpertKey] = set()  # had a part in a submission that was refused

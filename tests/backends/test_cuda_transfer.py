@@ -591,6 +591,58 @@ def test_whatever_a_submission_raises_its_copies_fail(make: Callable[..., Stand]
     assert ended(tickets) == "-+"
 
 
+@pytest.mark.parametrize("accepted", range(5))
+@pytest.mark.parametrize("demanded", [False, True])
+def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, demanded: bool) -> None:
+    """Whether a part of it is on the stream is not known: it has failed, and can be asked for again."""
+    stand = make(window=1)
+    stand.device.refusal = KeyboardInterrupt()
+    tickets = stand.wish("A0", "B1", "C2")
+    for _ in range(accepted):
+        stand.device.run_copies(1)
+        stand.transfer.keep_full()
+    stand.device.run_copies(1)
+    stand.device.refusals = 1
+    with pytest.raises(KeyboardInterrupt):
+        if demanded:
+            stand.demand("D3")
+        else:
+            stand.transfer.keep_full()
+    stand.device.refusal = None
+    for ticket in tickets:
+        ticket.hurry()
+    stand.end(tickets)
+    for ticket, letter in zip(tickets, ended(tickets), strict=True):
+        key, slot = ticket.job
+        assert (letter == "+") == (key not in stand.device.struck)
+        assert letter == "-" or stand.memory.content(slot) == stand.memory.blobs[key]
+    again = [name for name, letter in zip(("A0", "B1", "C2"), ended(tickets), strict=True) if letter == "-"]
+    assert bool(again) != demanded
+    stand.end(stand.demand("D3", *again))
+    assert stand.holds("A0", "B1", "C2", "D3")
+
+
+@urgencies
+def test_an_interrupted_request_for_experts_leaves_no_slot_behind(urgent: bool) -> None:
+    room = Room("lru", 3, Shape(6, 4, 1), [6], in_step=True)
+    room.source.begin_step()
+    room.device.refusals, room.device.refusal = 1, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        if urgent:
+            list(room.source.use(0, [0, 1]))
+        else:
+            room.source.wish(Wishes.of([Wish(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1)]))
+    assert not room.source.cache.entries()
+    assert not len(room.source.loads)
+    room.device.refusal = None
+    for experts in ([2, 3, 4], [0, 1, 5]):
+        for wave in room.source.use(0, experts):
+            room.device.launch_wave(wave)
+        room.device.finish()
+    room.source.close()
+    assert not room.device.failures
+
+
 def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
     tickets = stand.wish("A0", "B1")

@@ -112,9 +112,10 @@ class CudaTicket:
         self._transfer.send_now(self)
 
     def fail(self, error: SpmoeError) -> None:
-        """The copy will not be made."""
-        self.error = error
-        self.settled = True
+        """The copy will not be made, unless it has been."""
+        if not self.settled:
+            self.error = error
+            self.settled = True
 
     def sent_whole(self, end: Event, submission: Submission) -> None:
         """The last byte is on the stream."""
@@ -147,12 +148,17 @@ class CudaTransfer:
         with self._lock:
             if self._closed:
                 raise TransferError("the engine is closed")
-            if urgent:
-                for group in self._groups(tickets):
-                    self._send(group)
-            else:
-                self._waiting.extend(tickets)
-                self._advance()
+            try:
+                if urgent:
+                    for group in self._groups(tickets):
+                        self._send(group)
+                else:
+                    self._waiting.extend(tickets)
+                    self._advance()
+            except BaseException as error:  # an interrupt: nobody will have these tickets
+                for ticket in tickets:
+                    ticket.fail(_as_transfer_error(ticket.job, error))
+                raise
         return list(tickets)
 
     def keep_full(self) -> None:
@@ -189,8 +195,8 @@ class CudaTransfer:
         """Put the rest of a wish on the stream: it is demanded."""
         with self._lock:
             if not ticket.settled:
-                self._waiting.remove(ticket)
                 self._send([ticket])
+                self._waiting.remove(ticket)
 
     def close(self) -> None:
         with self._lock:
@@ -225,16 +231,27 @@ class CudaTransfer:
     def _fill_window(self) -> None:
         while self._flying and self._flying[0].query():
             self._flying.popleft()
-        while self._waiting and len(self._flying) < self._window:
-            room, parts = self._chunk, list[tuple[CudaTicket, int]]()
-            while self._waiting and room > 0 and (self.batched or not parts):
-                ticket = self._waiting.popleft()
+        while len(self._flying) < self._window and (parts := self._next_chunk()):
+            if (over := self._submit(parts)) is not None:
+                self._flying.append(over)
+            self._forget_settled()
+
+    def _next_chunk(self) -> list[tuple[CudaTicket, int]]:
+        """The first that wait, and up to which byte each; an interrupt must not lose one, so they stay until settled."""
+        self._forget_settled()
+        room, parts = self._chunk, list[tuple[CudaTicket, int]]()
+        for ticket in self._waiting:
+            if room <= 0 or (parts and not self.batched):
+                break
+            if not ticket.settled:
                 end = min(ticket.sent + room, self._addresses.nbytes)
                 room -= end - ticket.sent
                 parts.append((ticket, end))
-            if (over := self._submit(parts)) is not None:
-                self._flying.append(over)
-                self._waiting.extendleft(ticket for ticket, _ in parts if not ticket.settled)
+        return parts
+
+    def _forget_settled(self) -> None:
+        while self._waiting and self._waiting[0].settled:
+            self._waiting.popleft()
 
     def _piece(self, ticket: CudaTicket, end: int) -> Piece:
         """A copy's next part, up to this byte of the blob."""
@@ -251,9 +268,11 @@ class CudaTransfer:
         tickets = [ticket for ticket, _ in parts]
         try:
             end = self.lane.copy([self._piece(*part) for part in parts])
-        except Exception as error:  # whatever it is, somebody may be waiting for these copies
+        except BaseException as error:  # whatever it is, also an interrupt, somebody may wait for these copies
             for ticket in tickets:
                 ticket.fail(_as_transfer_error(ticket.job, error))
+            if not isinstance(error, Exception):
+                raise
             return None
         submission = Submission()
         for ticket in tickets:
@@ -262,7 +281,7 @@ class CudaTransfer:
         return end
 
 
-def _as_transfer_error(job: CopyJob, error: Exception) -> SpmoeError:
+def _as_transfer_error(job: CopyJob, error: BaseException) -> SpmoeError:
     if isinstance(error, TransferError):
         return error
     failure = TransferError(f"expert {job.key.expert} of layer {job.key.layer} could not be copied ({error})")

@@ -120,7 +120,7 @@ class Loads:
             part = batch[start : start + size]
             try:
                 tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
-            except SpmoeError:
+            except BaseException:  # it is refused, or interrupted
                 for entry in batch[start:]:
                     self._failed(entry)
                 raise
