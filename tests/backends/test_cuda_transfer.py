@@ -603,11 +603,9 @@ def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, d
         stand.transfer.keep_full()
     stand.device.run_copies(1)
     stand.device.refusals = 1
+    call = partial(stand.demand, "D3") if demanded else stand.transfer.keep_full
     with pytest.raises(KeyboardInterrupt):
-        if demanded:
-            stand.demand("D3")
-        else:
-            stand.transfer.keep_full()
+        call()
     stand.device.refusal = None
     for ticket in tickets:
         ticket.hurry()
@@ -627,11 +625,9 @@ def test_an_interrupted_request_for_experts_leaves_no_slot_behind(urgent: bool) 
     room = Room("lru", 3, Shape(6, 4, 1), [6], in_step=True)
     room.source.begin_step()
     room.device.refusals, room.device.refusal = 1, KeyboardInterrupt()
+    wishes = Wishes.of(Wish(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1))
     with pytest.raises(KeyboardInterrupt):
-        if urgent:
-            list(room.source.use(0, [0, 1]))
-        else:
-            room.source.wish(Wishes.of([Wish(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1)]))
+        list(room.source.use(0, [0, 1])) if urgent else room.source.wish(wishes)
     assert not room.source.cache.entries()
     assert not len(room.source.loads)
     room.device.refusal = None

@@ -237,7 +237,7 @@ class CudaTransfer:
             self._forget_settled()
 
     def _next_chunk(self) -> list[tuple[CudaTicket, int]]:
-        """The first that wait, and up to which byte each; an interrupt must not lose one, so they stay until settled."""
+        """The first that wait, and up to which byte each. They stay until settled: an interrupt must lose none."""
         self._forget_settled()
         room, parts = self._chunk, list[tuple[CudaTicket, int]]()
         for ticket in self._waiting:

@@ -7,7 +7,7 @@ their workspaces, and once to be recorded. What is computed in either counts for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
 from typing import TypeVar
@@ -108,10 +108,8 @@ class Recorder:
                 try:
                     result = forward()
                 except BaseException:
-                    try:
+                    with suppress(RuntimeError):  # which would hide why
                         self._end()
-                    except RuntimeError:  # it would hide why
-                        self._spoilt = True
                     raise
                 self._end()
         finally:
@@ -172,5 +170,9 @@ class Recorder:
     def _end(self) -> None:
         if self._graph is not None:
             graph, self._graph = self._graph, None
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._spoilt = True
+                raise
             self._recording.pieces.append(graph.replay)

@@ -1,0 +1,113 @@
+"""Which memory forwards are recorded into, when graphs cannot be ended; the device is played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spmoe.backends import graphs
+from spmoe.backends.graphs import Phase, Recorder
+
+
+class Streamed:
+    def __init__(self, device: object = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Played:
+    """What a recorder asks of CUDA. A pool whose graph could not be ended takes no other."""
+
+    def __init__(self) -> None:
+        self.pools = 0
+        self.open: set[int] = set()  # pools that are being recorded into
+        self.invalid = False  # what is recorded now cannot be ended
+
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def graph(self) -> Any:
+        played = self
+
+        class Graph:
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                assert pool not in played.open, "the allocator takes this memory for one that is being recorded into"
+                played.open.add(pool)
+                self.pool, played.invalid = pool, False
+
+            def capture_end(self) -> None:
+                if played.invalid:
+                    raise RuntimeError("capturing was invalidated")
+                played.open.remove(self.pool)
+
+            def replay(self) -> None:
+                pass
+
+        return Graph()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    it = Played()
+    cuda = SimpleNamespace(
+        Stream=Streamed,
+        Event=Streamed,
+        CUDAGraph=it.graph,
+        graph_pool_handle=it.graph_pool_handle,
+        current_stream=Streamed,
+        stream=lambda stream: nullcontext(),
+    )
+    graphs._recording_stream.cache_clear()
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros))
+    yield it
+    graphs._recording_stream.cache_clear()
+
+
+@pytest.mark.parametrize("ending", ["raising", "splitting", "at the end"])
+def test_memory_of_a_graph_that_could_not_be_ended_is_left_alone(played: Played, ending: str) -> None:
+    recorder = Recorder(torch.device("cpu"))
+
+    def spoil() -> None:
+        if recorder.phase is Phase.RECORDING:
+            played.invalid = True
+            if ending == "raising":
+                raise RuntimeError("capturing was invalidated")
+            if ending == "splitting":
+                recorder.split(lambda: None)
+
+    def record(forward: Callable[[], None]) -> int:
+        return len(recorder.record(forward)[0].pieces)
+
+    assert record(lambda: None) == 1
+    assert played.pools == 1
+    for failures in (1, 2):
+        with pytest.raises(RuntimeError, match="invalidated"):
+            record(spoil)
+        assert recorder.phase is Phase.EAGER
+        assert record(lambda: recorder.split(lambda: None)) == 3
+        assert record(lambda: None) == 1
+        assert played.pools == 1 + failures
+
+
+def test_a_failure_after_which_it_can_be_ended_costs_no_memory(played: Played) -> None:
+    recorder = Recorder(torch.device("cpu"))
+
+    def fail() -> None:
+        if recorder.phase is Phase.RECORDING:
+            raise ValueError("a model's own")
+
+    with pytest.raises(ValueError, match="own"):
+        recorder.record(fail)
+    recorder.record(lambda: None)
+    assert played.pools == 1
