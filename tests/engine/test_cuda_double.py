@@ -35,6 +35,7 @@ from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
 from spmoe.types import PROMPT_ROWS
+from spmoe.verify.greedy import GreedyVerifier
 
 PROMPT = list(b"def f(x):")
 COUNT = 14
@@ -52,6 +53,13 @@ class Passed:
 
     def synchronize(self) -> None:
         pass
+
+
+class UnderWay(Passed):
+    """The end of a copy that compute must be put behind."""
+
+    def query(self) -> bool:
+        return False
 
 
 class ImmediateLane:
@@ -304,6 +312,35 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
         assert len(chosen) == len(shares) > top_k
         assert sum(shares) == pytest.approx(top_k)
         assert all(round(share * length) == pytest.approx(share * length) for share in shares)
+
+
+def test_what_compute_waited_is_counted_in_the_step_in_which_it_waited(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the device ends a step's waits only while the host asks for its result."""
+    running, over, steps = list[object](), list[object](), list[int]()
+    copy, judge = ImmediateLane.copy, GreedyVerifier.judge
+
+    def synchronized(self: GreedyVerifier, *args: Any) -> Any:
+        steps.append(len(running))
+        over.extend(running)
+        running.clear()
+        return judge(self, *args)
+
+    def take(self: ImmediateLane) -> float:
+        waited = 100.0 * len(over)
+        over.clear()
+        return waited
+
+    monkeypatch.setattr(ImmediateLane, "copy", lambda self, pieces: copy(self, pieces) and UnderWay())
+    monkeypatch.setattr(ImmediateLane, "compute_after", lambda self, event: running.append(event))
+    monkeypatch.setattr(ImmediateLane, "stalled_seconds", take)
+    monkeypatch.setattr(GreedyVerifier, "judge", synchronized)
+    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+        stats = llm.generate(PROMPT, GREEDY)[0].stats
+    assert min(steps) > 0
+    assert stats.prompt_counters.stall_seconds // 100 == steps[0]
+    assert stats.decode_counters.stall_seconds // 100 == sum(steps[1:])
 
 
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:

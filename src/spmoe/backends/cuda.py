@@ -62,10 +62,10 @@ class CudaLane:
         self._waits.append((before, after))
 
     def stalled_seconds(self) -> float:
-        over = self._waits
-        if over and not over[-1][1].query():  # they end in order
-            over = [(before, after) for before, after in self._waits if after.query()]
-        self._waits = self._waits[len(over) :]
+        count = len(self._waits)
+        while count and not self._waits[count - 1][1].query():
+            count -= 1
+        over, self._waits = self._waits[:count], self._waits[count:]  # they end in order: all before one that is over
         return float(sum(before.elapsed_time(after) for before, after in over)) / 1000
 
     def drain(self) -> None:
