@@ -12,7 +12,8 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.apart import Apart
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import FileTransfer
+from spmoe.experts.transfer import FileTransfer, FutureTicket
+from spmoe.experts.valued import Valued
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -107,3 +108,32 @@ def _break(monkeypatch: pytest.MonkeyPatch, source: ExpertSource) -> None:
         raise TransferError("broken")
 
     monkeypatch.setattr(type(source.transfer), "copy", copy)
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["refused", "read badly"])
+def test_after_a_copy_that_failed_rules_know_what_is_in_slots(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    with engine(mixtral_pair) as llm:
+        apart, cache = Apart(llm.engine), llm.engine.source.cache
+        for number in (0, 1):
+            apart.enter(number, CONFIGURATIONS[number])
+            llm.generate(PROMPTS[number], PARAMS)
+        with monkeypatch.context() as broken:
+            if refused:
+                _break(broken, llm.engine.source)
+            else:
+                broken.setattr(FutureTicket, "wait", _fail)
+            with pytest.raises(SpmoeError, match="broken"):
+                apart.enter(0, CONFIGURATIONS[0])
+        for number in (0, 1, 0, 1):
+            apart.enter(number, CONFIGURATIONS[number])
+            rule = cache.eviction
+            assert isinstance(rule, Valued)
+            assert (rule._resident == cache.present).all()
+            assert rule is llm.engine.experience.evictions[CONFIGURATIONS[number]["eviction"]]
+            llm.generate(PROMPTS[number], PARAMS)
+
+
+def _fail(self: FutureTicket) -> None:
+    raise TransferError("broken")

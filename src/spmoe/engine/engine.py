@@ -21,7 +21,7 @@ from spmoe.engine.profiling import write_profile
 from spmoe.engine.room import Room
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction
-from spmoe.experts.filling import exchange
+from spmoe.experts.filling import exchange, residents
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
@@ -98,9 +98,9 @@ class Engine:
         rule, known = config.eviction_rule, (experience or self.experience).evictions
         if new := rule not in known:
             known[rule] = make_eviction(rule, self.store.experts)
-        if experience is not None:  # a rule that is new knows of nobody in a slot
-            self.experience.residents = exchange(self.source, known[rule], [] if new else experience.residents)
-            self.experience = experience
+        if experience is not None:
+            self.experience.residents, self.experience = residents(self.source), experience
+            exchange(self.source, known[rule], [] if new else experience.residents)  # a new rule knows of nobody there
         elif rule != self.config.eviction_rule:
             self.source.change_eviction(known[rule])
         self.config = config

@@ -21,15 +21,26 @@ def load_all(source: ExpertSource, experts: Sequence[int]) -> None:
         setattr(source.counters, name, getattr(before, name))
 
 
-def exchange(source: ExpertSource, eviction: Eviction, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-    """Have just these in slots, and the rule decide that had left them there; what is there instead so far."""
+def residents(source: ExpertSource) -> list[ExpertKey]:
+    """What is in slots, once all copies have ended."""
     wait_for(source.loads.tickets)
     with source.lock:
         source.loads.reap()
-        there = source.loads.exchange(eviction, frozenset(keys))
-        tickets = source.loads.tickets
-    for ticket in tickets:
-        ticket.wait()
+        return [entry.key for entry in source.cache.entries()]
+
+
+def exchange(source: ExpertSource, eviction: Eviction, keys: Sequence[ExpertKey]) -> None:
+    """Have just these in slots instead of the residents, and the rule decide that had left them there.
+
+    Raises if one cannot be had; that rule has been told then.
+    """
     with source.lock:
-        source.loads.reap()
-    return there
+        source.loads.exchange(eviction, frozenset(keys))
+        tickets = source.loads.tickets
+    try:
+        for ticket in tickets:
+            ticket.wait()
+    finally:
+        wait_for(tickets)
+        with source.lock:
+            source.loads.reap()

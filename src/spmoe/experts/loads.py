@@ -131,15 +131,13 @@ class Loads:
                 asked = (Activity.COPY if urgent else Activity.PREFETCH, self._clock.now())
                 self._asked.update((entry.key, asked) for entry in part)
 
-    def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[ExpertKey]:
-        """Have just these in slots, as `ExpertCache.exchange` does, and begin to copy what lacks; what was there."""
-        there = self._cache.entries()
-        for entry in there:
+    def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> None:
+        """Have just these in slots, as `ExpertCache.exchange` does, and begin to copy what lacks."""
+        for entry in self._cache.entries():
             if entry.prefetched:
                 self._counters.wasted_bytes += self._blob_bytes
                 self._cache.needed(entry)  # by nobody any more
         self.submit(self._cache.exchange(eviction, keys), urgent=True)
-        return [entry.key for entry in there]
 
     def reap(self) -> None:
         """Settle every copy that has ended; who waits for one that failed learns it from the ticket."""
