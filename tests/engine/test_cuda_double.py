@@ -343,6 +343,22 @@ def test_what_compute_waited_is_counted_in_the_step_in_which_it_waited(
     assert stats.decode_counters.stall_seconds // 100 == sum(steps[1:])
 
 
+def test_what_is_rehearsed_late_in_a_chain_leaves_the_state_as_it_is(double: Double, mixtral_pair: Pair) -> None:
+    """The first request has room for a draft of one; the next, whose text is longer, records the rest of a chain."""
+    expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    options = {"num_speculative_tokens": 3, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), "self:int8", **options) as llm:  # type: ignore[arg-type]
+        llm.generate([7], SamplingParams(max_tokens=3, ignore_eos=True))
+        (kv,) = llm.engine.target._spare
+        llm.generate(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
+        before = [layer.keys[:, :, : len(PROMPT)].clone() for layer in kv.cache.layers]
+        completion = llm.generate(PROMPT, GREEDY)[0]
+        assert [kv] == llm.engine.target._spare, "the same state served all"
+        for layer, keys in zip(kv.cache.layers, before, strict=True):
+            assert torch.equal(layer.keys[:, :, : len(PROMPT)], keys)
+    assert completion.token_ids == expected
+
+
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
     assert generate(pair.target, None) == greedy(reference(pair.target), PROMPT, COUNT)
     assert double.recorder.replayed >= 2 * (COUNT - 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Recorder
-from spmoe.backends.kernels.inputs import chosen, go_on, new_chain, stage, stage_chained
+from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, stage, stage_chained
 from spmoe.models.attention import device_length
 from spmoe.models.kv import KvState
 from spmoe.models.taps import OnSlab, Watch
@@ -140,6 +140,8 @@ class Program:
                     go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
             return logits
 
+        if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
+            go_on_from(owner.chain, kv.length)
         self._recording, self.logits = self._recorder.record(forward)
 
     def launch(self, watch: Watch | None, tokens: list[int] | None = None, length: int = 0) -> None:

@@ -25,6 +25,11 @@ def new_chain(device: torch.device) -> Tensor:
     return torch.zeros(_TOKENS + MOST_CHAINED, dtype=torch.int64, device=device)
 
 
+def go_on_from(chain: Tensor, length: int) -> None:
+    """What is chained next comes after so many positions."""
+    chain[_LENGTH] = length
+
+
 def chosen(chain: Tensor, count: int) -> list[int]:
     """The tokens chosen, from a copy of the chain in host memory."""
     tokens: list[int] = chain[_TOKENS : _TOKENS + count].tolist()
