@@ -22,6 +22,7 @@ from checkpoints import Pair, byte_tokenizer, greedy, longrope, memory_for, phim
 pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
+from spmoe.backends.base import chosen_by
 from spmoe.backends.cuda import CudaAddresses, CudaBackend
 from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -357,6 +358,38 @@ def test_what_is_rehearsed_late_in_a_chain_leaves_the_state_as_it_is(double: Dou
         for layer, keys in zip(kv.cache.layers, before, strict=True):
             assert torch.equal(layer.keys[:, :, : len(PROMPT)], keys)
     assert completion.token_ids == expected
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["in kernels", "one by one"])
+def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    if not known:
+        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    transfers, waiting = list[CudaTransfer](), {True: 0, False: 0}  # before a wait is over, and after it
+
+    class Unhurried(Passed):
+        """A point that compute reaches when nothing is left to submit."""
+
+        def query(self) -> bool:
+            left = sum(len(transfer._waiting) for transfer in transfers)
+            waiting[True] += left
+            return not left
+
+    def looked(index: Tensor) -> Any:
+        waiting[False] += sum(len(transfer._waiting) for transfer in transfers)
+        return chosen_by(index)
+
+    monkeypatch.setattr(Rerunner, "new_event", lambda self: Unhurried())
+    monkeypatch.setattr("spmoe.backends.cuda.chosen_by", looked)
+    with LLM(
+        str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, num_speculative_tokens=3,
+        expert_memory=memory_for(4), prefetch="draft-gate", cutoff="none", enforce_eager=True,
+    ) as llm:  # fmt: skip
+        transfers.append(llm.engine.room.transfer)  # type: ignore[arg-type]
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert waiting[True] > 0
+    assert waiting[False] == 0
 
 
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:

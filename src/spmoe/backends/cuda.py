@@ -201,7 +201,7 @@ class CudaPort:
         if backend.all_resident:
             run(self._table)
         elif recorder.phase is Phase.EAGER:
-            needed, shares = chosen_by(index)
+            needed, shares = self._wait_for_choice(index)
             with backend.in_step():
                 self._run_waves(run_next_wave, needed, shares=shares)
         else:
@@ -217,11 +217,19 @@ class CudaPort:
             add_up(scratch, out[part])
         return out
 
+    def _wait_for_choice(self, index: Tensor) -> tuple[list[int], list[float]]:
+        """The experts that rows chose, and which share of them did; copies that are under way go on meanwhile."""
+        if len(self._source.loads):
+            known = self._backend.recorder.new_event()
+            known.record()
+            self._source.transfer.sit_out(known)
+        return chosen_by(index)
+
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
 
         def run(notes: Sequence[Callable[[], None]] = ()) -> Tensor:
-            needed, shares = chosen_by(index)
+            needed, shares = self._wait_for_choice(index)
             for note in notes:
                 note()
             waves = self._source.use(self._layer, needed, shares=shares)

@@ -240,10 +240,10 @@ class _Passes:
 
 def _wait(engine: Engine) -> None:
     """For compute, while copies go on."""
-    if (recorder := engine.room.recorder) is None:
+    if (cuda := engine.room.cuda) is None:
         engine.room.backend.synchronize()
         return
-    point = recorder.new_event()
+    point = cuda.recorder.new_event()
     point.record()
     engine.source.transfer.sit_out(point)
 
