@@ -10,6 +10,7 @@ import pytest
 from checkpoints import Pair
 from spmoe import LLM, SamplingParams
 from spmoe.bench.apart import Apart
+from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import FileTransfer, FutureTicket
@@ -78,6 +79,21 @@ def test_what_moves_for_it_is_not_counted_and_nothing_is_forgotten(mixtral_pair:
         assert len({id(eviction) for _, eviction, _ in left.values()}) == len(CONFIGURATIONS)
         held = int(cache.prefetched.sum()) * llm.engine.source.blob_bytes
         assert llm.engine.loop.counters.held_bytes == held, "what left without having been needed was wasted"
+
+
+def test_each_learns_its_cutoff_from_its_own_steps(mixtral_pair: Pair) -> None:
+    """Also where they differ in nothing else, so that they share the profile that is kept on disk."""
+    shared = {"prefetch": "draft-gate", "num_speculative_tokens": 3}
+    changes = [{**shared, "cutoff": Cutoff(mode)} for mode in (CutoffMode.AUTO, CutoffMode.NONE)]
+    with engine(mixtral_pair) as llm:
+        apart, steps = Apart(llm.engine), [0, 0]
+        for prompt in PROMPTS:
+            for number in (0, 1):
+                apart.enter(number, changes[number])
+                assert llm.engine.loop.counters.minus(llm.engine.since).steps == steps[number]
+                steps[number] += llm.generate(prompt, PARAMS)[0].stats.counters.steps
+        assert len(llm.engine.learnt) == 1
+    assert min(steps) > 0
 
 
 def test_with_slots_for_all_nothing_leaves(mixtral_pair: Pair) -> None:

@@ -45,6 +45,7 @@ class Experience:
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
     policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
     residents: list[ExpertKey] = field(default_factory=list)  # while another has the slots
+    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Engine:
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
-    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
+    learnt: dict[Path, Profile] = field(default_factory=dict)  # by the file in which it will be kept
     recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
@@ -134,7 +135,7 @@ class Engine:
     def close(self) -> None:
         """Keep what was learnt, and release everything. Idempotent."""
         self._keep_learnt()
-        for file, (profile, _) in self.learnt.items():
+        for file, profile in self.learnt.items():
             write_profile(file, profile)
         with suppress(RuntimeError):  # a device that is broken
             self.room.backend.synchronize()  # a draft that was begun may still run over what is about to be freed
@@ -146,4 +147,5 @@ class Engine:
     def _keep_learnt(self) -> None:
         self.learn_cutoff()
         if self.profile_file is not None and self.profile is not None:
-            self.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))
+            self.learnt[self.profile_file] = self.profile
+            self.experience.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))

@@ -82,7 +82,7 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
     if config.cutoff.mode is not CutoffMode.FIXED:
         file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
         engine.profile_file = file
-        engine.profile, steps = engine.learnt.get(file, (read_profile(file), Counters()))
+        engine.profile, steps = engine.experience.learnt.get(file, (read_profile(file), Counters()))
         if engine.profile is None:
             wait = engine.room.backend.synchronize
             engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
