@@ -64,11 +64,10 @@ class DraftInformed(Valued):
     """Expected use at the next turn and, if not then, at later ones, discounted by the distance to them.
 
     The expectation of the next turn starts from habit, the decayed frequency of use, which a prompt sets by how many of
-    its rows chose each expert. For a layer that this step has
-    still to run and the draft has spoken of, its word counts instead, as much as its words have lately turned out to be
-    true: what it names is needed that often, and what it does not name that much less than usual, the more so the more
-    of its passes are over. `reluctance` is what a wish must overcome: a swap among two equally likely experts only
-    costs bytes.
+    its rows chose each expert. For a layer that this step has still to run and the draft has spoken of, its word counts
+    instead, as much as its words have lately turned out to be true: what it names is needed that often, and what it
+    does not name that much less than usual, the more so the more of its passes are over. `reluctance` is what a wish
+    must overcome: a swap among two equally likely experts only costs bytes.
     """
 
     def __init__(

@@ -52,9 +52,8 @@ class ExpertSource:
         self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
         self.patient = False  # what is wished for waits until `see_to_wishes` is called, or a layer runs
         self.cache = ExpertCache(slots.count, eviction)
-        self._slots = slots
+        self._slots, self._clock = slots, clock
         self.transfer = transfer
-        self._clock = clock
         self._queue = WishQueue(counters)
         self.lock = threading.RLock()
         self.loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
