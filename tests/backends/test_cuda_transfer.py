@@ -35,6 +35,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaTicket, chunk_for
 from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
@@ -621,18 +622,26 @@ def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, d
 
 
 @urgencies
-def test_an_interrupted_request_for_experts_leaves_no_slot_behind(urgent: bool) -> None:
-    room = Room("lru", 3, Shape(6, 4, 1), [6], in_step=True)
+def test_after_an_interrupted_request_experts_can_be_had_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, urgent: bool
+) -> None:
+    """The slots that they were to have may still be written: nobody gets those."""
+    room = Room("lru", 4, Shape(6, 4, 1), [6], in_step=True)
     room.source.begin_step()
     room.device.refusals, room.device.refusal = 1, KeyboardInterrupt()
+    seen = list[Piece]()
+    check = room.device._check_pieces
+    monkeypatch.setattr(room.device, "_check_pieces", lambda pieces: (seen.extend(pieces), check(pieces)))
     wishes = Wishes.of(Wish(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1))
     with pytest.raises(KeyboardInterrupt):
         list(room.source.use(0, [0, 1])) if urgent else room.source.wish(wishes)
+    monkeypatch.undo()
     assert not room.source.cache.entries()
     assert not len(room.source.loads)
-    room.device.refusal = None
+    room.device.refusal, lost = None, {room.memory.job(piece).slot for piece in seen}
     for experts in ([2, 3, 4], [0, 1, 5]):
         for wave in room.source.use(0, experts):
+            assert lost.isdisjoint(wave.slots)
             room.device.launch_wave(wave)
         room.device.finish()
     room.source.close()

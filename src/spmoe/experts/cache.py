@@ -154,6 +154,10 @@ class ExpertCache:
         entry.pins = 0
         self._remove(entry.key)
 
+    def retire(self, slot: int) -> None:
+        """A free slot may still be written, nobody knows until when: it is given to no one any more."""
+        self._free.remove(slot)
+
     def _staying(self) -> np.ndarray:
         """What is not to be evicted."""  # bool [layers, experts]
         if not any(self._open):

@@ -120,9 +120,14 @@ class Loads:
             part = batch[start : start + size]
             try:
                 tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
-            except BaseException:  # it is refused, or interrupted
+            except SpmoeError:
                 for entry in batch[start:]:
                     self._failed(entry)
+                raise
+            except BaseException:  # an interrupt: some may be under way, and nobody has a ticket
+                for entry in batch[start:]:
+                    self._failed(entry)
+                    self._cache.retire(entry.slot)
                 raise
             for entry, ticket in zip(part, tickets, strict=True):
                 entry.ticket = ticket
