@@ -262,6 +262,28 @@ def test_a_stream_can_be_told_to_stop(llm: LLM, expected: list[int]) -> None:
     assert 1 <= len(stream.token_ids) < 10
 
 
+def test_tokens_are_kept_when_the_next_draft_cannot_be_begun(
+    llm: LLM, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def begin(sequence: Any, k: int, on_seen: Any) -> None:
+        if k:  # the prompt has been read
+            tried.append(k)
+            raise RuntimeError("no memory for that")
+
+    drafter = llm.engine.draft
+    sound = drafter.begin
+    monkeypatch.setattr(drafter, "begin", begin)
+    stream = llm.stream(PROMPT, TEN)
+    with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
+        list(stream)
+    assert stream.token_ids == expected[: len(stream.token_ids)] != []
+    assert len(tried) == 2
+    monkeypatch.setattr(drafter, "begin", sound)
+    assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
+
+
 def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
     before = llm.engine.loop.counters.copy()
     stream = llm.stream(PROMPT, TEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -77,7 +78,8 @@ class Loop:
         sequence.tokens += new
         self._rewind(sequence, len(sequence.tokens) - 1)
         if (k := self._draft_length(sequence, room - len(new))) > 0:
-            self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device finds them while the host goes on
+            with suppress(Exception):  # what goes wrong goes wrong again when asked for, and these tokens are kept
+                self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device goes on while the host does
 
         self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))
         self.counters.steps += 1
