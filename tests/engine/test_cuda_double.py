@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,11 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recording
 from spmoe.backends.kernels import attention, experts, gates, inputs, quantized
-from spmoe.config import Cutoff
+from spmoe.bench.runs import Bench, Job
+from spmoe.bench.settings import System, settings_of
+from spmoe.config import Cutoff, Size
 from spmoe.engine import build
+from spmoe.engine.llm import Generation
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
@@ -390,6 +394,49 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
     assert waiting[True] > 0
     assert waiting[False] == 0
+
+
+def test_benchmarks_record_nothing_in_runs_that_count(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.bench.runs.measure_ceilings", lambda engine: None)
+    said: list[str] = []
+    recorded: dict[str, int] = {}
+
+    @contextmanager
+    def watch(generation: Generation) -> Iterator[None]:
+        before = double.recorder.recorded
+        yield
+        recorded[said[-1]] = recorded.get(said[-1], 0) + double.recorder.recorded - before
+
+    systems = [System(name) for name in ("draft-gate", "on-demand", "next-gate", "activation")]
+    settings = settings_of([Size(share=0.5)], systems, [3, 2])
+    engine = {"model": str(mixtral_pair.target), "draft": str(mixtral_pair.good), "device": "cpu", "progress": False}
+    engine |= {"shape": None, "link_gbps": None, "enforce_eager": False, "dtype": "float32"}
+    prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in ("the cat", "a longer prompt")]
+    job = Job(engine, settings, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
+    Bench(job, said.append, watch).run()
+    counted = {words: count for words, count in recorded.items() if words.startswith("run")}
+    assert len(counted) == 2 * len(settings)
+    assert not any(counted.values()), counted
+
+
+@pytest.mark.parametrize("draft", ["good", "self:int8", None])
+@pytest.mark.parametrize("prefetch", ["draft-gate+next-gate", "on-demand"])
+def test_after_preparations_requests_record_nothing(
+    double: Double, mixtral_pair: Pair, draft: str | None, prefetch: str
+) -> None:
+    name = str(mixtral_pair.good) if draft == "good" else draft
+    options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "prefetch": prefetch, "progress": False}
+    with LLM(str(mixtral_pair.target), name, dtype="float32", expert_memory=memory_for(5), **options) as llm:
+        llm.engine.loop.prepare()  # there is no state yet
+        llm.generate(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
+        llm.engine.loop.prepare()
+        recorded = double.recorder.recorded
+        for count in range(1, 12):
+            expected = greedy(reference(mixtral_pair.target), PROMPT, count)
+            assert llm.generate(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids == expected
+        assert double.recorder.recorded == recorded > 0
 
 
 def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:

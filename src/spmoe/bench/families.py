@@ -74,6 +74,9 @@ class Replay:
     def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
         self._inner.begin(sequence, k, on_seen)
 
+    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+        self._inner.prepare(k, on_seen)
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         self._inner.rewind(lengths)
 

@@ -271,9 +271,7 @@ class Bench:
         prompts = sorted(job.prompts, key=len, reverse=True)
         for number in range(job.warmup):
             self._generate(llm, apart, setting, prompts[number % len(prompts)], job.output_len)
-        if job.warmup and llm.engine.room.recorder is not None:
-            for tokens in range(2, min(setting.draft_tokens + 2, job.output_len) + 1):  # drafts get shorter at the end
-                self._generate(llm, apart, setting, prompts[-1][:1], tokens)
+        llm.engine.loop.prepare()
 
     def _generate(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> Completion:
         self._rehearsals.prepare(llm, apart, setting, prompt, tokens)

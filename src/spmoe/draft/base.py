@@ -30,6 +30,10 @@ class Drafter(Protocol):
         """k tokens of this sequence will be asked for next: let the device find them already, if it can by itself."""
         ...
 
+    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+        """Greedy drafts of up to k tokens will be asked for: have recorded what can be."""
+        ...
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         """Forget, per sequence id, every position from the given length on."""
         ...

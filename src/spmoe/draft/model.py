@@ -47,10 +47,12 @@ class DraftModel:
             return
         pending = sequence.tokens[kv.length :]
         if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
-            first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
-            choices = min(self._vocab_size, self.network.vocab_size)
-            fetch = self.network.greedy(self._known(pending), kv, [first] + [later] * (k - 1), choices)
+            fetch = self.network.greedy(self._known(pending), kv, *self._passes(k, on_seen))
             self._begun = _Begun(sequence.id, len(sequence.tokens), k, fetch)
+
+    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+        for pending in (1, 2) if k else ():  # the newest token and, where the draft before was kept whole, its last
+            self.network.prepare_greedy(pending, *self._passes(k, on_seen))
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -105,6 +107,11 @@ class DraftModel:
             return int(logits[-1].argmax())
         probs.append(probabilities(logits[-1:], sequence.sampling)[0])
         return draw(probs[-1], sequence.rng)
+
+    def _passes(self, k: int, on_seen: OnSeen | None) -> tuple[list[Watch | None], int]:
+        """Who looks on at each greedy pass, and how many entries of the vocabulary it chooses from."""
+        first, later = (self._watch(types.Stage.DRAFT, on_seen, slabs) for slabs in (FIRST_PASS_SLABS, 1))
+        return [first] + [later] * (k - 1), min(self._vocab_size, self.network.vocab_size)
 
     def _watch(self, stage: types.Stage, on_seen: OnSeen | None, slabs: int) -> Watch | None:
         if on_seen is None:

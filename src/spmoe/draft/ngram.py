@@ -49,6 +49,9 @@ class NgramDraft:
     def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
         pass
 
+    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+        pass
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         pass  # only tokens that were accepted are taken in
 

@@ -17,6 +17,9 @@ class NoDraft:
     def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
         pass
 
+    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+        pass
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         pass
 

@@ -42,6 +42,11 @@ class SelfNetwork(Network):
         self._routed: list[tuple[Tensor, Tensor]] = []  # by MoE layer, since the last slab
 
     @property
+    def spare_states(self) -> list[KvState]:
+        """The target's."""
+        return self._target.spare_states
+
+    @property
     def resident_bytes(self) -> int:
         """Of the quantized experts; all else is the target's."""
         return self._experts.nbytes

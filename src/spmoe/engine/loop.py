@@ -88,6 +88,12 @@ class Loop:
         self._account_time(started, drafted, self._clock.now())
         return new
 
+    def prepare(self) -> None:
+        """Have all forwards recorded that greedy requests replay, over the states that earlier ones have left."""
+        for k in range(self.draft_tokens + 1):  # drafts get shorter at the end of a request
+            self.target.prepare(k + 1, k + 1, self._watch_target())
+        self.drafter.prepare(self.draft_tokens, self._lookout(Stage.DRAFT))
+
     def release(self, sequence: Sequence) -> None:
         """The request is over, however it ended."""
         self.source.end_step()

@@ -53,6 +53,11 @@ class Network:
         return self._programs is not None
 
     @property
+    def spare_states(self) -> list[KvState]:
+        """Those that programs are recorded over, of sequences that are over."""
+        return self._spare
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that stay in memory; tied ones count once."""
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.model.parameters()}
@@ -127,6 +132,19 @@ class Network:
             return found
 
         return run
+
+    def prepare(self, rows: int, keep: int, watch: Watch | None) -> None:
+        """Have `forward` of so many rows recorded over every state that is there for sequences to come."""
+        for kv in self._recorded_over(rows):
+            self._programs.prepare(rows, kv, keep, watch)  # type: ignore[union-attr]
+
+    def prepare_greedy(self, rows: int, watches: Sequence[Watch | None], choices: int) -> None:
+        """The same of `greedy`."""
+        for kv in self._recorded_over(rows):
+            self._programs.prepare_greedy(rows, kv, watches, choices)  # type: ignore[union-attr]
+
+    def _recorded_over(self, rows: int) -> list[KvState]:
+        return self.spare_states if self._programs is not None and rows <= self._recorded_rows else []
 
     def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
         """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.

@@ -60,12 +60,24 @@ class Programs:
 
     def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
         """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
-        slabs, question = (0, "") if watch is None else (watch.slabs, watch.question)
-        program = self._program(ProgramKey(len(tokens), keep, slabs, question=question), kv, watch)
+        program = self.prepare(len(tokens), kv, keep, watch)
         program.launch(watch, tokens, kv.length)
         program.report()
         kv.advance(len(tokens))
         return program.logits
+
+    def prepare(self, rows: int, kv: KvState, keep: int, watch: Watch | None) -> Program:
+        """What `forward` replays, recorded if it has not been."""
+        slabs, question = (0, "") if watch is None else (watch.slabs, watch.question)
+        return self._program(ProgramKey(rows, keep, slabs, question=question), kv, watch)
+
+    def prepare_greedy(self, rows: int, kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[Program]:
+        """What `greedy` replays, recorded as far as it has not been."""
+        chain = []
+        for place, watch in enumerate(watches):
+            slabs = watch.slabs if watch is not None else 0
+            chain.append(self._program(ProgramKey(1 if place else rows, 1, slabs, choices, place), kv, watch))
+        return chain
 
     def greedy(
         self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int
@@ -75,10 +87,7 @@ class Programs:
         Each forward's most likely token follows these; all but the last are appended when they are fetched. What else
         is launched before that makes them void.
         """
-        chain = []
-        for place, watch in enumerate(watches):
-            rows, slabs = len(tokens) if place == 0 else 1, watch.slabs if watch is not None else 0
-            chain.append(self._program(ProgramKey(rows, 1, slabs, choices, place), kv, watch))
+        chain = self.prepare_greedy(len(tokens), kv, watches, choices)
         chain[0].launch(watches[0], tokens, kv.length)
         for program, watch in zip(chain[1:], watches[1:], strict=True):
             program.launch(watch)
