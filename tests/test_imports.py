@@ -213,3 +213,21 @@ print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
     for option in ("--expert-memory", "--scenario", "--verify-layer-ms", "--markdown"):
         assert option in "".join(shown)
     assert (first, last) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "/nowhere", "--prompt", "x"], ["info", "/nowhere"], ["run", "--draft", "/x/y"]]
+)
+def test_a_wrong_path_does_not_wait_for_torch(words: list[str]) -> None:
+    code = f"""
+import sys
+from spmoe.cli.main import main
+sys.argv = ["spmoe", *{words!r}]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "2\n"
+    assert "there is no directory" in result.stderr

@@ -1,14 +1,17 @@
-"""Files: written whole or not at all, and read to the last byte."""
+"""Files: written whole or not at all, and read to the last byte; and directories that models are in."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, reason
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @contextmanager
@@ -38,6 +41,24 @@ def write_text(path: Path, text: str) -> None:
             place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+
+
+def model_directory(name: str) -> Path | None:
+    """The directory that a model is said to be in; None where that can only be a hub id. Says why it can be neither."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path.resolve()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, a directory that is locked
+        why = getattr(error, "strerror", None) or reason(error)
+        shown = name if len(name) <= 100 else f"{name[:97]}..."
+        raise UsageError(f"the path {shown} cannot be used ({why}); check it") from error
+    if exists:
+        raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
+    if not _HUB_ID.fullmatch(name):
+        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
+    return None
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, EngineConfig, SamplingParams
+from spmoe.config import DRAFTS, EVICTIONS, PREFETCH_POLICIES, EngineConfig, SamplingParams
 from spmoe.errors import PromptError, UsageError
+from spmoe.files import model_directory
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
@@ -77,7 +78,11 @@ def _engine(
     ] = False,
 ) -> dict[str, Any]:
     options = dict(locals())
-    EngineConfig.make(**{**options, "model": model or ""}).refuse_oracle()  # before anything heavy is imported
+    config = EngineConfig.make(**{**options, "model": model or ""})  # before anything heavy is imported
+    config.refuse_oracle()
+    for name in (config.model, config.draft):
+        if name and name not in DRAFTS:
+            model_directory(name)
     return options
 
 

@@ -90,8 +90,9 @@ class Loop:
 
     def prepare(self) -> None:
         """Have all forwards recorded that greedy requests replay, over the states that earlier ones have left."""
-        for k in range(self.draft_tokens + 1):  # drafts get shorter at the end of a request
-            self.target.prepare(k + 1, k + 1, self._watch_target())
+        watch = self._watch_target()
+        for rows in range(1, self.draft_tokens + 2):  # drafts get shorter at the end of a request
+            self.target.prepare(rows, rows, watch)
         self.drafter.prepare(self.draft_tokens, self._lookout(Stage.DRAFT))
 
     def release(self, sequence: Sequence) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +17,10 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
+from spmoe.errors import CheckpointError, SpmoeError, reason
+from spmoe.files import model_directory
 from spmoe.models.quantization import Quantization, read_quantization
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -70,18 +69,8 @@ class Checkpoint:
 
 
 def _resolve(name: str) -> Path:
-    try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path.resolve()
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, a directory that is locked
-        why = getattr(error, "strerror", None) or reason(error)
-        raise UsageError(f"the path {_short(name)} cannot be used ({why}); check it") from error
-    if exists:
-        raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
-    if not _HUB_ID.fullmatch(name):
-        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
+    if (directory := model_directory(name)) is not None:
+        return directory
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises anything from a socket error to its own classes
@@ -184,10 +173,6 @@ def _fingerprint(directory: Path, paths: set[Path]) -> str:
         stat = path.stat()
         digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 100 else f"{name[:97]}..."
 
 
 @contextmanager

@@ -135,16 +135,15 @@ class Network:
 
     def prepare(self, rows: int, keep: int, watch: Watch | None) -> None:
         """Have `forward` of so many rows recorded over every state that is there for sequences to come."""
-        for kv in self._recorded_over(rows):
-            self._programs.prepare(rows, kv, keep, watch)  # type: ignore[union-attr]
+        if self._programs is not None and rows <= self._recorded_rows:
+            for kv in self.spare_states:
+                self._programs.prepare(rows, kv, keep, watch)
 
     def prepare_greedy(self, rows: int, watches: Sequence[Watch | None], choices: int) -> None:
         """The same of `greedy`."""
-        for kv in self._recorded_over(rows):
-            self._programs.prepare_greedy(rows, kv, watches, choices)  # type: ignore[union-attr]
-
-    def _recorded_over(self, rows: int) -> list[KvState]:
-        return self.spare_states if self._programs is not None and rows <= self._recorded_rows else []
+        if self._programs is not None and rows <= self._recorded_rows:
+            for kv in self.spare_states:
+                self._programs.prepare_greedy(rows, kv, watches, choices)
 
     def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
         """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.
