@@ -319,6 +319,26 @@ def no_watch(generation: object) -> Any:
     return nullcontext()
 
 
+def test_what_others_run_on_the_same_engine_changes_nothing(mixtral_pair: Pair) -> None:
+    def missing(others: bool) -> tuple[list[float], list[float]]:
+        with LLM(
+            str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=2, expert_memory=memory_for(6)
+        ) as llm:
+            policies = ("next-gate", "on-demand") if others else ("on-demand",)
+            seen = observe(llm, 2, PROMPTS, 10, policies=policies)
+            profile = measure_profile(llm.engine, lambda: observe(llm, 2, PROMPTS[:1], 4), lambda words: None)
+            depths = [0, 1, 2, 3] if others else []
+            check = check_engine(
+                llm, Predictor(profile), Size(bytes=0), [2], depths, PROMPTS, 8, 1, lambda words: None, no_watch
+            )
+        return (
+            [one.missing for one in seen if one.policy == "on-demand"],
+            [one.missing for one in check.rows if one.case.policy == "on-demand"],
+        )
+
+    assert missing(others=True) == missing(others=False)
+
+
 def test_an_observer_counts_what_the_ledger_counts(mixtral_pair: Pair) -> None:
     with LLM(
         str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=2, expert_memory=memory_for(6)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from spmoe.bench.apart import Apart
 from spmoe.bench.profile import Behaviour
 from spmoe.config import Cutoff, CutoffMode, SamplingParams
 from spmoe.engine.engine import Engine
@@ -83,13 +84,16 @@ def observe(
 ) -> tuple[Behaviour, ...]:
     """Run every prompt under each policy, in turns, after one to warm up; one that comes to another is left out."""
     engine, found = llm.engine, dict[str, list[tuple[Observer, Completion]]]()
+    apart = Apart(engine)
     for number, prompt in enumerate([prompts[0], *prompts]):
         for policy in policies:
-            engine.reconfigure(prefetch=policy, num_speculative_tokens=draft_tokens, cutoff=ALL_LAYERS)
+            changes = {"prefetch": policy, "num_speculative_tokens": draft_tokens, "cutoff": ALL_LAYERS}
+            apart.enter(policy, changes)
             if engine.loop.policy.name != policy:  # what it needs is not there
                 continue
             if number == 0:
                 generate(llm, prompt, output_len, watch)
+                engine.loop.prepare()
                 continue
             inner = engine.loop.policy
             engine.loop.policy = observer = Observer(engine)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
+from spmoe.bench.apart import Apart
 from spmoe.bench.profile_behaviour import Watch, generate
 from spmoe.bench.profile_predict import Predictor
 from spmoe.config import Cutoff, CutoffMode, Size
@@ -144,14 +145,14 @@ def check_engine(
 ) -> Check:
     """Run an engine's part of the sweep; `depths` None is every one."""
     found = Check([], [])
-    layers = len(llm.engine.store.experts)
+    layers, apart = len(llm.engine.store.experts), Apart(llm.engine)
     for k in draft_tokens:
-        chosen = _choices(llm, k, prompts, output_len, watch) if k else None
+        chosen = _choices(llm, apart, k, prompts, output_len, watch) if k else None
         wanted = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
         cases = [Case(policy, k, None) for policy in ("on-demand", "next-gate") if _can(llm, policy, k)]
         if chosen is not None:
             cases += [Case(_DRAFTED, k, depth) for depth in sorted({*wanted, *chosen})]
-        runs = _take_turns(llm, cases, prompts, output_len, repeat, watch, lambda words: tell(f"{memory}, {words}"))
+        runs = _take_turns(llm, apart, cases, prompts, output_len, repeat, watch, lambda words: tell(f"{memory}, {words}"))
         rows = [_checked(llm, predictor, memory, case, runs[case]) for case in cases]
         found.rows.extend(rows)
         if chosen is not None:
@@ -168,10 +169,13 @@ def _can(llm: LLM, policy: str, k: int) -> bool:
     return llm.engine.loop.policy.name == policy
 
 
-def _choices(llm: LLM, k: int, prompts: Sequence[list[int]], output_len: int, watch: Watch) -> tuple[int, int] | None:
+def _choices(
+    llm: LLM, apart: Apart, k: int, prompts: Sequence[list[int]], output_len: int, watch: Watch
+) -> tuple[int, int] | None:
     """The depths that the two forms of the cutoff choose, once enough has been seen; None where no draft prefetches."""
     engine = llm.engine
-    engine.reconfigure(prefetch=_DRAFTED, num_speculative_tokens=k, cutoff=Cutoff(CutoffMode.AUTO))
+    changes = {"prefetch": _DRAFTED, "num_speculative_tokens": k, "cutoff": Cutoff(CutoffMode.AUTO)}
+    apart.enter(("choices", k), changes)
     if draft_gate_of(engine.loop.policy) is None:
         return None
     before = engine.loop.counters.verified
@@ -193,6 +197,7 @@ def _changes(case: Case) -> dict[str, Any]:
 
 def _take_turns(
     llm: LLM,
+    apart: Apart,
     cases: Sequence[Case],
     prompts: Sequence[list[int]],
     output_len: int,
@@ -207,10 +212,12 @@ def _take_turns(
         tell(f"K={cases[0].draft_tokens}: turn {turn} of {len(turns) - 1}" + (", which warms up" if turn == 0 else ""))
         first = turn % len(cases)
         for case in [*cases[first:], *cases[:first]]:
-            llm.engine.reconfigure(**_changes(case))
+            apart.enter(case, _changes(case))
             completion = generate(llm, prompt, output_len, watch)
             if turn:
                 found[case].append(completion)
+            else:
+                llm.engine.loop.prepare()
     return found
 
 
