@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.next_gate import Both, NextGate
+from spmoe.predict.draft_gate import DraftGate, wishes
+from spmoe.predict.next_gate import Both, NextGate, wishes_of_one
 from spmoe.types import Accepted, Routing, Seen, Stage, Wish
 
 HIDDEN, EXPERTS = 4, 6
@@ -51,6 +53,15 @@ def test_a_layer_speaks_of_the_next_one() -> None:
         expected = {(depth + 1, (10 * depth + row + depth + 1) % EXPERTS) for row in range(2)}
         assert picked(list(policy.on_seen(seen(Stage.VERIFY, range(depth, depth + 1))))) == expected
     assert list(policy.on_seen(seen(Stage.VERIFY, range(3, 4)))) == [], "there is no layer after the last"
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 5), st.sampled_from([0.0, 0.2, 0.5, 1.1]))
+def test_one_layer_s_wishes_are_those_of_columns(seed: int, rows: int, top_k: int, least: float) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    experts = torch.stack([torch.randperm(EXPERTS, generator=dice)[:top_k] for _ in range(rows)])[None]
+    routing = Routing(experts, torch.rand(1, rows, top_k, generator=dice).softmax(dim=-1))
+    columns = wishes([3], routing, fetch_below=4)
+    assert sorted(wishes_of_one(3, routing, least)) == sorted(columns.where(columns.scores >= least))
 
 
 def test_two_layers_ahead() -> None:

@@ -152,7 +152,8 @@ def check_engine(
         cases = [Case(policy, k, None) for policy in ("on-demand", "next-gate") if _can(llm, policy, k)]
         if chosen is not None:
             cases += [Case(_DRAFTED, k, depth) for depth in sorted({*wanted, *chosen})]
-        runs = _take_turns(llm, apart, cases, prompts, output_len, repeat, watch, lambda words: tell(f"{memory}, {words}"))
+        say = lambda words: tell(f"{memory}, {words}")  # noqa: E731
+        runs = _take_turns(llm, apart, cases, prompts, output_len, repeat, watch, say)
         rows = [_checked(llm, predictor, memory, case, runs[case]) for case in cases]
         found.rows.extend(rows)
         if chosen is not None:

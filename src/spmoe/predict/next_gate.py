@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +49,11 @@ class NextGate(PrefetchPolicy):
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         if routing is None:
             return NO_WISHES
-        found = wishes(self._layers(seen.depths), routing, fetch_below=len(self._next))
-        return found.where(found.scores >= even_share(routing.experts.shape[-1])) if self._sure else found
+        least = even_share(routing.experts.shape[-1]) if self._sure else 0.0
+        if len(layers := self._layers(seen.depths)) == 1:
+            return wishes_of_one(layers[0], routing, least)
+        found = wishes(layers, routing, fetch_below=len(self._next))
+        return found.where(found.scores >= least)
 
     def _layers(self, depths: range) -> list[int]:
         return [layer for depth in depths for layer in self._next[depth]]
@@ -58,6 +62,18 @@ class NextGate(PrefetchPolicy):
 def even_share(top_k: int) -> float:
     """The score of each when a row's experts count alike."""
     return 1 / top_k
+
+
+def wishes_of_one(layer: int, routing: Routing, least: float) -> Wishes:
+    """What rows send to one layer's experts with at least this score; for so few, columns from the start are slower."""
+    best: dict[int, float] = {}
+    for expert, score in zip(routing.experts.reshape(-1).tolist(), routing.scores.reshape(-1).tolist(), strict=True):
+        if score >= least and score > best.get(expert, -1.0):
+            best[expert] = score
+    count = len(best)
+    layers = np.full(count, layer)
+    experts, scores = np.fromiter(best.keys(), np.int64, count), np.fromiter(best.values(), np.float64, count)
+    return Wishes(layers, experts, scores, layers, np.ones(count, dtype=bool))
 
 
 class Both(PrefetchPolicy):
