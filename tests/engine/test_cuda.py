@@ -54,6 +54,7 @@ def expected() -> list[list[int]]:
         {"prefetch": "next-gate", "eviction": "lru-per-layer"},
         {"prefetch": "activation"},
         {"prefetch": "adaptive"},
+        {"prefetch": "draft-gate+next-gate"},
         {"expert_memory": "100%"},
         {"expert_memory": "2%"},
         {"expert_memory": "2%", "cutoff": "none", "num_speculative_tokens": 1},
@@ -163,10 +164,13 @@ def _reaching(checkpoint: Path, positions: int, into: Path) -> Path:
 
 @pytest.mark.slow
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that are cancelled, budgets at the minimum, copies that fail; for `SPMOE_SOAK_SECONDS`, else 30 s."""
+    """Requests that are cancelled, budgets at the minimum, copies that fail; for `SPMOE_SOAK_SECONDS`, else 30 s.
+
+    Several may run at once, each with dice of its own: `SPMOE_SOAK_SEED`.
+    """
     from spmoe.backends.cuda import CudaLane
 
-    sound, rng, fault_rate = CudaLane.copy, random.Random(1), 0.0
+    sound, rng, fault_rate = CudaLane.copy, random.Random(int(os.environ.get("SPMOE_SOAK_SEED", "1"))), 0.0
 
     def copy(self: Any, pieces: Any) -> Any:
         if rng.random() < fault_rate:
@@ -180,8 +184,8 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     while time.monotonic() < until:
         options = {
             "expert_memory": rng.choice(["2%", "2%", "10%", "50%"]),
-            "prefetch": rng.choice(["draft-gate", "on-demand"]),
-            "num_speculative_tokens": rng.choice([0, 1, 4]),
+            "prefetch": rng.choice(["draft-gate", "draft-gate", "draft-gate+next-gate", "activation", "on-demand"]),
+            "num_speculative_tokens": rng.choice([0, 1, 4, 4]),
             "cutoff": rng.choice(["auto", "none"]),
         }
         with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]

@@ -166,7 +166,10 @@ def test_no_depth_that_has_room_is_predicted_to_be_faster(profile: Profile, inpu
     best = min(step_seconds(profile, inputs, depth) for depth in roomy)
     assert chosen in roomy
     assert step_seconds(profile, inputs, chosen) <= 1.005 * best * (1 + ROUNDING)
-    assert all(step_seconds(profile, inputs, depth) > 1.005 * best * (1 - ROUNDING) for depth in range(chosen))
+    if chosen == 0:
+        return
+    left_out = [0, *(depth for depth in roomy if depth > chosen)]
+    assert all(step_seconds(profile, inputs, depth) > 1.005 * best * (1 - ROUNDING) for depth in left_out)
 
 
 def test_steps_are_predicted_by_hand() -> None:
@@ -183,8 +186,21 @@ def test_steps_are_predicted_by_hand() -> None:
 def test_a_slow_link_is_kept_busy_where_just_in_time_gives_up() -> None:
     slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=1)
     assert just_in_time_cutoff(slow, ONE_MISSING) == 1
-    assert fastest_cutoff(slow, ONE_MISSING) > 4
+    assert fastest_cutoff(slow, ONE_MISSING) == 16
     assert fastest_cutoff(replace(slow, seconds_per_expert=0.0), ONE_MISSING) == 0, "there is nothing to hide"
+
+
+def test_depths_without_room_are_left_out() -> None:
+    assert fastest_cutoff(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
+    assert fastest_cutoff(replace(AMPLE, free_slots=1), ONE_MISSING) == 16, "each layer that has run makes room for two"
+
+
+def test_depths_that_are_predicted_to_cost_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {depth: 1.0 + abs(depth - 5) * 0.002 for depth in range(17)}
+    monkeypatch.setattr("spmoe.predict.cutoff.step_seconds", lambda profile, inputs, depth: times[depth])
+    assert fastest_cutoff(AMPLE, ONE_MISSING) == 7, "half a per cent is nothing"
+    times[0] = 1.004
+    assert fastest_cutoff(AMPLE, ONE_MISSING) == 0, "nor is it worth fetching anything"
 
 
 # --- how many experts are missing ---

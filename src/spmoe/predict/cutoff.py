@@ -1,7 +1,8 @@
 """The cutoff: how many layers the draft stage may prefetch for, from a profile and an analytical latency model.
 
-Two forms. `fastest_cutoff` predicts the time of a step for every depth, and takes the least depth that is as good as
-any: where the link is the bottleneck, copies that come too late to hide wholly still hide in part.
+Two forms. `fastest_cutoff` predicts the time of a step for every depth, and takes the greatest that is as good as any,
+or none where prefetching gains nothing: where the link is the bottleneck, copies that come too late to hide wholly
+still hide in part, and so does what the host does between layers, which the model does not know.
 `just_in_time_cutoff` is stricter, nothing may be late: with k missing experts per layer, `t_io` seconds per expert,
 `t_draft` and `t_verify` seconds per layer, K draft tokens and L_all layers, the first L layers may be prefetched for as
 long as
@@ -88,7 +89,10 @@ def just_in_time_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
 
 
 def fastest_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
-    """The least depth, of those that have room, whose step is predicted to be as fast as the fastest."""
+    """The greatest depth, of those that have room, whose step is predicted to be as fast as the fastest; 0 if that is.
+
+    Deeper was faster where the model saw no difference; and where it sees none from 0, there is nothing to hide.
+    """
     depths = [0]
     while depths[-1] < inputs.layers and _has_room(depths[-1] + 1, profile, inputs):
         depths.append(depths[-1] + 1)
@@ -96,7 +100,8 @@ def fastest_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
         return inputs.layers
     times = [step_seconds(profile, inputs, depth) for depth in depths]
     enough = (1 + _INDIFFERENCE) * min(times)
-    return next(depth for depth, time in zip(depths, times, strict=True) if time <= enough)
+    fast = [depth for depth, time in zip(depths, times, strict=True) if time <= enough]
+    return fast[-1] if fast[0] else 0
 
 
 def step_seconds(profile: Profile, inputs: CutoffInputs, cutoff: int) -> float:
