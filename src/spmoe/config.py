@@ -17,6 +17,8 @@ EVICTION_RULES = ("activation", "adaptive", "draft-informed", "lfru", "lfu", "lr
 EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
+DraftTokens = int | Literal["auto"]
+MOST_DRAFT_TOKENS = 16  # where how many is left open
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -159,7 +161,7 @@ class EngineConfig:
 
     model: str
     draft: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: DraftTokens = 4  # auto: as many as pay
     prefetch: str = "draft-gate"
     cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
     fitted: bool = True  # use the maps fitted for the pair, where there are such
@@ -191,6 +193,8 @@ class EngineConfig:
             options["device_memory"] = "auto" if str(memory).strip().lower() == "auto" else Size.parse(memory)
         if "cutoff" in options:
             options["cutoff"] = Cutoff.parse(options["cutoff"])
+        if "num_speculative_tokens" in options:
+            options["num_speculative_tokens"] = draft_tokens(options["num_speculative_tokens"])
         draft = options.get("draft")
         options["draft"] = None if draft in (None, "none") else str(draft)
         return cls(**options)
@@ -207,6 +211,11 @@ class EngineConfig:
             "prefetch oracle knows the routing of a request that has been run before and recorded, which only `spmoe "
             "bench` does; choose another policy",
         )
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """How many are drafted at most."""
+        return most_of(self.num_speculative_tokens)
 
     @property
     def own_draft(self) -> str | None:
@@ -229,10 +238,10 @@ class EngineConfig:
         _choose("device", self.device, DEVICES)
         own = self.draft is not None and (self.draft == "self" or self.draft.startswith("self:"))
         _require(not own or self.draft in DRAFTS, f"draft must be self:int8 or self:int4, not {self.draft!r}")
-        _whole(num_speculative_tokens=self.num_speculative_tokens, prefill_chunk=self.prefill_chunk)
+        _whole(num_speculative_tokens=self.most_draft_tokens, prefill_chunk=self.prefill_chunk)
         _whole(max_model_len=2 if self.max_model_len is None else self.max_model_len)
         _number(link_gbps=1 if self.link_gbps is None else self.link_gbps)
-        k = self.num_speculative_tokens
+        k = self.most_draft_tokens
         _require(0 <= k <= 64, f"num_speculative_tokens must be from 0 to 64, not {k}")
         _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
         _require(
@@ -243,6 +252,23 @@ class EngineConfig:
             self.link_gbps is None or 0 < self.link_gbps < float("inf"),
             f"link_gbps must be a speed above 0, not {self.link_gbps}",
         )
+
+
+def most_of(draft_tokens: DraftTokens) -> int:
+    """The number, or the most that may be chosen; also to put several in order."""
+    return MOST_DRAFT_TOKENS if draft_tokens == "auto" else draft_tokens
+
+
+def draft_tokens(given: Any) -> Any:
+    """Read a number of tokens, also from text, or `auto`; what else it may not be is refused with the other options."""
+    if not isinstance(given, str):
+        return given
+    if (word := given.strip().lower()) == "auto":
+        return word
+    _require(
+        word.removeprefix("-").isdecimal(), f"num_speculative_tokens must be a whole number or auto, not {given!r}"
+    )
+    return int(word)
 
 
 def rule_for(prefetch: str, eviction: str) -> str:

@@ -148,6 +148,16 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
     assert len(cases_of(second)) == 2
 
 
+def test_how_many_are_drafted_may_be_left_open(tmp_path: Path) -> None:
+    (found,) = read(
+        tmp_path, 'draft_tokens = [4, "auto"]\nsystems = [{ prefetch = "draft-gate", draft_tokens = "auto" }]'
+    )
+    assert found.draft_tokens == (4, "auto")
+    assert found.systems == (System("draft-gate", draft_tokens=("auto",)),)
+    with pytest.raises(UsageError, match="give it a number"):
+        settings_of([HALF], [System("oracle")], [4, "auto"])
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     text = 'repeat = 2\nsystems = [{ prefetch = "draft-gate" }]\n[[matrix]]\nrepeat = 3\n'
     (plain,) = read(tmp_path, text)
@@ -172,6 +182,7 @@ def test_all_that_can_be_chosen_can_be_named() -> None:
         ("repeat = 0", "repeat: 0 is not a whole number from 1"),
         ("repeat = true", "True is not a whole number"),
         ("draft_tokens = [4, 65]", "65 is not a whole number from 0 to 64"),
+        ("draft_tokens = 'many'", "'many' is not a whole number from 0 to 64"),
         ("budgets = 'much'", "budgets: 'much' is not a size"),
         ("budgets = []", "budgets: the list is empty"),
         ("policies = 'draftgate'", "policies: there is no 'draftgate'; did you mean draft-gate?"),

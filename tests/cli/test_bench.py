@@ -95,6 +95,22 @@ def test_the_pair_that_ships(invoke: Invoke, tmp_path: Path) -> None:
     assert result.err.count("emulated link") == 1
 
 
+def test_drafts_as_long_as_pay(tiny: tuple[object, ...], invoke: Invoke, tmp_path: Path) -> None:
+    file, page = tmp_path / "bench.jsonl", tmp_path / "bench.html"
+    options = ("-k", "auto,2", "--prefetch", "on-demand", "--json", file)
+    result = invoke(*tiny, *options, "--report", page).succeeded()
+    _, rows = records(file.read_text())
+    assert [row["num_speculative_tokens"] for row in rows] == ["auto", 2]
+    assert [row["resident_source"] for row in rows] == ["estimated", "measured"], "it has steps of many lengths"
+    assert all(row["differs"] is None for row in rows)
+    assert "K=2 (measured" in result.out
+    assert "K=auto (estimated" in result.out
+    assert "K=auto" in page.read_text()
+    again = invoke(*tiny, *options, "--resume").succeeded()
+    assert "4 of 4 runs are there already" in again.err
+    invoke(*tiny, "-k", "auto", "--prefetch", "oracle").refused(2, "the oracle knows steps", "give it a number")
+
+
 def test_json_alone_on_standard_output(tiny: tuple[object, ...], invoke: Invoke) -> None:
     given = ("--resident-step-ms", "0=1.5, 2=3")
     result = invoke(*tiny, "-k", "0,2", "--prefetch", "on-demand", *given, "--json", "-").succeeded()

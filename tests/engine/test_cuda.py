@@ -55,6 +55,8 @@ def expected() -> list[list[int]]:
         {"prefetch": "activation"},
         {"prefetch": "adaptive"},
         {"prefetch": "draft-gate+next-gate"},
+        {"num_speculative_tokens": "auto"},
+        {"num_speculative_tokens": "auto", "expert_memory": "100%"},
         {"expert_memory": "100%"},
         {"expert_memory": "2%"},
         {"expert_memory": "2%", "cutoff": "none", "num_speculative_tokens": 1},
@@ -185,7 +187,7 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
         options = {
             "expert_memory": rng.choice(["2%", "2%", "10%", "50%"]),
             "prefetch": rng.choice(["draft-gate", "draft-gate", "draft-gate+next-gate", "activation", "on-demand"]),
-            "num_speculative_tokens": rng.choice([0, 1, 4, 4]),
+            "num_speculative_tokens": rng.choice([0, 1, 4, "auto"]),
             "cutoff": rng.choice(["auto", "none"]),
         }
         with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ hardware is real: programs, chains of draft tokens, waves, the device's length, 
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -39,6 +40,7 @@ from spmoe.engine.room import Room
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
+from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
 
@@ -223,6 +225,7 @@ def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
         {"num_speculative_tokens": 3, "prefetch": "activation", "expert_memory": memory_for(3)},
         {"num_speculative_tokens": 3, "prefetch": "adaptive", "expert_memory": memory_for(3)},
         {"num_speculative_tokens": 2, "prefetch": "next-gate", "eviction": "lru-per-layer"},
+        {"num_speculative_tokens": "auto"},
     ],
     ids=str,
 )
@@ -231,6 +234,16 @@ def test_tokens_are_those_of_transformers(double: Double, pair: Pair, kind: str,
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, getattr(pair, kind), **options) == expected
     assert (double.recorder.replayed > 0) != options.get("enforce_eager", False)
+
+
+def test_drafts_of_lengths_that_change(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that follow steps without a draft, which have more to read than was recorded."""
+    dice = random.Random(3)
+    monkeypatch.setattr(DraftLength, "learn", lambda self, *step: setattr(self, "current", dice.choice(LENGTHS)))
+    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    for _ in range(3):
+        assert generate(pair.target, pair.good, num_speculative_tokens="auto") == expected
+    assert double.recorder.replayed > 0
 
 
 def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pair: Pair) -> None:

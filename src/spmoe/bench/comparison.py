@@ -10,6 +10,7 @@ from typing import NamedTuple
 from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, case_names, is_plain
 from spmoe.bench.results import Group
 from spmoe.bench.settings import ALL_ON, switched_off
+from spmoe.config import DraftTokens, most_of
 
 _BOUND = "oracle"  # the policy that knows what will be needed: what the others are measured by, not one of them
 _OURS, _OUR_NAME = "draft-gate", "SP-MoE"
@@ -22,7 +23,7 @@ class Column:
 
     case: str
     memory: str
-    draft_tokens: int
+    draft_tokens: DraftTokens
 
     @property
     def within(self) -> str:
@@ -39,7 +40,7 @@ class Place(NamedTuple):
     case: str
     way: str
     memory: str
-    draft_tokens: int
+    draft_tokens: DraftTokens
 
     def __str__(self) -> str:
         name = f"{self.case}: {self.way}" if self.case else self.way
@@ -114,7 +115,7 @@ class Comparison:
         """Cases and budgets in the order in which they were measured, each with its values of K from the least on."""
         found = list(dict.fromkeys(column for _, column in self.cells))
         first = {(column.case, column.memory): place for place, column in reversed(list(enumerate(found)))}
-        return sorted(found, key=lambda column: (first[column.case, column.memory], column.draft_tokens))
+        return sorted(found, key=lambda column: (first[column.case, column.memory], most_of(column.draft_tokens)))
 
     @property
     def systems(self) -> list[str]:

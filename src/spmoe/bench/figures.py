@@ -21,6 +21,7 @@ from spmoe.bench.ceilings import machine
 from spmoe.bench.results import FORMAT
 from spmoe.bench.runs import Bench, Job, ResidentStep, Run
 from spmoe.bench.settings import Setting
+from spmoe.config import DraftTokens
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 
@@ -56,11 +57,11 @@ class Totals:
 def resident_steps(
     runs: Sequence[Run],
     resident: Sequence[Run],
-    given: Mapping[int, float],
-    stored: Mapping[int, ResidentStep] | None = None,
-) -> dict[int, ResidentStep]:
+    given: Mapping[DraftTokens, float],
+    stored: Mapping[DraftTokens, ResidentStep] | None = None,
+) -> dict[DraftTokens, ResidentStep]:
     """By K: as given, as measured (now or before), or what compute took in the runs where it took least."""
-    found: dict[int, ResidentStep] = {}
+    found: dict[DraftTokens, ResidentStep] = {}
     for k in {run.setting.draft_tokens for run in runs}:
         measured = Totals([run for run in resident if run.setting.draft_tokens == k])
         if k in given:
@@ -230,7 +231,7 @@ def sameness(runs: Sequence[Run], reference: Sequence[Run], same_k: Sequence[Run
     }
 
 
-def _host_seconds(resident: Sequence[Run], k: int) -> float | None:
+def _host_seconds(resident: Sequence[Run], k: DraftTokens) -> float | None:
     """Seconds of an all-resident step outside of recorded forwards; None where none were recorded."""
     runs = [run for run in resident if run.setting.draft_tokens == k and run.device_seconds is not None]
     totals = Totals(runs)

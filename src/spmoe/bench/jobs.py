@@ -12,7 +12,7 @@ from spmoe.bench.prompts import PromptSet, find_prompts
 from spmoe.bench.runs import Job, require_room
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
 from spmoe.bench.settings import Setting, settings_of
-from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
+from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
 from spmoe.engine.materials import wide_shape
 from spmoe.engine.plan import Plan, make_plan
@@ -57,7 +57,7 @@ def cases_of(matrix: Matrix) -> list[Case]:
     return [Case(matrix, *one) for one in every]
 
 
-def make_job(case: Case, progress: bool, resident: Mapping[int, float], labels: Mapping[str, Any]) -> Job:
+def make_job(case: Case, progress: bool, resident: Mapping[DraftTokens, float], labels: Mapping[str, Any]) -> Job:
     """Read configs, tokenizer and prompts, and refuse what cannot be run."""
     matrix, options = case.matrix, {**case.engine, "progress": progress}
     config = EngineConfig.make(**options, num_speculative_tokens=0)

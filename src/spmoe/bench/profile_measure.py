@@ -92,7 +92,7 @@ def _subject(engine: Engine, draft: Network | None) -> Subject:
 
 def _verify_rows(engine: Engine) -> list[int]:
     """As many as steps may have; where forwards are recorded, those that are."""
-    recorded = engine.config.num_speculative_tokens + 1 if engine.room.recorder is not None else max(VERIFY_ROWS)
+    recorded = engine.config.most_draft_tokens + 1 if engine.room.recorder is not None else max(VERIFY_ROWS)
     return [rows for rows in VERIFY_ROWS if rows <= recorded]
 
 

@@ -112,7 +112,7 @@ def cutoff_section(found: Comparison, profile: EngineProfile | None = None) -> s
 def _predicted(profile: EngineProfile, by_depth: dict[int, Row]) -> list[Line]:
     """What the latency model makes of a profile at every depth, for the policies that it knows."""
     row = by_depth[min(by_depth)]
-    if row["prefetch"] not in POLICIES:
+    if row["prefetch"] not in POLICIES or row["num_speculative_tokens"] == "auto":
         return []
     predictor, k = Predictor(profile), row["num_speculative_tokens"]
     points = []

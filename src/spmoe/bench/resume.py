@@ -10,6 +10,7 @@ from typing import Any
 from spmoe.bench.figures import case_of
 from spmoe.bench.results import Group
 from spmoe.bench.runs import Job, ResidentStep, Run, Stored
+from spmoe.config import DraftTokens
 from spmoe.engine.llm import Completion
 from spmoe.engine.stats import Stats
 from spmoe.observe.ledger import Counters
@@ -28,7 +29,7 @@ def find_stored(job: Job, groups: Sequence[Group]) -> tuple[int, Stored] | None:
 
 def _stored(job: Job, group: Group) -> Stored:
     numbered: list[tuple[int, Run]] = []
-    resident: dict[int, ResidentStep] = {}
+    resident: dict[DraftTokens, ResidentStep] = {}
     others: list[dict[str, Any]] = []
     for row in group.rows:
         setting = next((one for one in job.settings if one.is_in(row)), None)

@@ -21,7 +21,7 @@ from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.rehearsal import Rehearsals
 from spmoe.bench.settings import Setting
-from spmoe.config import SamplingParams, Size
+from spmoe.config import DraftTokens, SamplingParams, Size, most_of
 from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory_plan import MemoryPlan
@@ -68,7 +68,7 @@ class Job:
     output_len: int
     repeat: int
     warmup: int  # runs of each configuration that do not count
-    resident: Mapping[int, float] = field(default_factory=dict)  # seconds of an all-resident step by K, where known
+    resident: Mapping[DraftTokens, float] = field(default_factory=dict)  # seconds of an all-resident step, where known
     labels: Mapping[str, Any] = field(default_factory=dict)  # what a record says besides: scenario, prompt set, command
 
     @property
@@ -83,7 +83,7 @@ class Stored:
 
     machine: dict[str, Any]
     runs: list[Run]
-    resident: dict[int, ResidentStep]
+    resident: dict[DraftTokens, ResidentStep]
     others: list[dict[str, Any]] = field(default_factory=list)  # records of configurations that the job does not have
 
 
@@ -182,7 +182,8 @@ class Bench:
         """Values of K whose all-resident step is neither given nor measured."""
         known = {*self.job.resident, *(run.setting.draft_tokens for run in self.resident)}
         known |= self.stored.resident.keys() if self.stored is not None else set()
-        return [k for k in dict.fromkeys(setting.draft_tokens for setting in self.job.settings) if k not in known]
+        every = dict.fromkeys(setting.draft_tokens for setting in self.job.settings)
+        return [k for k in every if k != "auto" and k not in known]  # which takes steps of many lengths
 
     def _on_engine(self, work: Callable[[LLM, Size], None], memory: Size, **options: Any) -> None:
         self._tell(f"loading, {memory} of the experts in slots" if memory.share else f"loading, {memory} of slots")
@@ -192,7 +193,7 @@ class Bench:
             forget_freed(self.facts.device)
 
     def _work_on_engine(self, work: Callable[[LLM, Size], None], memory: Size, options: dict[str, Any]) -> None:
-        most = max(setting.draft_tokens for setting in self.job.settings)
+        most = max(most_of(setting.draft_tokens) for setting in self.job.settings)
         store, self._store = self._store, None
         try:
             llm = LLM(

@@ -15,7 +15,17 @@ from typing import Any
 
 from spmoe.bench.prompts import SAMPLE
 from spmoe.bench.settings import System
-from spmoe.config import DEVICES, DRAFTS, DTYPES, EVICTIONS, PREFETCH_POLICIES, Cutoff, EngineConfig, Size
+from spmoe.config import (
+    DEVICES,
+    DRAFTS,
+    DTYPES,
+    EVICTIONS,
+    PREFETCH_POLICIES,
+    Cutoff,
+    DraftTokens,
+    EngineConfig,
+    Size,
+)
 from spmoe.errors import UsageError
 
 EVERY = "every"  # as a cutoff: each number of layers there is
@@ -37,7 +47,7 @@ class Matrix:
     # and on each of those, one configuration for each combination of these
     budgets: tuple[Size, ...] = (Size(share=0.25),)
     systems: tuple[System, ...] = (System("draft-gate"), System("on-demand"))
-    draft_tokens: tuple[int, ...] = (0, 4)
+    draft_tokens: tuple[DraftTokens, ...] = (0, 4)
     cutoffs: tuple[Cutoff | str, ...] = (_DEFAULTS["cutoff"],)  # or `EVERY`
     ablation: bool = False
     # measured so
@@ -218,6 +228,10 @@ def _cutoff(value: Any) -> Cutoff | str:
     return EVERY if value == EVERY else Cutoff.parse(value)
 
 
+def _draft_tokens(value: Any) -> DraftTokens:
+    return "auto" if value == "auto" else _whole(0, 64)(value)
+
+
 def _system(value: Any) -> System:
     if not isinstance(value, dict) or "prefetch" not in value:
         raise ValueError(f"{value!r} is no system; write {{ name = ..., prefetch = ..., eviction = ... }}")
@@ -229,11 +243,10 @@ def _system(value: Any) -> System:
         _one_of(*PREFETCH_POLICIES)(value["prefetch"]),
         eviction,
         None if name is None else _text(name),
-        None if own is None else _each(_DRAFT_TOKENS)(own),
+        None if own is None else _each(_draft_tokens)(own),
     )
 
 
-_DRAFT_TOKENS = _whole(0, 64)
 _PATHS = ("models", "drafts", "prompts")
 _KEYS: dict[str, Callable[[Any], Any]] = {
     "name": _text,
@@ -246,7 +259,7 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
     "policies": _each(_one_of(*PREFETCH_POLICIES)),
     "evictions": _each(_one_of(*EVICTIONS)),
     "systems": _each(_system),
-    "draft_tokens": _each(_DRAFT_TOKENS),
+    "draft_tokens": _each(_draft_tokens),
     "cutoffs": _each(_cutoff),
     "ablation": _flag,
     "max_prompts": _whole(1),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
+from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
+from spmoe.errors import UsageError
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 _NEEDS_DRAFT = "draft-gate"  # the policy, alone or with others, that has nothing to go by where nothing is drafted
@@ -30,7 +31,7 @@ class System:
     prefetch: str
     eviction: str = _DEFAULTS["eviction"]
     name: str | None = None
-    draft_tokens: tuple[int, ...] | None = None  # values of K of its own
+    draft_tokens: tuple[DraftTokens, ...] | None = None  # values of K of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Setting:
 
     memory: Size
     prefetch: str
-    draft_tokens: int  # K
+    draft_tokens: DraftTokens  # K
     eviction: str = _DEFAULTS["eviction"]
     cutoff: Cutoff = _DEFAULTS["cutoff"]
     batching: bool = True
@@ -93,7 +94,7 @@ _RECORDED = tuple(Setting(Size(bytes=1), _NOTHING, 0).record)
 def settings_of(
     memories: Iterable[Size],
     systems: Iterable[System],
-    draft_tokens: Sequence[int],
+    draft_tokens: Sequence[DraftTokens],
     cutoffs: Iterable[Cutoff] = (_DEFAULTS["cutoff"],),
     ablation: bool = False,
 ) -> list[Setting]:
@@ -104,6 +105,8 @@ def settings_of(
     found: list[Setting] = []
     by_system = [(system, k) for system in systems for k in system.draft_tokens or draft_tokens]
     for memory, (system, k), cutoff in product(memories, by_system, cutoffs):
+        if k == "auto" and system.prefetch == "oracle":
+            raise UsageError("the oracle knows steps that are taken again, and auto takes others; give it a number")
         prefetch = system.prefetch if k else _draftless(system.prefetch)
         drafted = _NEEDS_DRAFT in prefetch.split("+")
         one = Setting(

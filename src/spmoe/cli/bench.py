@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from spmoe.cli.listed import listed, whole
+from spmoe.cli.listed import listed, whole, whole_or_auto
 from spmoe.cli.options import ctrl_c_stops, stderr
 from spmoe.cli.output import require_writable
 from spmoe.errors import SpmoeError, UsageError
@@ -20,6 +20,7 @@ from spmoe.files import write_text
 if TYPE_CHECKING:
     from spmoe.bench.results import Group
     from spmoe.bench.runs import Bench, Job
+    from spmoe.config import DraftTokens
 
 T = TypeVar("T")
 _K = "--num-speculative-tokens"
@@ -46,7 +47,9 @@ def bench(
     ] = None,
     num_speculative_tokens: Annotated[
         str | None,
-        typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step, with commas; default 0,4."),
+        typer.Option(
+            "--num-speculative-tokens", "-k", help="Tokens drafted per step, with commas, and auto; default 0,4."
+        ),
     ] = None,
     output_len: Annotated[int | None, typer.Option(min=2, help="Tokens of each run; default 100.")] = None,
     prompts: Annotated[
@@ -100,7 +103,7 @@ def bench(
         "budgets": ("--expert-memory", _listed("--expert-memory", expert_memory, str)),
         "policies": ("--prefetch", _listed("--prefetch", prefetch, str)),
         "evictions": ("--eviction", _listed("--eviction", eviction, str)),
-        "draft_tokens": (_K, _listed(_K, num_speculative_tokens, whole)),
+        "draft_tokens": (_K, _listed(_K, num_speculative_tokens, whole_or_auto)),
         "cutoffs": ("--cutoff", _listed("--cutoff", cutoff, str)),
         "prompts": ("--prompts", prompts),
         "max_prompts": ("--max-prompts", max_prompts),
@@ -130,7 +133,7 @@ def bench(
         "scenario_text": read.text or None,
         "command": shlex.join(["spmoe", *sys.argv[1:]]),
     }
-    by_k = {k: ms / 1e3 for k, ms in resident.items()}
+    by_k: dict[DraftTokens, float] = {k: ms / 1e3 for k, ms in resident.items()}
     progress = sys.stderr.isatty()
     jobs = [make_job(case, progress, by_k, labels) for matrix in matrices for case in cases_of(matrix)]
     _Benchmark(jobs, json_file, resume, report).run()

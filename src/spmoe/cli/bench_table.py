@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spmoe.config import most_of
+
 
 def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: bool) -> None:
     """Show the figures of one case."""
@@ -29,7 +31,7 @@ def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: boo
     steps = {row["num_speculative_tokens"]: row for row in rows}
     told = [
         f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']}{_host(row)})"
-        for k, row in sorted(steps.items())
+        for k, row in sorted(steps.items(), key=lambda one: most_of(one[0]))
     ]
     console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
     target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from spmoe.config import DraftTokens
 from spmoe.errors import UsageError
 
 T = TypeVar("T")
@@ -26,6 +27,11 @@ def whole(word: str) -> int:
     if not word.isdecimal():
         raise ValueError(f"{word!r} is not a whole number")
     return int(word)
+
+
+def whole_or_auto(word: str) -> DraftTokens:
+    """Such a number, or `auto`."""
+    return "auto" if word.lower() == "auto" else whole(word)
 
 
 def speed(word: str) -> float:

@@ -35,8 +35,13 @@ def _engine(
         typer.Option(help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4' or 'none'."),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; 0: plain decoding.")
-    ] = 4,
+        str,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Tokens drafted per step: a number (0: plain decoding), or auto, as many as turn out to pay.",
+        ),
+    ] = "4",
     prefetch: Annotated[
         str, typer.Option(help=f"Which experts are fetched ahead: {_POLICIES}; docs/policies.md tells them apart.")
     ] = "draft-gate",

@@ -81,7 +81,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     try:
         states: dict[int, KvState] = {}
         drafter = _make_drafter(config, target, draft, states)
-        k = config.num_speculative_tokens if drafter is not None else 0
+        k = config.most_draft_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
             room.recorder.while_waiting = source.see_to_wishes
@@ -99,6 +99,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
             budget, checkpoint, draft_checkpoint, drafter, make_policy,
             Experience({config.eviction_rule: eviction}), fitted, notices=notices,
         )  # fmt: skip
+        loop.length = engine.draft_length(config)
         loop.policy = make_policy(engine)
     except BaseException:
         source.close()

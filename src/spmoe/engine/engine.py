@@ -30,6 +30,7 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff
+from spmoe.predict.draft_length import DraftLength
 from spmoe.predict.fitted import Fitted
 from spmoe.predict.next_gate import draft_gate_of
 from spmoe.predict.oracle import Recording, RoutingRecorder
@@ -44,6 +45,7 @@ class Experience:
 
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
     policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
+    lengths: dict[str, DraftLength] = field(default_factory=dict)  # by policy, where how many are drafted is learnt
     residents: list[ExpertKey] = field(default_factory=list)  # while another has the slots
     learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
 
@@ -88,7 +90,7 @@ class Engine:
         if unknown := sorted(set(changes) - CHANGEABLE):
             raise UsageError(f"{', '.join(unknown)} cannot be changed while an engine runs; build another")
         config = replace(self.config, **changes)
-        k = config.num_speculative_tokens
+        k = config.most_draft_tokens
         if k and self.draft is None:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if self.recording is None:
@@ -108,6 +110,7 @@ class Engine:
         self.source.loads.batching = config.batching
         self.source.synchronous = config.synchronous
         self.loop.draft_tokens = k
+        self.loop.length = self.draft_length(config)
         self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()
         self.profile = self.profile_file = self.cutoff = self.source.grants.step_budget = None
         self.loop.policy = self.make_policy(self)
@@ -131,6 +134,15 @@ class Engine:
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
         inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
         self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
+
+    def draft_length(self, config: EngineConfig) -> DraftLength | None:
+        """Who chooses how many tokens are drafted, with what it has learnt, where that is left open."""
+        if config.num_speculative_tokens != "auto" or self.draft is None:
+            return None
+        known, name = self.experience.lengths, config.prefetch
+        if name not in known:
+            known[name] = DraftLength(max(self.store.experts), self.target.top_k, config.most_draft_tokens)
+        return known[name]
 
     def close(self) -> None:
         """Keep what was learnt, and release everything. Idempotent."""

@@ -235,7 +235,7 @@ class Generation:
             cutoff_layers=engine.cutoff,
             layers=len(engine.target.moe),
             prefetch=engine.loop.policy.name,
-            draft_tokens=engine.loop.draft_tokens,
+            draft_tokens="auto" if engine.loop.length is not None else engine.loop.draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
         )
         return Completion(self._text.text if self._text else "", list(self.token_ids), self.finish_reason, stats)

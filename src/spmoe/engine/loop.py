@@ -16,6 +16,7 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity
 from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.draft_length import FIRST, DraftLength
 from spmoe.types import Accepted, Routing, Seen, Sequence, Stage
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
@@ -51,7 +52,8 @@ class Loop:
         self.drafter = drafter
         self.policy = policy
         self.source = source
-        self.draft_tokens = draft_tokens  # K
+        self.draft_tokens = draft_tokens  # K, or the most
+        self.length: DraftLength | None = None  # who chooses how many, where that is left open
         self.counters: Counters = source.counters
         self._clock = clock
         self._prefill_chunk = prefill_chunk
@@ -74,6 +76,8 @@ class Loop:
         verdict = verifier.judge(sequence, draft, logits)
         self.source.computed()
 
+        if self.length is not None and sequence.sampling.greedy and len(sequence.tokens) > sequence.prompt_length:
+            self.length.learn(len(draft.tokens), verdict.accepted, drafted - started, self._clock.now() - drafted)
         new = [*draft.tokens[: verdict.accepted], verdict.next_token]
         sequence.tokens += new
         self._rewind(sequence, len(sequence.tokens) - 1)
@@ -112,8 +116,11 @@ class Loop:
         """K, less at the end of a request and where rotary embeddings change; none before the prompt has been read."""
         if sequence.id not in self.states:
             return 0
+        k = self.draft_tokens
+        if self.length is not None:  # what is drawn at random must not depend on how long steps take
+            k = self.length.current if sequence.sampling.greedy else min(k, FIRST)
         rows = self.target.changes.until(len(sequence.tokens) - 1)  # that go on as the last one does
-        return min(self.draft_tokens, room - 1, self.draft_tokens if rows is None else rows - 1)
+        return min(k, room - 1, k if rows is None else rows - 1)
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
         """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""

@@ -53,7 +53,7 @@ class Plan:
     draft_architecture: str | None
     draft_bytes: int  # with the maps fitted for it
     predictor: str | None  # the file of those maps
-    num_speculative_tokens: int
+    num_speculative_tokens: int | str
     prefetch: str
     emulated_link_gbps: float | None
     profile: Profile | None  # None: not measured yet, or not needed
@@ -80,7 +80,7 @@ def make_plan(config: EngineConfig) -> Plan:
     draft_model = load_dense_skeleton(draft) if draft is not None else None
     if draft_model is not None and any(True for _ in experts_modules(draft_model)):
         take_over(draft_model)  # experts cannot run without weights
-    draft_tokens = config.num_speculative_tokens if config.draft is not None else 0
+    draft_tokens = config.most_draft_tokens if config.draft is not None else 0
     networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
     device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
     per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
@@ -127,7 +127,7 @@ def make_plan(config: EngineConfig) -> Plan:
         draft_architecture=_kind(draft_model, config) if draft_tokens else None,
         draft_bytes=(_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0) + maps + own,
         predictor=str(predictor) if predictor else None,
-        num_speculative_tokens=draft_tokens,
+        num_speculative_tokens=config.num_speculative_tokens if draft_tokens else 0,
         prefetch=_prefetch(config, fits),
         emulated_link_gbps=config.link_gbps,
         profile=profile,

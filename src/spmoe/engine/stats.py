@@ -24,7 +24,7 @@ class Stats:
     cutoff_layers: int | None  # None: no prefetching
     layers: int
     prefetch: str
-    draft_tokens: int  # K
+    draft_tokens: int | str  # K, or "auto"
     emulated_link_gbps: float | None
 
     @property
