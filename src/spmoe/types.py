@@ -54,7 +54,7 @@ class Wish(NamedTuple):
     fetch: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wishes:
     """Wishes that come together, each expert once, as columns: a draft pass names hundreds."""
 
@@ -79,6 +79,21 @@ class Wishes:
         keys, scores, deadlines, fetch = zip(*best.values(), strict=True)
         layers, experts = np.array(keys).T
         return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
+
+    def numbers(self, width: int) -> np.ndarray:
+        """Each expert's, counted through layers that have so many."""  # int64 [wishes]
+        known: tuple[int, np.ndarray] | None = self.__dict__.get("_numbers")  # replays ask again and again
+        if known is None or known[0] != width:
+            known = self.__dict__["_numbers"] = (width, self.layers * width + self.experts)
+        return known[1]
+
+    def span(self) -> tuple[int, int]:
+        """The first of their layers, and the last; there must be one."""
+        known: tuple[int, int] | None = self.__dict__.get("_span")
+        if known is None:
+            layers = self.layers  # `argmin` is faster than `min` where they are few
+            known = self.__dict__["_span"] = (layers.item(layers.argmin()), layers.item(layers.argmax()))
+        return known
 
     def where(self, kept: np.ndarray | slice) -> Wishes:
         """Some of them."""  # kept: bool [wishes], or a range

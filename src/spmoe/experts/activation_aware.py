@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.valued import Valued
+from spmoe.experts.valued import Valued, layers_until
 from spmoe.observe.activations import Activations
 from spmoe.types import Wishes
 
@@ -23,6 +23,10 @@ class ActivationAware(Valued):
         self._score = np.zeros(self.shape)  # of this step's wishes
         self._untold: tuple[list[int], list[int]] = [], []  # layers and experts: uses that matrices were not told of
         self._expected: np.ndarray | None = None  # valid until they are
+        count = self.shape[0]
+        near = [(1 - layers_until(count, at) / count)[:, None] for at in range(-1, count)]
+        # how near each layer's turn is, by position: each [layers, experts], which multiplies faster than [layers, 1]
+        self._near = [np.repeat(to_turn, self.shape[1], axis=1) for to_turn in near]
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)
@@ -31,8 +35,8 @@ class ActivationAware(Valued):
         self._worths = None
 
     def wished(self, wishes: Wishes) -> None:
-        places = (wishes.layers, wishes.experts)
-        self._score[places] = np.maximum(self._score[places], wishes.scores)
+        places, score = wishes.numbers(self.shape[1]), self._score.ravel()
+        score[places] = np.maximum(score[places], wishes.scores)
         self._worths = None
 
     def begin_step(self, request: int = 0) -> None:
@@ -50,7 +54,7 @@ class ActivationAware(Valued):
         if ahead < self.shape[0]:
             expected = expected.copy()
             np.maximum(expected[ahead:], self._score[ahead:], out=expected[ahead:])
-        worths: np.ndarray = expected * (1 - self._distance() / self.shape[0])[:, None]
+        worths: np.ndarray = expected * self._near[ahead]
         return worths
 
     def _tell(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmoe.experts.valued import Valued
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import Wishes
 
 
 class Reliability:
@@ -27,7 +27,9 @@ class Reliability:
         self._true = self._given * np.stack((strength, np.sqrt(strength)))
         self._habit = self._DOUBT  # uses expected, by habit, of experts that were not named
         self._surprise = self._DOUBT * 0.6  # and those that there were
-        self._chances = (self._true / self._given).ravel()
+        # the share of words that came true: by how often an expert was named, none counting as once, and strength
+        self._chances = np.empty((3, len(strength)))
+        self._renew_chances()
 
     @property
     def silence(self) -> float:
@@ -36,24 +38,23 @@ class Reliability:
 
     def of(self, named: np.ndarray, score: np.ndarray) -> np.ndarray:
         """The chance that an expert is needed, from how often it was named and the best score it got."""
-        chance: np.ndarray = self._chances[self._place(named, score)]
+        chance: np.ndarray = self._chances[np.minimum(named, 2), self._SCORES.searchsorted(score)]
         return chance
 
     def learn(self, named: np.ndarray, score: np.ndarray, used: np.ndarray, habit: np.ndarray) -> None:
         """What a step has shown, in layers that were spoken of."""  # all: [layers, experts]
         said = named > 0
-        places = self._place(named[said], score[said])
+        places = (named[said] > 1) * self._given.shape[1] + self._SCORES.searchsorted(score[said])
         for table, weights in ((self._given, None), (self._true, used[said])):
             table *= self._MEMORY
             table += np.bincount(places, weights, table.size).reshape(table.shape)
-        self._chances = (self._true / self._given).ravel()
+        self._renew_chances()
         self._habit = self._MEMORY * self._habit + habit[~said].sum()
         self._surprise = self._MEMORY * self._surprise + used[~said].sum()
 
-    def _place(self, named: np.ndarray, score: np.ndarray) -> np.ndarray:
-        """Where in the tables, laid flat, to look for what was named once or more often."""
-        place: np.ndarray = (named > 1) * self._given.shape[1] + self._SCORES.searchsorted(score)
-        return place
+    def _renew_chances(self) -> None:
+        np.divide(self._true, self._given, out=self._chances[1:])
+        self._chances[0] = self._chances[1]
 
 
 _STEP_ROWS = 4  # rows of a step that choose for themselves: it has a few more, which tend to agree
@@ -78,7 +79,8 @@ class DraftInformed(Valued):
         self._discount = discount
         self._reluctance = reluctance
         self._frequency = np.zeros(self.shape)  # decayed share of steps in which the expert was used
-        self._used = np.zeros(self.shape, dtype=bool)  # in this step
+        self._marks = bytearray(self._recency.size)
+        self._used = np.frombuffer(self._marks, dtype=bool).reshape(self.shape)  # in this step; the same memory
         self._shares = np.zeros(self.shape)  # of rows that chose the expert, summed over the parts of a prompt
         self._parts = np.zeros(self.shape[0], dtype=int)  # that were read in this step
         self._named = np.zeros(self.shape, dtype=int)  # how often in this step
@@ -93,13 +95,16 @@ class DraftInformed(Valued):
         self._turns = np.zeros(self.shape)  # and by what the draft has said
         self._stale = slice(0, 0)  # layers for which that is to be worked out anew
         layer, count = np.arange(len(experts))[:, None], len(experts)
-        # the discount until the next turn, by position: each [layers, 1]
-        self._near = [discount ** ((layer - at - 1) % count / count) for at in range(-1, count)]
+        near = [discount ** ((layer - at - 1) % count / count) for at in range(-1, count)]
+        # the discount until the next turn, by position: each [layers, experts], faster to multiply than [layers, 1]
+        self._near = [np.repeat(to_turn, self.shape[1], axis=1) for to_turn in near]
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
-        places = layer * self.shape[1] + np.array(experts)
-        self._touch(places)
-        self._used.ravel()[places] = True
+        ages, marks, start = self._ages, self._marks, layer * self.shape[1]
+        for tick, expert in enumerate(experts, start=self._ticks + 1):
+            ages[start + expert] = tick
+            marks[start + expert] = True
+        self._ticks += len(experts)
 
     def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
         self._shares[layer, experts] += shares
@@ -108,14 +113,14 @@ class DraftInformed(Valued):
     def wished(self, wishes: Wishes) -> None:
         if not len(wishes):
             return
-        layers = wishes.layers
-        places = layers * self.shape[1] + wishes.experts
+        places = wishes.numbers(self.shape[1])
         named, score = self._named.ravel()[places] + 1, np.maximum(self._score.ravel()[places], wishes.scores)
         self._named.ravel()[places] = named
         self._score.ravel()[places] = score
         self._word.ravel()[places] = self._reliability.of(named, score)
-        self._passes[layers] += 1  # once, however many of its experts are named
-        self._renew(int(layers.min()), int(layers.max()) + 1)
+        self._passes[wishes.layers] += 1  # once, however many of its experts are named
+        first, last = wishes.span()
+        self._renew(first, last + 1)
 
     def reached(self, layer: int) -> None:
         before = self._position
@@ -149,9 +154,6 @@ class DraftInformed(Valued):
             kept[read], seen[read] = 1 - _PROMPT_WEIGHT, 1 - (1 - share) ** _STEP_ROWS
             self._shares[:], self._parts[:] = 0.0, 0
         self._frequency = kept * self._frequency + (1 - kept) * seen
-
-    def worth(self, key: ExpertKey) -> float:
-        return self._reluctance * super().worth(key)
 
     def _renew(self, low: int, high: int) -> None:
         stale = self._stale

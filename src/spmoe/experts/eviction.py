@@ -56,6 +56,21 @@ class Eviction(Protocol):
         # held: bool [layers, experts]
         ...
 
+    # ---- the same for several at once, by their numbers: expert e of layer l is l * experts + e
+
+    def demanded(self, layer: int, experts: Sequence[int]) -> None:
+        """These of a layer were `inserted`, one after the other, and are `used`."""
+        ...
+
+    def gone(self, numbers: Sequence[int]) -> None:
+        """All of these were `removed`."""
+        ...
+
+    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
+        """As `victims`, of those that are free: resident, and not held. What is free may be changed."""
+        # free: bool [layers, experts]
+        ...
+
 
 _RULES: dict[str, Callable[[Sequence[int]], Eviction]] = {
     "activation": ActivationAware,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmoe.experts.valued import Valued
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import Wishes
 
 
 class LeastRecentlyUsed(Valued):
@@ -15,16 +15,20 @@ class LeastRecentlyUsed(Valued):
 
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
-        self._promised = np.zeros(self.shape, dtype=bool)
+        self._promises = bytearray(self._recency.size)
+        self._promised = np.frombuffer(self._promises, dtype=bool).reshape(self.shape)  # the same memory
         self._worths = self._recency  # the same table, so for good
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)
-        self._promised[layer, experts] = False
+        promises, start = self._promises, layer * self.shape[1]
+        for expert in experts:
+            promises[start + expert] = False
 
     def wished(self, wishes: Wishes) -> None:
-        self._promised[wishes.layers, wishes.experts] = True
-        self._touch(wishes.layers * self.shape[1] + wishes.experts)
+        places = wishes.numbers(self.shape[1])
+        self._promised.ravel()[places] = True
+        self._touch(places)
 
     def reached(self, layer: int) -> None:
         self._promised[: max(0, layer)] = False
@@ -32,7 +36,7 @@ class LeastRecentlyUsed(Valued):
     def begin_step(self, request: int = 0) -> None:
         self._promised[:] = False
 
-    def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
+    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
         if below < np.inf:
-            held = held | self._promised
-        return super().victims(n, held, np.inf, layer)
+            free = free > self._promised
+        return super().leaving(n, free, np.inf, layer)

@@ -6,114 +6,106 @@ recently used, and gives back when they ask. What was wished for in this step go
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from spmoe.experts.allocation import best_quotas, equal_quotas
+from spmoe.experts.lru import LeastRecentlyUsed
 from spmoe.types import ExpertKey, Wishes
 
 
-class EqualQuotas:
+class EqualQuotas(LeastRecentlyUsed):
     """As many slots for each layer; all the slots there are, which is as many experts as were ever resident at once."""
 
     def __init__(self, experts: Sequence[int]) -> None:
-        self.shape = (len(experts), max(experts))
+        super().__init__(experts)
         self._experts = tuple(experts)
-        self._orders: list[OrderedDict[ExpertKey, int]] = [OrderedDict() for _ in experts]  # last use, oldest first
-        self._promised: set[ExpertKey] = set()
-        self._ticks = 0
-        self._resident = 0
+        self._total = 0  # resident
+        self._over = [0] * len(experts)  # resident beyond the quota, by layer
         self._slots = 0
         self.quotas = [0] * len(experts)
 
     def inserted(self, key: ExpertKey) -> None:
-        self._touch(key)
-        self._resident += 1
-        if self._resident > self._slots:
-            self._slots = self._resident
-            self._share_out()
+        layer, expert = key
+        number = layer * self.shape[1] + expert
+        self._there[number] = True
+        self._ticks += 1
+        self._ages[number] = self._ticks
+        self._over[layer] += 1
+        self._total += 1
+        if self._total > self._slots:
+            self._grow()
 
     def removed(self, key: ExpertKey) -> None:
-        del self._orders[key.layer][key]
-        self._resident -= 1
+        layer, expert = key
+        self._there[layer * self.shape[1] + expert] = False
+        self._over[layer] -= 1
+        self._total -= 1
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
-        for expert in experts:
-            key = ExpertKey(layer, expert)
-            self._promised.discard(key)
-            self._touch(key)
+    def demanded(self, layer: int, experts: Sequence[int]) -> None:
+        self._over[layer] += len(experts)
+        self._total += len(experts)
+        if self._total > self._slots:
+            self._grow()
+        super().demanded(layer, experts)
 
-    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
-        pass
-
-    def wished(self, wishes: Wishes) -> None:
-        for key in map(ExpertKey, wishes.layers.tolist(), wishes.experts.tolist()):
-            self._promised.add(key)
-            if key in self._orders[key.layer]:
-                self._touch(key)
-
-    def reached(self, layer: int) -> None:
-        self._promised = {key for key in self._promised if key.layer >= layer}
-
-    def begin_step(self, request: int = 0) -> None:
-        self._promised.clear()
+    def gone(self, numbers: Sequence[int]) -> None:
+        super().gone(numbers)
+        for number in numbers:
+            self._over[number // self.shape[1]] -= 1
+        self._total -= len(numbers)
 
     def worth(self, key: ExpertKey) -> float:
         return 0.0
 
-    def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
-        over = [len(order) - quota for order, quota in zip(self._orders, self.quotas, strict=True)]
+    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
+        if n == 0:
+            return []
+        over = self._over.copy()
         if layer is not None:
             over[layer] += n  # what is to come counts
-        chosen: list[ExpertKey] = []
-        self._choose(chosen, n, over, held, self._promised, borrow=below == float("inf"))
-        if below == float("inf"):
-            self._choose(chosen, n, over, held, set(chosen), borrow=True)
+        borrow = below == np.inf
+        chosen = self._oldest(n, over, free > self._promised, borrow=borrow)
+        if borrow and len(chosen) < n:
+            free.ravel()[chosen] = False
+            chosen += self._oldest(n - len(chosen), over, free, borrow=True)
         return chosen if len(chosen) == n else None
 
-    def _choose(
-        self,
-        chosen: list[ExpertKey],
-        n: int,
-        over: list[int],
-        held: np.ndarray,
-        spared: set[ExpertKey],
-        *,
-        borrow: bool,
-    ) -> None:
-        """Add to the chosen, up to n, the least recently used of layers over their quota and, to borrow, of others."""
-        free: dict[int, Iterator[ExpertKey]] = {}
-        heads: dict[int, ExpertKey | None] = {}  # of layers that were asked, the next to leave
+    def _oldest(self, n: int, over: list[int], free: np.ndarray, *, borrow: bool) -> list[int]:
+        """Up to n of the free, the least recently used of layers over their quota and then, to borrow, of others."""
+        # free: bool [layers, experts], which is changed
+        width, recency = self.shape[1], self._recency.ravel()
+        rich = [layer for layer, excess in enumerate(over) if excess > 0]
+        if len(rich) == 1:
+            places = rich[0] * width + free[rich[0]].nonzero()[0]
+        else:
+            places = (free & (np.array(over) > 0)[:, None]).ravel().nonzero()[0]
+        if n == 1 and len(places):
+            return [int(places[recency[places].argmin()])]
+        chosen: list[int] = []
+        for place in places[recency[places].argsort()].tolist():
+            if over[place // width] > 0:
+                over[place // width] -= 1
+                chosen.append(place)
+                if len(chosen) == n:
+                    return chosen
+        if borrow:
+            free.ravel()[chosen] = False
+            places = free.ravel().nonzero()[0]
+            chosen += places[recency[places].argsort()[: n - len(chosen)]].tolist()
+        return chosen
 
-        def next_of(layers: Iterable[int]) -> list[ExpertKey]:
-            for layer in layers:
-                if layer not in heads:
-                    order = self._orders[layer]
-                    free[layer] = (key for key in order if key not in spared and not held[key])
-                    heads[layer] = next(free[layer], None)
-            return [key for layer in layers if (key := heads[layer]) is not None]
-
-        while len(chosen) < n:
-            candidates = next_of([layer for layer, excess in enumerate(over) if excess > 0])
-            if not candidates and borrow:
-                candidates = next_of(range(len(over)))
-            if not candidates:
-                return
-            oldest = min(candidates, key=lambda key: self._orders[key.layer][key])
-            heads[oldest.layer] = next(free[oldest.layer], None)
-            over[oldest.layer] -= 1
-            chosen.append(oldest)
-
-    def _touch(self, key: ExpertKey) -> None:
-        self._ticks += 1
-        order = self._orders[key.layer]
-        order[key] = self._ticks
-        order.move_to_end(key)
+    def _grow(self) -> None:
+        self._slots = self._total
+        self._share_out()
 
     def _share_out(self) -> None:
-        self.quotas = equal_quotas(self._experts, self._slots)
+        before, self.quotas = self.quotas, self._best_quotas()
+        self._over = [over + old - new for over, old, new in zip(self._over, before, self.quotas, strict=True)]
+
+    def _best_quotas(self) -> list[int]:
+        return equal_quotas(self._experts, self._slots)
 
 
 class AdaptiveQuotas(EqualQuotas):
@@ -131,49 +123,56 @@ class AdaptiveQuotas(EqualQuotas):
 
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__(experts)
-        self._stacks = [list(range(count)) for count in experts]  # a layer's experts, the last used first
-        self._distances = [np.zeros(count) for count in experts]  # uses by place in the stack
+        # a layer's experts, the last used first; bytes are searched faster
+        self._stacks = [list(range(count)) if count > 256 else bytearray(range(count)) for count in experts]
+        self._distances = np.zeros(self.shape)  # uses by place in the stack
+        self._by_place = self._distances.reshape(-1).data  # the same memory
         self._uses = np.zeros(len(experts))
         self._foretold = np.zeros(len(experts))  # uses that were wished for in the same step
-        self._named: set[tuple[int, int]] = set()
+        self._names = bytearray(self._distances.size)
+        self._named = np.frombuffer(self._names, dtype=bool).reshape(self.shape)  # in this step; the same memory
         self._steps = 0
         self._next = self._FIRST
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
         super().used(layer, experts)
-        stack, distances = self._stacks[layer], self._distances[layer]
+        stack, start = self._stacks[layer], layer * self.shape[1]
+        by_place, names, foretold = self._by_place, self._names, self._foretold.item(layer)
         for expert in experts:
             place = stack.index(expert)
-            distances[place] += 1
-            stack.insert(0, stack.pop(place))
-            self._foretold[layer] += (layer, expert) in self._named
+            del stack[place]
+            stack.insert(0, expert)
+            by_place[start + place] += 1
+            if names[start + expert]:
+                foretold += 1
+        self._foretold[layer] = foretold
         self._uses[layer] += len(experts)
 
     def wished(self, wishes: Wishes) -> None:
         super().wished(wishes)
-        self._named.update(zip(wishes.layers.tolist(), wishes.experts.tolist(), strict=True))
+        self._named.ravel()[wishes.numbers(self.shape[1])] = True
 
     def begin_step(self, request: int = 0) -> None:
         super().begin_step(request)
-        self._named.clear()
+        self._named[:] = False
         self._steps += 1
         if self._steps >= self._next:
             self._next += min(self._steps, self._OFTEN)
             self._share_out()
         self._uses *= self._MEMORY
         self._foretold *= self._MEMORY
-        for uses in self._distances:
-            uses *= self._MEMORY
+        self._distances *= self._MEMORY
 
     def gains(self) -> list[np.ndarray]:
         """For each layer, the loads that no slot, one, two and so on would have saved it, of late."""
         shown = 1 - self._HIDDEN * self._foretold / np.maximum(self._uses, 1)
         found = []
-        for share, uses in zip(shown, self._distances, strict=True):
+        for share, all_uses, count in zip(shown, self._distances, self._experts, strict=True):
+            uses = all_uses[:count]
             unseen = self._HABIT / np.arange(1, len(uses) + 1)
             found.append(np.concatenate(([0.0], (share * uses + unseen).cumsum())))
         return found
 
-    def _share_out(self) -> None:
+    def _best_quotas(self) -> list[int]:
         enough = self._steps >= self._FIRST
-        self.quotas = best_quotas(self.gains(), self._slots) if enough else equal_quotas(self._experts, self._slots)
+        return best_quotas(self.gains(), self._slots) if enough else super()._best_quotas()

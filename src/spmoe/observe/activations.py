@@ -24,7 +24,8 @@ class Activations:
         self._places: dict[int, int] = {}  # by request, the oldest first
         self._here: int | None = None  # the running request's place
         self._counts = False  # whether the running step does
-        self._step = np.zeros(shape, dtype=bool)  # what it has used
+        self._marks = bytearray(shape[0] * shape[1])
+        self._step = np.frombuffer(self._marks, dtype=bool).reshape(shape)  # what it has used; the same memory
         self._uses = 0  # how many that is
         self._layers: set[int] = set()  # those that have run in it
         self._products = np.zeros(capacity)  # of the step so far with every matrix
@@ -52,19 +53,20 @@ class Activations:
 
     def note(self, layers: Sequence[int], experts: Sequence[int]) -> None:
         """The running step uses these: each expert with its layer."""
-        places = np.array(layers, dtype=int) * self._step.shape[1] + np.array(experts, dtype=int)
-        places = places[~self._step.ravel()[places]]
-        if not len(places):
+        marks, width = self._marks, self._step.shape[1]
+        rows: list[int] = []
+        columns: list[int] = []
+        for layer, expert in zip(layers, experts, strict=True):
+            if not marks[layer * width + expert]:
+                marks[layer * width + expert] = True
+                rows.append(layer)
+                columns.append(expert)
+        if not rows:
             return
-        self._step.ravel()[places] = True
-        uses = int(np.count_nonzero(self._step))
-        if uses - self._uses < len(places):  # some are named twice
-            places = np.array(list(dict.fromkeys(places.tolist())))
-        self._uses = uses
-        row, column = np.divmod(places, self._step.shape[1])
+        self._uses += len(rows)
         known = len(self._places)  # places are taken from the first on
-        self._products[:known] += self._matrices[:known, row, column].sum(axis=1)
-        for layer in {*row.tolist()} - self._layers:
+        self._products[:known] += self._matrices[:known, rows, columns].sum(axis=1)
+        for layer in {*rows} - self._layers:
             self._layers.add(layer)
             self._sizes[:known] += self._squares[:known, layer]
 
@@ -88,10 +90,11 @@ class Activations:
             known, weights = np.array([self._here]), np.ones(1)
         else:
             weights = np.ones(len(known))
-        found = np.zeros(self._step[start:].shape)
+        found: np.ndarray | None = None
         for place, weight in zip(known.tolist(), (weights / weights.sum()).tolist(), strict=True):
-            found += weight * self._matrices[place, start:]
-        return found
+            part = weight * self._matrices[place, start:]
+            found = part.astype(float) if found is None else found + part
+        return np.zeros(self._step[start:].shape) if found is None else found
 
     def _make_room(self) -> int:
         """A free place, else that of the older of the two requests that are most alike."""

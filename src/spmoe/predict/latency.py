@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from spmoe.errors import UsageError
 
@@ -186,6 +187,7 @@ class _Play:
                 return
 
 
+@lru_cache(maxsize=1024)  # layers are alike, and so are the depths that are compared
 def _longer(compute: float, demanded: float, needed: int, load: float) -> float:
     """The mean of the longer one, compute or loads, where each needed expert is demanded by a chance of its own.
 
@@ -194,10 +196,12 @@ def _longer(compute: float, demanded: float, needed: int, load: float) -> float:
     chance = min(1.0, demanded / needed)
     if compute <= 0.0 or chance >= 1.0 or load <= 0.0:
         return max(compute, demanded * load)
-    mean, likely = compute, (1 - chance) ** needed  # of none
+    without = 1 - chance
+    mean, likely = compute, without**needed  # of none
     for count in range(1, needed + 1):
-        likely *= (needed - count + 1) / count * chance / (1 - chance)
-        mean += likely * max(0.0, count * load - compute)
+        likely *= (needed - count + 1) / count * chance / without
+        if (longer := count * load - compute) > 0.0:
+            mean += likely * longer
     return mean
 
 

@@ -6,7 +6,7 @@ added to `POLICIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,9 +22,13 @@ class Foresight:
     """On demand: wishes for nothing. Others say more."""
 
     uses_draft = False  # what the draft foretells, which a cutoff bounds
+    follows = False  # what routers choose
 
     def __init__(self, layers: int, width: int) -> None:
         self.layers, self.width = layers, width
+
+    def prepare(self, steps: Sequence[StepPlan]) -> None:
+        """Before the first of these steps: note with them what does not depend on how they are replayed."""
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
         """Before the draft runs."""
@@ -62,52 +66,93 @@ class NextGate(Foresight):
 class DraftAndNextGate(DraftGate, NextGate):
     """The draft's word first, then the target's own, where that is clear."""
 
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__(layers, width)
-        self._clear: dict[int, Foretold | None] = {}  # of what was foretold, by its identity: plans stay
-
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
-        if (told := forward.ahead[layer]) is None:
+        if forward.clear is None:
+            forward.clear = [self._clear(told, forward.ahead_experts.shape[-1]) for told in forward.ahead]
+        return forward.clear[layer]
+
+    def _clear(self, told: Foretold | None, top_k: int) -> Foretold | None:
+        if told is None:
             return None
-        if id(told) not in self._clear:
-            clear = told.wishes.scores >= even_share(forward.ahead_experts.shape[-1])
-            self._clear[id(told)] = from_wishes(told.wishes.where(clear), self.width)
-        return self._clear[id(told)]
+        return from_wishes(told.wishes.where(told.wishes.scores >= even_share(top_k)), self.width)
 
 
-class Oracle(Foresight):
-    """All that a step will need, known when it begins."""
+class Scripted(Foresight):
+    """What a policy says of each step, one time after the other, whatever comes of it: it is asked once, for all."""
+
+    name: str
+
+    def prepare(self, steps: Sequence[StepPlan]) -> None:
+        if any(self.name not in step.said for step in steps):
+            for step in steps:
+                step.said[self.name] = list(self._say(step))
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
+        self._said = iter(step.said[self.name])
+        return None
+
+    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+        """In the order in which it is asked; of steps one after the other."""
+        raise NotImplementedError
+
+
+class Oracle(Scripted):
+    """All that a step will need, known when it begins."""
+
+    name = "oracle"
+
+    def at_begin(self, step: StepPlan) -> Foretold | None:
+        return step.said[self.name][0]
+
+    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
         keys = np.array(sorted({key for forward in step.forwards for layer in forward.needed for key in layer}))
-        return Foretold.of(keys, np.ones(len(keys)), self.width)
+        yield Foretold.of(keys, np.ones(len(keys)), self.width)
 
 
-class Activation(Foresight):
+class Activation(Scripted):
     """The live policy: what requests like this one went on to use, by what it has used so far."""
+
+    name = "activation"
+    follows = True
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__(layers, width)
         self._live = activation.Activation((width,) * layers)
 
     def at_begin(self, step: StepPlan) -> Foretold | None:
-        return from_wishes(self._live.begin_step(step.request), self.width)
+        super().at_begin(step)
+        return next(self._said)
 
     def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
-        return from_wishes(self._live.on_routed(layer, [key % self.width for key in needed]), self.width)
+        return next(self._said)
+
+    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+        yield from_wishes(self._live.begin_step(step.request), self.width)
+        for forward in step.forwards:
+            for layer, needed in enumerate(forward.needed):
+                yield from_wishes(self._live.on_routed(layer, [key % self.width for key in needed]), self.width)
 
 
-class Adaptive(Foresight):
+class Adaptive(Scripted):
     """The live policy: as many layers ahead as such guesses have come true of late."""
+
+    name = "adaptive"
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__(layers, width)
         self._live = adaptive.Adaptive(_NoGates(layers))
 
-    def at_begin(self, step: StepPlan) -> Foretold | None:
-        return from_wishes(self._live.begin_step(step.request), self.width)
-
     def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+        return next(self._said)
+
+    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+        self._live.begin_step(step.request)
+        for forward in step.forwards:
+            for layer, needed in enumerate(forward.needed):
+                yield self._ahead(forward, layer)
+                self._live.on_routed(layer, [key % self.width for key in needed])
+
+    def _ahead(self, forward: ForwardPlan, layer: int) -> Foretold | None:
         deepest = self._live._DEEPEST
         if forward.ahead_experts.shape[1] < deepest:
             raise UsageError(f"the trace looks fewer than {deepest} layers ahead, as adaptive does; record it anew")
@@ -118,9 +163,6 @@ class Adaptive(Foresight):
         routing = Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
         seen = Seen(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
         return from_wishes(self._live.on_seen(seen), self.width)
-
-    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
-        return from_wishes(self._live.on_routed(layer, [key % self.width for key in needed]), self.width)
 
 
 class _NoGates:

@@ -24,6 +24,7 @@ class Link:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self._seconds = machine.seconds_per_expert
         self.now = 0.0
         self._loading: list[int] = []  # in order of submission
         self._urgent: list[tuple[int, int, float]] = []  # (number, key, seconds left)

@@ -16,7 +16,7 @@ from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
 from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
-from spmoe.replay.moving import Machine
+from spmoe.replay.moving import NEVER, Machine
 from spmoe.replay.simulate import Simulation
 from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, no_collection, plan_steps
 from spmoe.replay.trace import Shape, Trace
@@ -180,10 +180,11 @@ class Run:
         )
         rule = make_rule(setting.eviction, shape.experts, self.plan)
         self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
+        self.foresight.prepare(self.plan)
         self.sim = Simulation(machine, rule, timeline)
         self.timeline = timeline
         # as in the live engine: who knows what comes is not bounded
-        self.sim.step_budget = None if setting.prefetch == "oracle" else self.slots
+        self.sim.step_budget = NEVER if setting.prefetch == "oracle" else self.slots
         self.inputs = CutoffInputs(shape.layers, replayer.width, shape.top_k, self.slots, self.k)
         self.profile = self._first_profile()
         self.missing = self.verified = 0
@@ -263,7 +264,9 @@ class Run:
             if told is not None and not sim.machine.demands_first:
                 sim.wish(told, layers)
                 told = None
-            sim.use(layer, needed, forward.per_expert[layer], partial(self._after_demands, layer, needed, told))
+            heard = told is not None or foresight.follows
+            then = partial(self._after_demands, layer, needed, told) if heard else None
+            sim.use(layer, needed, forward.per_expert[layer], then)
             if self.timeline is not None:
                 self.timeline.add(Activity.LAYER, began, sim.now, f"layer {layer}")
 

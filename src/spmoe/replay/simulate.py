@@ -8,7 +8,7 @@ chunk when a demand comes. Tests hold it to the live classes, load by load and s
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from itertools import repeat
 
 import numpy as np
 
@@ -17,9 +17,12 @@ from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.replay.moving import NEVER, Link, Machine
 from spmoe.replay.steps import Foretold
+from spmoe.replay.wanted import Wanted
 from spmoe.types import ExpertKey
 
 ABSENT, LOADING, READY, IN_USE, AWAITED = range(5)  # the last two: needed by the layer that runs
+_MOVING = (LOADING, AWAITED)
+_READY = np.array(READY, dtype=np.uint8)
 
 
 class Simulation(Link):
@@ -32,15 +35,14 @@ class Simulation(Link):
         self.counters = Counters()
         self.timeline = timeline
         self.link_seconds = 0.0
-        self.step_budget: int | None = None  # loads by wishes, per step
+        self.step_budget = NEVER  # loads by wishes, per step
         self._state = bytearray(layers * self.width)
         self._states = np.frombuffer(self._state, dtype=np.uint8).reshape(rule.shape)  # the same memory
         self._by_wish = bytearray(layers * self.width)  # came by a wish and has not been needed yet
         self._keys = [ExpertKey(*place) for place in np.ndindex(rule.shape)]
         self._free = machine.slots
         self._room = min(machine.depth, max(1, machine.slots - 1))
-        self._queue: list[tuple[int, float, int]] = []
-        self._wanted: dict[int, tuple[int, float, int]] = {}
+        self._wanted = Wanted(layers)
         self._issued = 0
         self._unplaced = 0
         self._refused = False  # the first wish got no slot, and nothing has happened since that could change it
@@ -66,27 +68,23 @@ class Simulation(Link):
 
     def wish(self, wishes: Foretold, fetch_below: int) -> None:
         """Take note of guesses; they start to move as soon as the link has room."""
-        counters, position = self.counters, self._position
-        told, ranked = wishes.wishes, wishes.by_rank
-        counters.wishes += len(ranked)
-        if ranked and ranked[0][0] <= position:
+        counters, position, wanted, state = self.counters, self._position, self._wanted, self._state
+        told, turns, count = wishes.wishes, wishes.turns, len(wishes.by_rank)
+        counters.wishes += count
+        if turns and turns[0][0] <= position:
             told = told.where(told.layers > position)
-            ranked = [rank for rank in ranked if rank[0] > position]
-            counters.wishes_stale += len(wishes.by_rank) - len(ranked)
+            turns = [turn for turn in turns if turn[0] > position]
+            counters.wishes_stale += count - len(told)
+            count = len(told)
         self.rule.wished(told)
         self._refused = False
-        state, wanted, resident = self._state, self._wanted, 0
-        for rank in ranked:
-            key = rank[2]
-            if state[key]:
-                resident += 1
-            elif rank[0] < fetch_below:
-                known = wanted.get(key)
-                if known is None or known[1] > rank[1]:
-                    wanted[key] = rank
-                    heappush(self._queue, rank)
-        counters.wishes_resident += resident
-        if wanted and len(self._loading) < self._room:
+        for layer, ranks in turns:
+            absent = [rank for rank in ranks if not state[rank[2]]]
+            count -= len(absent)
+            if absent and layer < fetch_below:
+                wanted.add(layer, absent)
+        counters.wishes_resident += count
+        if wanted.first < wanted.none and len(self._loading) < self._room:
             self._pump()
 
     def use(self, layer: int, needed: list[int], seconds: float, then: Callable[[], None] | None = None) -> None:
@@ -96,49 +94,33 @@ class Simulation(Link):
         """
         state, counters, rule = self._state, self.counters, self.rule
         self._position = layer
-        if self._wanted:
-            self._drop_passed(layer)
+        if self._wanted.first <= layer:
+            counters.wishes_stale += self._wanted.drop_passed(layer)
         rule.reached(layer)
         self._refused = False
-        ready: list[int] = []
-        absent: list[int] = []
+        absent = [key for key in needed if not state[key]]
         awaited = 0
-        for key in needed:
-            now = state[key]
-            if now == READY:
-                ready.append(key)
-                state[key] = IN_USE
-            elif now == LOADING:
-                awaited += 1
-                state[key] = AWAITED
-                self._hurry(key)
-            else:
-                absent.append(key)
-                continue
-            if self._by_wish[key]:
-                self._by_wish[key] = 0
-                counters.prefetch_used += 1
-                counters.used_bytes += 1
-                counters.late_bytes += now == LOADING
-        base = layer * self.width
-        if present := [key - base for key in needed if state[key]]:
-            rule.used(layer, present)
-        counters.hits += len(ready)
-        counters.late += awaited
-        counters.demand_loads += len(absent)
-        counters.demand_bytes += len(absent)
+        ready: list[int] = []
+        if len(absent) < len(needed):
+            base, present = layer * self.width, [key for key in needed if state[key]]
+            ready, awaited = self._claim(present)
+            rule.used(layer, [key - base for key in present])
         if absent:
+            counters.demand_loads += len(absent)
+            counters.demand_bytes += len(absent)
             self._unplaced = len(absent)
             awaited += self._demand(absent)
         if then is not None:
             then()
         if ready:
             self._run_wave(ready, seconds)
+        wanted, loading = self._wanted, self._loading
         while awaited or absent:
             if absent:
                 awaited += self._demand(absent)
             if not self._arrived:
-                awaited -= 0 if absent else self._run_in_turn(seconds)
+                if not absent and (len(loading) > self._room or wanted.first == wanted.none):
+                    awaited -= self._run_in_turn(seconds)
                 if not self._arrived:
                     self._stall()
             if self._arrived:
@@ -146,15 +128,40 @@ class Simulation(Link):
                 awaited -= len(wave)
                 self._run_wave(wave, seconds)
 
+    def _claim(self, present: list[int]) -> tuple[list[int], int]:
+        """What has a slot is in use now, or awaited; returns what is READY, and the number of the others."""
+        state, by_wish, counters = self._state, self._by_wish, self.counters
+        ready = [key for key in present if state[key] == READY]
+        awaited = len(present) - len(ready)
+        used = [key for key in present if by_wish[key]]
+        if awaited:
+            counters.late += awaited
+            counters.late_bytes += sum(state[key] == LOADING for key in used)
+            for key in present:
+                if state[key] == LOADING:
+                    state[key] = AWAITED
+                    self._hurry(key)
+        for key in ready:
+            state[key] = IN_USE
+        for key in used:
+            by_wish[key] = 0
+        counters.prefetch_used += len(used)
+        counters.used_bytes += len(used)
+        counters.hits += len(ready)
+        return ready, awaited
+
     def _run_wave(self, wave: list[int], seconds: float) -> None:
-        if self._wanted and len(self._loading) < self._room:
+        if self._wanted.first < self._wanted.none and len(self._loading) < self._room:
             self._pump()
         self._finish(wave, self.now + seconds * len(wave))
 
     def _finish(self, wave: list[int], until: float) -> None:
-        self._pass(until)
+        while self._flight_end <= until:
+            self._arrive()
+        self.now = until
+        state = self._state
         for key in wave:
-            self._state[key] = READY
+            state[key] = READY
         self._refused = False
 
     def _run_in_turn(self, seconds: float) -> int:
@@ -164,7 +171,7 @@ class Simulation(Link):
         """
         urgent, loading, state = self._urgent, self._loading, self._state
         count = len(urgent)
-        if self._wanted:
+        if self._wanted.first < self._wanted.none:
             count = min(count, len(loading) - self._room)
         if count <= 0 or self._flight_calm or self._left > 0.0 or self.timeline is not None:
             return 0
@@ -175,6 +182,16 @@ class Simulation(Link):
         arrived: list[int] = []
         turn = 0
         while True:
+            while not arrived and turn + 1 < count and end + urgent[turn][2] > end + seconds:  # one by one
+                stall += end - now
+                now = end + seconds
+                link += end - start
+                loading.remove(key)
+                state[key] = READY
+                _, key, left = urgent[turn]
+                start, end = end, end + left
+                turn += 1
+                done += 1
             if arrived:
                 wave, until = arrived, now + seconds * len(arrived)
                 arrived = []
@@ -219,25 +236,22 @@ class Simulation(Link):
         """Load as many of these as slots can be had for; takes them out and returns their number."""
         lacking = len(absent) - self._free
         if lacking > 0:
-            held = self._states != READY
-            count = min(lacking, held.size - int(np.count_nonzero(held)))
-            for victim in self.rule.victims(count, held, NEVER, self._position) or ():
-                self._evict(victim)
+            free = np.equal(self._states, _READY)
+            count = min(lacking, int(np.count_nonzero(free)))
+            self._evict(self.rule.leaving(count, free, NEVER, self._position) or [])
         batch = absent[: self._free]
         if not batch:
             return 0
         del absent[: len(batch)]
         self._free -= len(batch)
         self._unplaced = len(absent)
-        inserted, base = self.rule.inserted, self._position * self.width
+        base = self._position * self.width
+        self.rule.demanded(self._position, [key - base for key in batch])
+        state, number = self._state, self._number + 1
         for key in batch:
-            inserted(self._keys[key])
-        self.rule.used(self._position, [key - base for key in batch])
-        seconds = self.machine.seconds_per_expert
-        for number, key in enumerate(batch, start=self._number + 1):
-            self._state[key] = AWAITED
-            self._urgent.append((number, key, seconds))
+            state[key] = AWAITED
         self._number += len(batch)
+        self._urgent += zip(range(number, number + len(batch)), batch, repeat(self._seconds))
         self._loading += batch
         if self._flight < 0:
             self._start_next()
@@ -245,68 +259,49 @@ class Simulation(Link):
             self._cut_short()
         return len(batch)
 
-    def _evict(self, victim: ExpertKey) -> None:
-        key = victim.layer * self.width + victim.expert
-        self._state[key] = ABSENT
-        self._free += 1
-        self.rule.removed(victim)
-        if self._by_wish[key]:
-            self._by_wish[key] = 0
-            self.counters.wasted_bytes += 1
+    def _evict(self, victims: list[int]) -> None:
+        state, by_wish = self._state, self._by_wish
+        self.rule.gone(victims)
+        for key in victims:
+            state[key] = ABSENT
+            if by_wish[key]:
+                by_wish[key] = 0
+                self.counters.wasted_bytes += 1
+        self._free += len(victims)
 
     def _pump(self) -> None:
         """Submit wishes while the link has room for them."""
         if self._unplaced or self._refused:
             return
-        queue, wanted, counters, rule = self._queue, self._wanted, self.counters, self.rule
-        while wanted and len(self._loading) < self._room:
-            rank = queue[0]
-            key = rank[2]
-            if wanted.get(key) is not rank:
-                heappop(queue)
-                continue
-            if self._state[key]:
-                counters.wishes_resident += 1
-                del wanted[key]
-                continue
-            if self.step_budget is not None and self._issued >= self.step_budget:
-                counters.wishes_over_budget += len(wanted)
-                wanted.clear()
-                queue.clear()
+        wanted, counters, rule, loading, state = self._wanted, self.counters, self.rule, self._loading, self._state
+        while wanted.first < wanted.none and len(loading) < self._room:
+            if self._issued >= self.step_budget:
+                counters.wishes_over_budget += wanted.drop_all()
                 break
+            layer, _, key = wanted.head()
             expert = self._keys[key]
             if not self._free:
-                victims = rule.victims(1, self._states != READY, rule.worth(expert), rank[0])
+                victims = rule.leaving(1, np.equal(self._states, _READY), rule.worth(expert), layer)
                 if victims is None:
                     self._refused = True
                     break
-                self._evict(victims[0])
+                self._evict(victims)
             self._free -= 1
-            del wanted[key]
+            wanted.take()
             self._issued += 1
             counters.prefetch_loads += 1
             counters.issued_bytes += 1
-            self._state[key] = LOADING
+            state[key] = LOADING
             self._by_wish[key] = 1
             rule.inserted(expert)
-            self._number += 1
-            self._loading.append(key)
-            self._calm.append((self._number, key, self.machine.seconds_per_expert))
+            self._number = number = self._number + 1
+            loading.append(key)
+            self._calm.append((number, key, self._seconds))
             if self._flight < 0:
                 self._start_next()
 
-    def _drop_passed(self, layer: int) -> None:
-        queue, wanted = self._queue, self._wanted
-        while queue and queue[0][0] <= layer:
-            rank = heappop(queue)
-            if wanted.get(rank[2]) is rank:
-                del wanted[rank[2]]
-                self.counters.wishes_stale += 1
-
     def _drop_all(self) -> None:
-        self.counters.wishes_stale += len(self._wanted)
-        self._wanted.clear()
-        self._queue.clear()
+        self.counters.wishes_stale += self._wanted.drop_all()
 
     # ---- copies that end
 
@@ -328,22 +323,27 @@ class Simulation(Link):
                 self._urgent.sort()
             self._start_next()
             return
-        if self._state[key] == AWAITED:
-            self._state[key] = IN_USE
+        state = self._state
+        if state[key] == AWAITED:
+            state[key] = IN_USE
             self._arrived.append(key)
         else:
-            self._state[key] = READY
+            state[key] = READY
             self._refused = False
         self._loading.remove(key)
         self._start_next()
-        if self._wanted and len(self._loading) < self._room:
+        if self._wanted.first < self._wanted.none and len(self._loading) < self._room:
             self._pump()
 
     def _stall(self) -> None:
         """Wait for the oldest copy that the layer needs or, when none of those has a slot, for whatever holds one."""
         state, started = self._state, self.now
-        blocking = next((key for key in self._loading if state[key] == AWAITED), self._loading[0])
-        while state[blocking] in (LOADING, AWAITED):
+        for blocking in self._loading:
+            if state[blocking] == AWAITED:
+                break
+        else:
+            blocking = self._loading[0]
+        while state[blocking] in _MOVING:
             self._arrive()
         self.counters.stall_seconds += self.now - started
         if self.timeline is not None:

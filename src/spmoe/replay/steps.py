@@ -13,13 +13,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 
 from spmoe.errors import UsageError
 from spmoe.replay.trace import Trace
+from spmoe.replay.wanted import Rank
 from spmoe.types import PROMPT_ROWS, Wishes
 
 
@@ -28,7 +30,15 @@ class Foretold:
     """Wishes that come together, as a replay's queue and its eviction take them."""
 
     wishes: Wishes
-    by_rank: list[tuple[int, float, int]]  # (layer, -score, expert number)
+    by_rank: list[Rank]
+    _turns: list[tuple[int, list[Rank]]] | None = None
+
+    @property
+    def turns(self) -> list[tuple[int, list[Rank]]]:
+        """By rank, layer after layer."""
+        if self._turns is None:
+            self._turns = [(layer, list(ranks)) for layer, ranks in groupby(self.by_rank, itemgetter(0))]
+        return self._turns
 
     @classmethod
     def of(cls, keys: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
@@ -70,6 +80,7 @@ class ForwardPlan:
     ahead: list[Foretold | None]  # by layer: what its own state says of the next one
     ahead_experts: np.ndarray  # int16 [layers, depth, rows, top_k]: what gates picked, of later ones too; -1: nothing
     ahead_scores: np.ndarray  # float16 [layers, depth, rows, top_k]
+    clear: list[Foretold | None] | None = None  # of what is ahead, what is clear; worked out when it is asked for
 
     @property
     def seconds(self) -> float:
@@ -88,6 +99,7 @@ class StepPlan:
     slabs: list[SlabPlan]
     forwards: list[ForwardPlan]
     rest: float
+    said: dict[str, list[Foretold | None]] = field(default_factory=dict)  # by policies that need no replay to know it
 
     @property
     def tokens(self) -> int:
@@ -189,8 +201,8 @@ class _Planner:
         seconds = trace.forward_experts[forward].tolist()
         per_expert = [s / max(1, len(keys)) for s, keys in zip(seconds, counts, strict=True)]
         front, ahead = trace.forward_front[forward].tolist(), self._ahead(low, high)
-        told = (part[:, :, low:high] for part in self._told)
-        return ForwardPlan(high - low, front, per_expert, needed, self._shares(low, high), ahead, *told)
+        experts, scores = (part[:, :, low:high] for part in self._told)
+        return ForwardPlan(high - low, front, per_expert, needed, self._shares(low, high), ahead, experts, scores)
 
     def _needed(self, low: int, high: int) -> list[list[int]]:
         """By layer, the experts that some rows chose."""
