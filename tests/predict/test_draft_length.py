@@ -86,20 +86,33 @@ def test_it_follows_a_text_that_becomes_harder() -> None:
     assert max(play(length, 150, 0.4, 2.3, loads)[100:]) <= 4
 
 
-def test_the_first_step_of_a_length_and_short_drafts_are_not_timed() -> None:
-    slow_at_first, never = DraftLength(8, 2, MOST), DraftLength(8, 2, MOST)
-    last = None
-    dice = random.Random(0)
+def test_the_first_step_of_each_length_is_not_timed() -> None:
+    slow_at_first, never, met = DraftLength(8, 2, MOST), DraftLength(8, 2, MOST), set[int]()
     for _ in range(60):
-        for length, factor in ((slow_at_first, 1 if last == slow_at_first.current else 1000), (never, 1)):
-            k = length.current
+        k = never.current
+        for length, factor in ((slow_at_first, 1 if k in met else 1000), (never, 1)):
             length.learn(k, k, 2.3 * k, loads(k) * factor)
+        met.add(k)
         assert slow_at_first.current == never.current
-        last = slow_at_first.current if slow_at_first.current == k else None
-        if dice.random() < 0.2:  # the end of a request
-            for length in (slow_at_first, never):
-                length.learn(max(0, length.current - 1), 0, 1.0, 1e6 if length is slow_at_first else 1.0)
-            last = None
+    assert len(met) > 2
+
+
+def test_a_step_that_took_oddly_long_changes_little() -> None:
+    length = DraftLength(8, 2, MOST)
+    play(length, 60, 0.92, 2.3, loads)
+    before = [length.seconds(k) for k in LENGTHS]
+    length.learn(length.current, length.current, 1e6, 1e9)
+    assert all(length.seconds(k) < 1.2 * old for k, old in zip(LENGTHS, before, strict=True))
+
+
+def test_drafts_that_are_shorter_than_asked_for_teach_as_well() -> None:
+    """As those that repeat what the text said before: they find many tokens, few or none."""
+    length, dice = DraftLength(8, 2, MOST), random.Random(0)
+    for _ in range(200):
+        drafted = dice.choice([0, min(2, length.current), length.current])
+        length.learn(drafted, drafted, 0.0, loads(drafted))
+    assert length.current == MOST
+    assert length.seconds(MOST) == pytest.approx(loads(MOST), rel=0.1)
 
 
 @pytest.mark.parametrize("most", [0, 1, 4, 5, 16])

@@ -26,6 +26,7 @@ _STALE = 40  # steps of one length, after which a neighbour is tried to see whet
 _LONG_STALE = 160  # a draft that was left behind has much to read
 _MEMORY = 0.97  # of a verification's time, one step later
 _DRAFT_MEMORY = 0.95  # of a draft that was judged, one draft later
+_ODD = 3.0  # times as long as expected: what takes longer is something else, as a recording or another process
 _DOUBT = 2.0  # drafted tokens that what is assumed of each position counts for
 _ASSUMED = 0.7  # that a drafted token is kept, before any was
 _NOISE = 0.1  # of a verification's time
@@ -39,10 +40,10 @@ class DraftLength:
     def __init__(self, experts_per_layer: int, top_k: int, most: int) -> None:
         self._lengths = [length for length in LENGTHS if length <= most]
         self.current = max(length for length in self._lengths if length <= FIRST)
-        needed = {k: evenly_needed(experts_per_layer, top_k, k + 1) for k in {FIRST, *self._lengths}}
-        self._parts = {  # of each length: what does not grow, experts and rows, all in terms of `FIRST`
-            k: np.array([1.0, needed[k] / needed[FIRST], (k + 1) / (FIRST + 1)]) for k in self._lengths
-        }
+        needed = [evenly_needed(experts_per_layer, top_k, k + 1) for k in range(max(most, FIRST) + 1)]
+        self._parts = [  # of each length: what does not grow, experts and rows, all in terms of `FIRST`
+            np.array([1.0, one / needed[FIRST], (k + 1) / (FIRST + 1)]) for k, one in enumerate(needed)
+        ]
         self._tried = [0.0] * most  # drafted tokens that were reached, by position
         self._kept = [0.0] * most
         self._pass = 0.0  # seconds
@@ -50,21 +51,21 @@ class DraftLength:
         self._sums = np.zeros(2)  # seconds, and how many there would be if experts alone took 1 of them
         self._level = 1.0  # seconds of a verification of `FIRST` tokens, if they did
         self._fit = _ASSUMED_PARTS  # seconds of each part
-        self._steps = 0  # at the present length, that were timed
-        self._last: int | None = None  # what the step before drafted
+        self._steps = 0  # since the length was chosen, that were timed
+        self._met: set[int] = set()  # how many were drafted in some step before
 
     def learn(self, drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
         """A step is over; `current` may be another now."""
         if drafted:
             self._learn_acceptance(drafted, accepted)
-        # the first step of a length may have to record it, and the last ones of a request are shorter than asked for
-        timed, self._last = drafted == self.current == self._last, drafted
-        if not timed or verify_seconds <= 0:
+        if drafted not in self._met or not 0 < verify_seconds < np.inf:  # the first of a length may have to record it
+            self._met.add(drafted)
             return
         if drafted:
             each = draft_seconds / drafted
-            self._pass += (each - self._pass) * (1 - _MEMORY if self._pass else 1.0)
-        self._learn_verification(self._parts[drafted], verify_seconds)
+            self._pass += (min(each, _ODD * self._pass) - self._pass) * (1 - _MEMORY) if self._pass else each
+        expected = self._verify(drafted) if self._sums[1] else np.inf
+        self._learn_verification(self._parts[drafted], min(verify_seconds, _ODD * expected))
         self._steps += 1
         if self._steps >= _ENOUGH:
             self._consider()
@@ -80,8 +81,11 @@ class DraftLength:
 
     def seconds(self, length: int) -> float:
         """Expected of such a step."""
+        return length * self._pass + self._verify(length)
+
+    def _verify(self, length: int) -> float:
         least = 0.1 * self._level * self._parts[length][1]
-        return float(length * self._pass + max(least, self._fit @ self._parts[length]))
+        return float(max(least, self._fit @ self._parts[length]))
 
     def _learn_acceptance(self, drafted: int, accepted: int) -> None:
         """What was seen of a position counts less with every draft, also with those that did not get there."""
