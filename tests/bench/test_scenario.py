@@ -182,7 +182,7 @@ def test_all_that_can_be_chosen_can_be_named() -> None:
         ("repeat = 0", "repeat: 0 is not a whole number from 1"),
         ("repeat = true", "True is not a whole number"),
         ("draft_tokens = [4, 65]", "65 is not a whole number from 0 to 64"),
-        ("draft_tokens = 'many'", "'many' is not a whole number from 0 to 64"),
+        ("draft_tokens = 'many'", "'many' is not a whole number from 0 to 64, or auto"),
         ("budgets = 'much'", "budgets: 'much' is not a size"),
         ("budgets = []", "budgets: the list is empty"),
         ("policies = 'draftgate'", "policies: there is no 'draftgate'; did you mean draft-gate?"),

@@ -94,6 +94,10 @@ def test_bad_options_are_one_line(
     invoke("trace", "replay", trace, *options).refused(2, *words)
 
 
+def test_a_trace_has_one_k(invoke: Invoke, tmp_path: Path) -> None:
+    invoke("trace", "record", "-k", "auto", "-o", tmp_path / "a.trace").refused(2, "K", "give a number")
+
+
 def test_files_that_are_no_traces_are_one_line(tmp_path: Path, invoke: Invoke) -> None:
     other = tmp_path / "other"
     other.write_text("something else")

@@ -13,6 +13,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.apart import Apart
 from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
+from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.draft_length import FIRST, LENGTHS, DraftLength
 from spmoe.types import Sequence
 
@@ -93,6 +94,36 @@ def test_configurations_that_are_kept_apart_learn_apart(mixtral_pair: Pair) -> N
         apart.enter("fixed", {"num_speculative_tokens": 3})
         assert llm.engine.loop.length is None
         assert llm.engine.loop.draft_tokens == 3
+
+
+def test_what_is_learnt_for_it_is_not_what_is_learnt_for_the_most(mixtral_pair: Pair) -> None:
+    with load(mixtral_pair, num_speculative_tokens=16) as llm:
+        files, policies = [llm.engine.profile_file], []
+        for k in ("auto", 4):
+            llm.engine.reconfigure(num_speculative_tokens=k, prefetch="draft-gate")
+            files.append(llm.engine.profile_file)
+        for k in ("auto", 16):
+            llm.engine.reconfigure(num_speculative_tokens=k, prefetch="activation")
+            policies.append(llm.engine.loop.policy)
+    assert len(set(files)) == 3
+    assert policies[0] is not policies[1]
+
+
+def test_no_copy_may_be_late_for_the_drafts_there_are(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just in time for two tokens, and not for the sixteen that there might be."""
+    asked: list[int] = []
+
+    def note(cutoff: object, profile: object, inputs: CutoffInputs) -> int:
+        asked.append(inputs.draft_tokens)
+        return 1
+
+    monkeypatch.setattr("spmoe.engine.engine.choose_cutoff", note)
+    monkeypatch.setattr("spmoe.engine.prefetching.choose_cutoff", note)
+    monkeypatch.setattr(DraftLength, "learn", lambda self, *step: setattr(self, "current", 2))
+    with load(mixtral_pair) as llm:
+        llm.generate([PROMPT] * 2, SamplingParams(max_tokens=60, ignore_eos=True))
+        llm.engine.learn_cutoff()
+    assert (asked[0], asked[-1]) == (FIRST, 2)
 
 
 def test_without_a_draft_there_is_nothing_to_choose(mixtral_pair: Pair) -> None:

@@ -105,6 +105,14 @@ def test_a_step_that_took_oddly_long_changes_little() -> None:
     assert all(length.seconds(k) < 1.2 * old for k, old in zip(LENGTHS, before, strict=True))
 
 
+@pytest.mark.parametrize("times", [10, 100, 1000])
+def test_a_first_draft_that_took_oddly_long_is_forgotten(times: int) -> None:
+    length = DraftLength(8, 2, MOST)
+    for _ in range(2):
+        length.learn(FIRST, FIRST, times * 2.3 * FIRST, loads(FIRST))
+    assert play(length, 150, 0.95, 2.3, loads)[-1] >= 12
+
+
 def test_drafts_that_are_shorter_than_asked_for_teach_as_well() -> None:
     """As those that repeat what the text said before: they find many tokens, few or none."""
     length, dice = DraftLength(8, 2, MOST), random.Random(0)

@@ -145,10 +145,12 @@ def records(bench: Bench) -> list[dict[str, Any]]:
     for setting in settings:
         runs, k = groups[setting], setting.draft_tokens
         same_k = [run for run in by_row if run.setting.draft_tokens == k]
+        # each chooses lengths of its own, so that steps of one say nothing of another's
+        resident = residents[k] if k != "auto" else ResidentStep(_compute_seconds(Totals(runs)), "estimated")
         found.append(
             {
                 "type": "configuration",
-                **figures(runs, residents[k], link),
+                **figures(runs, resident, link),
                 **sameness(runs, by_row, same_k),
                 "samples": [{"order": order[id(run)], **sample_of(run)} for run in runs],
             }

@@ -229,7 +229,12 @@ def _cutoff(value: Any) -> Cutoff | str:
 
 
 def _draft_tokens(value: Any) -> DraftTokens:
-    return "auto" if value == "auto" else _whole(0, 64)(value)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    try:
+        return _whole(0, 64)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from error
 
 
 def _system(value: Any) -> System:

@@ -8,8 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.config import most_of
-
 
 def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: bool) -> None:
     """Show the figures of one case."""
@@ -28,12 +26,13 @@ def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: boo
     console.print(table)
     if legend:
         console.print(_LEGEND, style="dim", soft_wrap=True)
-    steps = {row["num_speculative_tokens"]: row for row in rows}
+    steps = {k: row for row in rows if (k := row["num_speculative_tokens"]) != "auto"}  # whose steps differ row by row
     told = [
         f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']}{_host(row)})"
-        for k, row in sorted(steps.items(), key=lambda one: most_of(one[0]))
+        for k, row in sorted(steps.items())
     ]
-    console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
+    if told:
+        console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
     target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))
     read = f"reading weights once: {target:.3g} ms those of one row, {draft:.3g} ms the draft's"
     console.print(read, style="dim", soft_wrap=True)

@@ -22,7 +22,8 @@ def stats_table(stats: Stats) -> Table:
     table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")
     if c.mean_acceptance_length is not None:
         positions = " ".join(f"{100 * share:.0f}%" for share in c.acceptance_by_position)
-        table.add_row("acceptance", f"mean length {c.mean_acceptance_length:.2f}; by position {positions}")
+        drafted = f"{c.drafted / c.verified:.1f} drafted; " if stats.draft_tokens == "auto" and c.verified else ""
+        table.add_row("acceptance", f"{drafted}mean length {c.mean_acceptance_length:.2f}; by position {positions}")
     rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
     table.add_row("experts", f"{c.loads} loads ({c.demand_loads} on demand), hit rate {rate}")
     if stats.prefetch != "on-demand":

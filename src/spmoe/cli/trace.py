@@ -18,7 +18,7 @@ from rich.table import Table
 from spmoe.cli.listed import listed, speed, whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
 from spmoe.cli.output import require_writable
-from spmoe.config import Cutoff, SamplingParams, Size, rule_for
+from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, rule_for
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def record_trace(
     from spmoe.observe.progress import progress_bar
     from spmoe.replay.record import record
 
+    if draft_tokens(engine["num_speculative_tokens"]) == "auto":
+        raise UsageError("a trace is replayed with any K up to its own, which every step must have had; give a number")
     require_writable(output)
     chosen, bar, stopped = find_prompts(prompts).first(max_prompts).prompts, not as_json and sys.stderr.isatty(), False
 

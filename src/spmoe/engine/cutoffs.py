@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from spmoe.config import EngineConfig
+from spmoe.config import DraftTokens, EngineConfig
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.predict.cutoff import CutoffInputs
+from spmoe.predict.draft_length import FIRST
 
 
 def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
     """The fixed part of what the cutoff formula needs."""
     return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
+
+
+def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
+    """K or, where that is left open, what it begins with: how long a step's draft is until requests have shown it."""
+    return FIRST if draft_tokens == "auto" else draft_tokens
 
 
 def profile_settings(
@@ -34,4 +40,5 @@ def profile_settings(
         "batching": config.batching,
         "synchronous": config.synchronous,
         **asdict(inputs),
+        **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmoe.backends.devices import limit_memory
-from spmoe.config import EngineConfig
+from spmoe.config import DraftTokens, EngineConfig
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.cutoffs import cutoff_inputs
@@ -44,7 +44,7 @@ class Experience:
     """What requests leave to the next: experts in slots, and what rules and policies have learnt."""
 
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
-    policies: dict[tuple[str, int], PrefetchPolicy] = field(default_factory=dict)  # by name and K, those that learn
+    policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # those that learn, and K
     lengths: dict[str, DraftLength] = field(default_factory=dict)  # by policy, where how many are drafted is learnt
     residents: list[ExpertKey] = field(default_factory=list)  # while another has the slots
     learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
@@ -132,7 +132,8 @@ class Engine:
             return
         layers = len(self.target.moe)
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
-        inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, self.loop.draft_tokens)
+        usual = self.loop.draft_tokens if self.loop.length is None else round(counters.drafted / counters.verified)
+        inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, usual)
         self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
 
     def draft_length(self, config: EngineConfig) -> DraftLength | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, EngineConfig
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings
+from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.materials import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
@@ -95,7 +95,7 @@ def make_plan(config: EngineConfig) -> Plan:
     profile, layers = None, None
     fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
     if fits and "draft-gate" in config.prefetch:
-        inputs = cutoff_inputs(spec, top_k, slots, draft_tokens)
+        inputs = cutoff_inputs(spec, top_k, slots, usual_draft_tokens(config.num_speculative_tokens))
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
             layers = choose_cutoff(config.cutoff, profile, inputs)

@@ -8,7 +8,7 @@ from spmoe.config import CutoffMode
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self_quantized import SelfNetwork
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings
+from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
 from spmoe.models.network import Network
@@ -46,7 +46,7 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
 
 def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
     """A policy with what it learnt when it ran before."""
-    name = (engine.config.prefetch, engine.loop.draft_tokens)
+    name = (engine.config.prefetch, engine.config.num_speculative_tokens)
     policies = engine.experience.policies
     if name not in policies:
         policies[name] = make()
@@ -78,7 +78,8 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
     if (reason := _no_prediction(target, drafter.network, engine.fitted)) is not None:
         _note(engine, f"{reason}; experts are loaded on demand")
         return None
-    inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, engine.loop.draft_tokens)
+    usual = usual_draft_tokens(config.num_speculative_tokens)
+    inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, usual)
     if config.cutoff.mode is not CutoffMode.FIXED:
         file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
         engine.profile_file = file

@@ -22,11 +22,12 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 FIRST = 4  # until something is known, and where outputs must not depend on how long steps take
 _ENOUGH = 3  # steps of one length, before another is considered
 _GAIN = 1.03  # that another must promise
-_STALE = 40  # steps of one length, after which a neighbour is tried to see whether it still holds; and of none:
+_STALE = 40  # steps with one choice, after which a neighbour is tried to see whether it still holds; and with none:
 _LONG_STALE = 160  # a draft that was left behind has much to read
 _MEMORY = 0.97  # of a verification's time, one step later
 _DRAFT_MEMORY = 0.95  # of a draft that was judged, one draft later
 _ODD = 3.0  # times as long as expected: what takes longer is something else, as a recording or another process
+_INSTANT = 1e-9  # seconds; what takes less was not timed
 _DOUBT = 2.0  # drafted tokens that what is assumed of each position counts for
 _ASSUMED = 0.7  # that a drafted token is kept, before any was
 _NOISE = 0.1  # of a verification's time
@@ -58,12 +59,14 @@ class DraftLength:
         """A step is over; `current` may be another now."""
         if drafted:
             self._learn_acceptance(drafted, accepted)
-        if drafted not in self._met or not 0 < verify_seconds < np.inf:  # the first of a length may have to record it
+        if drafted not in self._met or not _INSTANT < verify_seconds < np.inf:  # the first may have to be recorded
             self._met.add(drafted)
             return
         if drafted:
             each = draft_seconds / drafted
-            self._pass += (min(each, _ODD * self._pass) - self._pass) * (1 - _MEMORY) if self._pass else each
+            if not self._pass or _ODD * each < self._pass:  # nothing makes it so much faster: what was known was odd
+                self._pass = each
+            self._pass += (min(each, _ODD * self._pass) - self._pass) * (1 - _MEMORY)
         expected = self._verify(drafted) if self._sums[1] else np.inf
         self._learn_verification(self._parts[drafted], min(verify_seconds, _ODD * expected))
         self._steps += 1

@@ -49,7 +49,7 @@ class NextGate(PrefetchPolicy):
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         if routing is None:
             return NO_WISHES
-        least = even_share(routing.experts.shape[-1]) if self._sure else 0.0
+        least = even_share(routing.experts.shape[-1]) if self._sure else -np.inf
         if len(layers := self._layers(seen.depths)) == 1:
             return wishes_of_one(layers[0], routing, least)
         found = wishes(layers, routing, fetch_below=len(self._next))
@@ -68,7 +68,7 @@ def wishes_of_one(layer: int, routing: Routing, least: float) -> Wishes:
     """What rows send to one layer's experts with at least this score; for so few, columns from the start are slower."""
     best: dict[int, float] = {}
     for expert, score in zip(routing.experts.reshape(-1).tolist(), routing.scores.reshape(-1).tolist(), strict=True):
-        if score >= least and score > best.get(expert, -1.0):
+        if score >= least and score > best.get(expert, -np.inf):
             best[expert] = score
     count = len(best)
     layers = np.full(count, layer)
