@@ -216,7 +216,14 @@ print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
 
 
 @pytest.mark.parametrize(
-    "words", [["run", "/nowhere", "--prompt", "x"], ["info", "/nowhere"], ["run", "--draft", "/x/y"]]
+    "words",
+    [
+        ["run", "/nowhere", "--prompt", "x"],
+        ["info", "/nowhere"],
+        ["run", "--draft", "/x/y"],
+        ["bench", "/nowhere"],
+        ["bench", "--draft", "/x/y"],
+    ],
 )
 def test_a_wrong_path_does_not_wait_for_torch(words: list[str]) -> None:
     code = f"""

@@ -14,8 +14,9 @@ import typer
 from spmoe.cli.listed import listed, whole, whole_or_auto
 from spmoe.cli.options import ctrl_c_stops, stderr
 from spmoe.cli.output import require_writable
+from spmoe.config import DRAFTS
 from spmoe.errors import SpmoeError, UsageError
-from spmoe.files import write_text
+from spmoe.files import model_directory, write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.results import Group
@@ -94,8 +95,11 @@ def bench(
 
     Greedy, to a fixed length, prompt by prompt in turns. Ctrl-C keeps what there is; --resume goes on with it.
     """
-    from spmoe.bench.scenario import Scenario, convert, read_scenario
+    from spmoe.bench.scenario import SHIPPED, Scenario, convert, read_scenario
 
+    for name in (model, draft):
+        if name and name not in (SHIPPED, "none", *DRAFTS):
+            model_directory(name)  # says why it can be none, before anything heavy is imported
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
         "drafts": ("--draft", draft),

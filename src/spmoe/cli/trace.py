@@ -55,13 +55,14 @@ def record_trace(
     Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed. Ctrl-C
     keeps what there is.
     """
+    if draft_tokens(engine["num_speculative_tokens"]) == "auto":
+        raise UsageError("a trace is replayed with any K up to its own, which every step must have had; give a number")
+    require_writable(output)
+
     from spmoe.bench.prompts import find_prompts
     from spmoe.observe.progress import progress_bar
     from spmoe.replay.record import record
 
-    if draft_tokens(engine["num_speculative_tokens"]) == "auto":
-        raise UsageError("a trace is replayed with any K up to its own, which every step must have had; give a number")
-    require_writable(output)
     chosen, bar, stopped = find_prompts(prompts).first(max_prompts).prompts, not as_json and sys.stderr.isatty(), False
 
     @contextmanager

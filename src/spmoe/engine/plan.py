@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from spmoe.backends.devices import choose_device
-from spmoe.config import CutoffMode, EngineConfig
+from spmoe.config import CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.materials import quantized_experts
 from spmoe.engine.memory import plan_memory
@@ -53,7 +53,7 @@ class Plan:
     draft_architecture: str | None
     draft_bytes: int  # with the maps fitted for it
     predictor: str | None  # the file of those maps
-    num_speculative_tokens: int | str
+    num_speculative_tokens: DraftTokens
     prefetch: str
     emulated_link_gbps: float | None
     profile: Profile | None  # None: not measured yet, or not needed

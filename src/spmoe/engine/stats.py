@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from spmoe.config import DraftTokens
 from spmoe.observe.ledger import Counters
 
 
@@ -24,7 +25,7 @@ class Stats:
     cutoff_layers: int | None  # None: no prefetching
     layers: int
     prefetch: str
-    draft_tokens: int | str  # K, or "auto"
+    draft_tokens: DraftTokens  # K
     emulated_link_gbps: float | None
 
     @property
