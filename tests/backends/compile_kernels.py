@@ -69,7 +69,7 @@ def compile_all() -> None:
                 keys, values = zeros(1, 1, 4096, dim, dtype=dtype), zeros(1, 1, 4096, value_dim, dtype=dtype)
                 attention.decode_attention(heads, keys, values, one, 0.1)
     chain, ids = inputs.new_chain(torch.device("cpu")), zeros(1, 5, dtype=torch.int64)
-    inputs.stage(zeros(6, dtype=torch.int64), chain, ids, ids, one)
+    inputs.stage(zeros(6, dtype=torch.int64), chain, chain, ids, ids, one)
     inputs.stage_chained(chain, one, one, one)
     inputs.go_on(chain, one[0], 1)
     inputs.take_wave(zeros(8, 60, dtype=torch.int32), one, zeros(60, dtype=torch.int32))

@@ -35,18 +35,36 @@ def test_stage_spreads_the_inbox_and_begins_a_chain(rows: int) -> None:
     inbox = host([*range(100, 100 + rows), 4000])
     chains = [inputs.new_chain(DEVICE).fill_(9) for _ in range(2)]
     found, expected = blank(rows), blank(rows)
-    inputs.stage(inbox, chains[0], *found)
-    inputs.stage_plain(inbox, chains[1], *expected)
+    other = inputs.new_chain(DEVICE).fill_(8)
+    inputs.stage(inbox, chains[0], other, *found)
+    inputs.stage_plain(inbox, chains[1], other, *expected)
     for ours, theirs in zip((*found, chains[0]), (*expected, chains[1]), strict=True):
         assert torch.equal(ours, theirs)
     assert found[0].tolist() == [list(range(100, 100 + rows))]
     assert found[1].tolist() == [list(range(4000, 4000 + rows))]
 
 
+@pytest.mark.parametrize("following", [1, 4, 15])
+def test_an_inbox_may_leave_tokens_to_another_chain(following: int) -> None:
+    other, chain = inputs.new_chain(DEVICE).fill_(9), inputs.new_chain(DEVICE)
+    inputs.stage(host([5, 30]), other, other, *blank(1))
+    said = [50 + 7 * place for place in range(following)]
+    for token in said:
+        inputs.go_on(other, torch.tensor(token, device=DEVICE), rows=1)
+    inbox = host([77, *inputs.to_be_chosen(following), 31])
+    found, expected = blank(1 + following), blank(1 + following)
+    inputs.stage(inbox, chain, other, *found)
+    inputs.stage_plain(inbox, inputs.new_chain(DEVICE), other, *expected)
+    assert found[0].tolist() == expected[0].tolist() == [[77, *said]]
+    assert found[1].tolist() == expected[1].tolist() == [list(range(31, 32 + following))]
+    assert int(found[2]) == int(chain[1]) == 31
+    assert inputs.chosen(other.cpu(), following) == said, "the other chain stays as it is"
+
+
 def test_a_chain_hands_tokens_and_lengths_on() -> None:
     chain = inputs.new_chain(DEVICE).fill_(9)
     ids, positions, length = blank(2)
-    inputs.stage(host([5, 6, 30]), chain, ids, positions, length)
+    inputs.stage(host([5, 6, 30]), chain, chain, ids, positions, length)
     said = [11, 3, 70]
     inputs.go_on(chain, torch.tensor(said[0], device=DEVICE), rows=2)
     for place, token in enumerate(said[1:]):

@@ -40,6 +40,7 @@ from spmoe.engine.room import Room
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
+from spmoe.models.programs import Programs
 from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -105,19 +106,21 @@ class Rerunner:
 
     def __init__(self) -> None:
         self.phase = Phase.EAGER
+        self.turns = 0
         self.while_waiting: Callable[[], None] = lambda: None
         self.be_patient: Callable[[bool], None] = lambda patient: None
         self.sit_out: Callable[[Any], None] = lambda event: None
         self.recorded = 0
         self.replayed = 0
         self._replaying = False
+        self._splits = 0
         self._notes: list[Callable[[], None]] = []
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
         try:
             self.phase = Phase.REHEARSAL
             forward()
-            self.phase = Phase.RECORDING
+            self.phase, self._splits = Phase.RECORDING, 0
             result = forward().clone()
         finally:
             self.phase = Phase.EAGER
@@ -132,14 +135,18 @@ class Rerunner:
             finally:
                 self.phase, self._replaying = Phase.EAGER, False
 
+        if self._splits:  # what is begun ends where the host has something to do; here all of it comes after that
+            recording.pieces.append(lambda: None)
         recording.pieces.append(replay)
         return recording, result
 
     def split(self, between: Callable[[], None]) -> None:
+        self._splits += 1
         if self._replaying:
             between()
 
     def split_around(self, work: Callable[[], None], between: Between) -> None:
+        self._splits += 1
         if self._replaying:
             between(work, self.take_notes())
 
@@ -330,6 +337,51 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
         assert len(chosen) == len(shares) > top_k
         assert sum(shares) == pytest.approx(top_k)
         assert all(round(share * length) == pytest.approx(share * length) for share in shares)
+
+
+@pytest.fixture
+def gone_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every recorded forward of the target, whether it went on from what had been begun behind the draft."""
+    found: list[bool] = []
+    is_begun = Programs._is_begun
+
+    def looked(self: Programs, *args: Any) -> bool:
+        found.append(is_begun(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(Programs, "_is_begun", looked)
+    return found
+
+
+@pytest.mark.parametrize("draft", ["good", "random", "self:int8"])
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+def test_verification_is_begun_behind_the_draft(
+    double: Double, pair: Pair, gone_on: list[bool], draft: str, memory: str
+) -> None:
+    name = draft if ":" in draft else str(getattr(pair, draft))
+    options = {"num_speculative_tokens": 3, "expert_memory": memory, "dtype": "float32", "progress": False}
+    with LLM(str(pair.target), name, cutoff="none", **options) as llm:  # type: ignore[arg-type]
+        gone_on.clear()
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(pair.target), PROMPT, COUNT)
+    assert len(gone_on) >= 3
+    assert all(gone_on[:-1]), "but for the last, whose draft is none where there is room for one token only"
+
+
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+def test_what_was_begun_is_void_when_another_request_comes_between(
+    double: Double, mixtral_pair: Pair, gone_on: list[bool], memory: str
+) -> None:
+    prompts = [PROMPT, list(b"class A"), PROMPT]
+    expected = [greedy(reference(mixtral_pair.target), prompt, COUNT) for prompt in prompts]
+    options = {"num_speculative_tokens": 3, "expert_memory": memory, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), **options) as llm:  # type: ignore[arg-type]
+        gone_on.clear()
+        streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+        live = [iter(stream) for stream in streams]
+        while live:
+            live = [pieces for pieces in live if next(pieces, None) is not None]
+    assert [stream.token_ids for stream in streams] == expected
+    assert not all(gone_on)
 
 
 def test_what_compute_waited_is_counted_in_the_step_in_which_it_waited(

@@ -23,6 +23,8 @@ inputs = pytest.importorskip("spmoe.backends.kernels.inputs", reason="no Triton"
 class OnceRecorder:
     """Runs what it is to record, and forgets it, as a graph does: only addresses are left."""
 
+    turns = 0
+
     def be_patient(self, patient: bool) -> None:
         pass
 
@@ -56,7 +58,9 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmoe.models.programs.page_locked", lambda *size, dtype=torch.int64: torch.zeros(*size))
+    monkeypatch.setattr(
+        "spmoe.models.programs.page_locked", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
+    )
     for name in ("stage", "stage_chained", "go_on"):
         monkeypatch.setattr(f"spmoe.models.programs.{name}", lambda *args: None)
 
@@ -74,3 +78,83 @@ def test_inputs_live_as_long_as_the_recording() -> None:
     kv.programs.clear()
     gc.collect()
     assert all(tensor() is None for tensor in model.given), "a state that is gone keeps nothing"
+
+
+class Counted(OnceRecorder):
+    """Notes which rows are begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+        recording, logits = super().record(forward)
+        recording.pieces.append(lambda: self.begun.append(len(logits)))
+        return recording, logits
+
+
+def state(length: int = 3) -> Any:
+    return SimpleNamespace(length=length, cache=None, programs={}, advance=lambda rows: None)
+
+
+@pytest.fixture
+def two() -> tuple[Counted, Programs, Programs]:
+    """A draft and a target that follows it, on one recorder."""
+    recorder = Counted()
+    draft, target = (Programs(Model(), lambda watch, on_slab: nullcontext(), recorder) for _ in range(2))  # type: ignore[arg-type]
+    target.leader = draft
+    return recorder, draft, target
+
+
+def begin(draft: Programs, target: Programs, kv: Any) -> list[int]:
+    fetch = draft.greedy([5], state(), [None] * 3, 8)
+    target.begin(5, 3, kv, None)
+    return fetch()
+
+
+@pytest.mark.parametrize("between", ["nothing", "a draft", "another forward", "longer", "other tokens", "other token"])
+def test_what_was_begun_counts_only_if_it_is_what_is_asked_for_and_nothing_came_between(
+    two: tuple[Counted, Programs, Programs], between: str
+) -> None:
+    recorder, draft, target = two
+    kv = state()
+    tokens = [5, *begin(draft, target, kv)]
+    if between == "a draft":
+        draft.greedy([5], state(), [None] * 3, 8)()
+    elif between == "another forward":
+        target.forward(tokens, state(), 4, None)
+    elif between == "longer":
+        kv.length += 1
+    elif between == "other tokens":
+        tokens[2] += 1
+    elif between == "other token":
+        tokens[0] += 1
+    recorder.begun.clear()
+    target.forward(tokens, kv, 4, None)
+    assert recorder.begun == ([] if between == "nothing" else [4])
+    recorder.begun.clear()
+    target.forward(tokens, kv, 4, None)
+    assert recorder.begun == [4], "once"
+
+
+def test_nothing_is_begun_without_a_draft_that_was_launched_just_before(
+    two: tuple[Counted, Programs, Programs],
+) -> None:
+    recorder, draft, target = two
+    target.begin(5, 3, state(), None)
+    assert recorder.begun == []
+    draft.greedy([5], state(), [None] * 2, 8)
+    target.begin(5, 3, state(), None)
+    assert recorder.begun == [1, 1], "of another length"
+    target.forward([5, 6], state(), 2, None)
+    target.begin(5, 2, state(), None)
+    assert recorder.begun == [1, 1, 2], "something came between"
+
+
+def test_what_is_best_is_known_of_the_newest_logits_only(two: tuple[Counted, Programs, Programs]) -> None:
+    _, draft, target = two
+    kv = state()
+    older, newer = (target.forward([5] * rows, kv, rows, None) for rows in (3, 2))
+    assert target.best_of(older) is None
+    assert target.best_of(newer.clone()) is None
+    assert target.best_of(newer) == ([0.0, 0.0], [0, 0])
+    assert draft.best_of(newer) is None

@@ -6,8 +6,8 @@ their workspaces, and once to be recorded. What is computed in either counts for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import cache
 from typing import TypeVar
@@ -33,17 +33,20 @@ class Stopwatch:
         self.running = False
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Time what is submitted inside."""
+    def start(self) -> torch.cuda.Event | None:
+        """Time what is submitted from now on, until `stop` is given what this returns."""
         if not self.running:
-            yield
-            return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            return None
+        start = torch.cuda.Event(enable_timing=True)
         start.record()
-        yield
-        end.record()
-        self._spans.append((start, end))
+        return start
+
+    def stop(self, start: torch.cuda.Event | None) -> None:
+        """That was all of it."""
+        if start is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._spans.append((start, end))
 
     def take(self) -> float:
         """Seconds so far, which are then forgotten; waits for the last."""
@@ -61,12 +64,19 @@ class Recording:
     def __init__(self, stopwatch: Stopwatch | None = None) -> None:
         self.pieces: list[Callable[[], None]] = []
         self._stopwatch = stopwatch or Stopwatch()
+        self._started: torch.cuda.Event | None = None
 
-    def replay(self) -> None:
-        """Submit graph after graph, with the host's own work in between."""
-        with self._stopwatch.around():
-            for piece in self.pieces:
-                piece()
+    def begin(self) -> None:
+        """Submit the first graph, up to where the host has something to do."""
+        self._started = self._stopwatch.start()
+        for piece in self.pieces[:1]:
+            piece()
+
+    def finish(self) -> None:
+        """Submit the others, one after the other, with the host's own work in between."""
+        for piece in self.pieces[1:]:
+            piece()
+        self._stopwatch.stop(self._started)
 
 
 @cache
@@ -80,6 +90,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.phase = Phase.EAGER
+        self.turns = 0  # forwards begun so far: what one leaves on the device, the next may write over
         self.stopwatch = Stopwatch()
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it

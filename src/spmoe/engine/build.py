@@ -84,6 +84,8 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         k = config.most_draft_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
+            if draft is not None:
+                target.follow(draft)
             room.recorder.while_waiting = source.see_to_wishes
             room.recorder.sit_out = transfer.sit_out
             if not threaded:

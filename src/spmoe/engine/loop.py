@@ -72,7 +72,7 @@ class Loop:
 
         logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
         self.source.end_step()  # while a device comes to the end of it
-        verifier = GreedyVerifier() if sequence.sampling.greedy else RejectionVerifier()
+        verifier = GreedyVerifier(self.target.best_of) if sequence.sampling.greedy else RejectionVerifier()
         verdict = verifier.judge(sequence, draft, logits)
         self.source.computed()
 
@@ -84,7 +84,9 @@ class Loop:
         if (k := self._draft_length(sequence, room - len(new))) > 0:
             with suppress(Exception):  # what goes wrong goes wrong again when asked for, and these tokens are kept
                 self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device goes on while the host does
+                self._begin_verification(sequence, k)
 
+        self.source.book_stalls()
         self.policy.on_accept(Accepted(len(draft.tokens), verdict.accepted))
         self.counters.steps += 1
         self.counters.tokens += len(new)
@@ -146,7 +148,13 @@ class Loop:
             self.target.forward(pending[start : start + chunk], kv, keep, watch=watch, reach=reach)
             for start in range(0, len(pending), chunk)
         ]
-        return torch.cat(parts)[-keep:]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)[-keep:]
+
+    def _begin_verification(self, sequence: Sequence, k: int) -> None:
+        """Let a device go on from the draft that was begun to the forward that verifies it."""
+        kv = self.states[sequence.id]
+        if len(sequence.tokens) == kv.length + 1:
+            self.target.begin(sequence.tokens[-1], k, kv, self._watch_target())
 
     def _lookout(self, stage: Stage) -> Lookout | None:
         return Lookout(self, stage) if stage in self.policy.stages else None

@@ -191,9 +191,8 @@ class ExpertSource:
                     self.cache.shut(opened)
 
     def computed(self) -> None:
-        """All that compute has been given so far is over, and what it has waited is known."""
+        """All that compute has been given so far is over."""
         self.transfer.passed(self.transfer.mark())
-        self.book_stalls()
 
     def end_step(self) -> None:
         """The step is over: what is still wished for is void."""

@@ -96,7 +96,7 @@ class Network:
         # -> [keep, vocabulary]
         end = max(reach, kv.length + len(tokens))
         crosses = self.changes.between(kv.length, end)
-        if (programs := self._usable_programs(tokens, kv)) is not None and on_tap is None and not crosses:
+        if (programs := self._usable_programs(len(tokens), kv)) is not None and on_tap is None and not crosses:
             return programs.forward(tokens, kv, keep, watch)
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._taps.listen(on_tap) if on_tap is not None else nullcontext()
@@ -121,7 +121,7 @@ class Network:
         There is one such token, of the first `choices` of the vocabulary, for each watch: who looks on as it is found.
         Called, what is returned finishes it and has them; other forwards before that make it void.
         """
-        if (programs := self._usable_programs(tokens, kv)) is not None:
+        if (programs := self._usable_programs(len(tokens), kv)) is not None:
             return programs.greedy(tokens, kv, watches, choices)
 
         def run() -> list[int]:
@@ -132,6 +132,25 @@ class Network:
             return found
 
         return run
+
+    def follow(self, draft: Network) -> None:
+        """What this draft chooses can be appended without the host having seen it. Before anything is recorded."""
+        if self._programs is not None:
+            self._programs.leader = draft._programs
+
+    def begin(self, token: int, following: int, kv: KvState, watch: Watch | None) -> None:
+        """Begin, if that can be, to append a token and as many as the draft that is followed was told to choose.
+
+        `forward` of all of them then goes on with it.
+        """
+        rows = 1 + following
+        if (programs := self._usable_programs(rows, kv)) is None or self.changes.between(kv.length, kv.length + rows):
+            return
+        programs.begin(token, following, kv, watch)
+
+    def best_of(self, logits: Tensor) -> tuple[list[float], list[int]] | None:
+        """The largest of each row and its place, where these are the newest logits and that is on its way already."""
+        return self._programs.best_of(logits) if self._programs is not None else None
 
     def prepare(self, rows: int, keep: int, watch: Watch | None) -> None:
         """Have `forward` of so many rows recorded over every state that is there for sequences to come."""
@@ -183,9 +202,9 @@ class Network:
             logits = self.forward(tokens, kv, keep=len(tokens))
         return logits.clone()
 
-    def _usable_programs(self, tokens: list[int], kv: KvState) -> Programs | None:
+    def _usable_programs(self, rows: int, kv: KvState) -> Programs | None:
         """Recorded forwards, if there are such for this many rows and over a state whose memory is there."""
-        return self._programs if kv.length > 0 and len(tokens) <= self._recorded_rows else None
+        return self._programs if kv.length > 0 and rows <= self._recorded_rows else None
 
 
 def state_capacity(needed: int) -> int:

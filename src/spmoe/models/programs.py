@@ -1,7 +1,8 @@
 """Programs: forwards of a few rows, recorded once per row count and replayed with new tokens.
 
 Greedy draft tokens never visit the host on their way from one forward to the next: each program ends by noting its
-choice in a chain that the next one reads, and the host looks at predictions and tokens while the device runs ahead.
+choice in a chain that the next one reads, and the host looks at predictions and tokens while the device runs ahead. So
+does the forward that verifies them begin: its first graph waits on the device, behind the draft.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from spmoe.backends.devices import page_locked
 from spmoe.backends.graphs import Recorder
-from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, stage, stage_chained
+from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, stage, stage_chained, to_be_chosen
 from spmoe.models.attention import device_length
 from spmoe.models.kv import KvState
 from spmoe.models.taps import OnSlab, Watch
@@ -54,17 +56,45 @@ class Programs:
         self.model = model
         self.watching = watching
         self.recorder = recorder
+        self.leader: Programs | None = None  # whose chains these forwards may take tokens from; before any is recorded
         self.chain = new_chain(model.device)
         self._chain_here = page_locked(len(self.chain))
         self._arrived = recorder.new_event()
+        self._chained = (-1, 0)  # the turn in which a chain was last begun, and its length
+        self._found: list[int] = []  # the tokens of the last chain that was fetched
+        self._begun: tuple[ref[Program], int, int, int] | None = None  # a forward, token and length, and its turn
+        self._last: ref[Program] | None = None
 
     def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
         """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
         program = self.prepare(len(tokens), kv, keep, watch)
-        program.launch(watch, tokens, kv.length)
+        if not self._is_begun(program, tokens, kv.length):
+            program.begin(tokens, kv.length)
+        program.finish(watch)
         program.report()
         kv.advance(len(tokens))
+        self._last = ref(program)
         return program.logits
+
+    def begin(self, token: int, following: int, kv: KvState, watch: Watch | None) -> None:
+        """Begin to append a token, and those that the leader's chain, launched just now, will have chosen.
+
+        It is finished by a `forward` of these tokens; what else is launched before that makes it void.
+        """
+        if self.leader is not None and self.leader._chained == (self.recorder.turns, following):
+            program = self.prepare(1 + following, kv, 1 + following, watch)
+            program.begin([token, *to_be_chosen(following)], kv.length)
+            self._begun = (ref(program), token, kv.length, self.recorder.turns)
+
+    def best_of(self, logits: Tensor) -> tuple[list[float], list[int]] | None:
+        """The largest of each row and its place, where the last forward gave these logits; waits for its end."""
+        last = self._last() if self._last is not None else None
+        return last.best() if last is not None and last.logits is logits else None
+
+    def _is_begun(self, program: Program, tokens: list[int], length: int) -> bool:
+        begun, self._begun = self._begun, None
+        known = (ref(program), tokens[0], length, self.recorder.turns)
+        return begun == known and self.leader is not None and self.leader._found == tokens[1:]
 
     def prepare(self, rows: int, kv: KvState, keep: int, watch: Watch | None) -> Program:
         """What `forward` replays, recorded if it has not been."""
@@ -88,11 +118,12 @@ class Programs:
         is launched before that makes them void.
         """
         chain = self.prepare_greedy(len(tokens), kv, watches, choices)
-        chain[0].launch(watches[0], tokens, kv.length)
-        for program, watch in zip(chain[1:], watches[1:], strict=True):
-            program.launch(watch)
+        for place, (program, watch) in enumerate(zip(chain, watches, strict=True)):
+            program.begin(None if place else tokens, kv.length)
+            program.finish(watch)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
+        self._chained = (self.recorder.turns, len(chain))
 
         def fetch() -> list[int]:
             self.recorder.be_patient(True)
@@ -103,7 +134,8 @@ class Programs:
                 self.recorder.be_patient(False)
             kv.advance(len(tokens) + len(chain) - 1)
             self.recorder.sit_out(self._arrived)
-            return chosen(self._chain_here, len(chain))
+            self._found = chosen(self._chain_here, len(chain))
+            return list(self._found)
 
         return fetch
 
@@ -122,6 +154,11 @@ class Program:
         model, self._recorder = owner.model, owner.recorder
         self._inbox = page_locked(key.rows + 1)  # tokens, and how many came before
         self._inbox[key.rows] = kv.length
+        self._told = self._inbox.numpy()  # the same memory
+        self._best: Tensor | None = None  # of each row of logits, where the host will look at them
+        if key.choices is None:
+            self._best = page_locked(2, key.keep, dtype=torch.float64)  # holds every token id
+        self._over = self._recorder.new_event()
         self._watch: Watch | None = None
         self._slabs: list[Slab] = []
         self._answers: list[Routing | None] = []
@@ -134,7 +171,7 @@ class Program:
             if key.place:
                 stage_chained(owner.chain, ids, positions, length)
             else:
-                stage(self._inbox, owner.chain, ids, positions, length)
+                stage(self._inbox, owner.chain, (owner.leader or owner).chain, ids, positions, length)
             on_slab = self._on_slab(watch is not None and watch.at_once)
             with torch.inference_mode(), device_length(length), owner.watching(watch, on_slab):
                 output = model(
@@ -147,18 +184,35 @@ class Program:
                 logits: Tensor = output.logits[0]
                 if key.choices is not None:
                     go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
+                elif self._best is not None:
+                    self._best.copy_(torch.stack([part.double() for part in logits.max(dim=-1)]), non_blocking=True)
             return logits
 
         if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
             go_on_from(owner.chain, kv.length)
         self._recording, self.logits = self._recorder.record(forward)
 
-    def launch(self, watch: Watch | None, tokens: list[int] | None = None, length: int = 0) -> None:
-        """Submit the forward; without tokens, of the one chosen last."""
-        self._watch = watch
+    def begin(self, tokens: list[int] | None, length: int) -> None:
+        """Submit the forward up to where the host looks at it; without tokens, of the one chosen last."""
         if tokens is not None:
-            self._inbox.copy_(torch.tensor([*tokens, length]))
-        self._recording.replay()
+            self._told[:] = [*tokens, length]
+        self._recorder.turns += 1
+        self._recording.begin()
+
+    def finish(self, watch: Watch | None) -> None:
+        """Submit the rest."""
+        self._watch = watch
+        self._recording.finish()
+        if self._best is not None:
+            self._over.record()
+
+    def best(self) -> tuple[list[float], list[int]] | None:
+        """The largest of each row's logits and its place, unless it made a choice itself; waits for them."""
+        if self._best is None:
+            return None
+        self._recorder.sit_out(self._over)
+        largest, places = self._best.tolist()
+        return largest, [int(place) for place in places]
 
     def report(self) -> None:
         """Tell the watch what it asked for, slab by slab as it arrives, unless it was told at once."""

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from spmoe.types import Draft, Sequence, Verdict
 from spmoe.verify.filters import require_numbers
 
+Best = tuple[list[float], list[int]]  # the largest of each row, and its place
+
+
+def best_of(logits: Tensor) -> Best:
+    """The largest of each row, and its place."""  # logits: [rows, vocabulary]
+    best = logits.max(dim=-1)
+    # in one transfer from whatever device; a double holds every token id
+    largest, places = torch.stack((best.values.double(), best.indices.double())).tolist()
+    return largest, [int(place) for place in places]
+
 
 class GreedyVerifier:
     """Keeps draft tokens as long as each is the target's most likely one."""
 
+    def __init__(self, known: Callable[[Tensor], Best | None] = lambda logits: None) -> None:
+        self._known = known  # where what is best of some logits need not be looked for
+
     def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-        best = logits.max(dim=-1)
-        # in one transfer from whatever device; a double holds every token id
-        largest, choices = torch.stack((best.values.double(), best.indices.double())).tolist()  # 2 x [K + 1]
+        largest, choices = self._known(logits) or best_of(logits)  # [K + 1] each
         require_numbers(largest)
         accepted = 0
         while accepted < len(draft.tokens) and draft.tokens[accepted] == choices[accepted]:
             accepted += 1
-        return Verdict(accepted, int(choices[accepted]))
+        return Verdict(accepted, choices[accepted])

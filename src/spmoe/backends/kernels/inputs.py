@@ -36,17 +36,26 @@ def chosen(chain: Tensor, count: int) -> list[int]:
     return tokens
 
 
-def stage(inbox: Tensor, chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
-    """Spread the inbox (tokens, then how many came before them) over a forward's inputs; a chain begins."""
+def to_be_chosen(count: int) -> list[int]:
+    """In an inbox, stands for the tokens that another chain will have chosen by then."""
+    return list(range(-1, -1 - count, -1))
+
+
+def stage(inbox: Tensor, chain: Tensor, other: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+    """Spread the inbox (tokens, then how many came before them) over a forward's inputs; a chain begins.
+
+    In place of a token it may say that it is the first one that the other chain chose (-1), the second (-2), and so on.
+    """
     # inbox: [rows + 1] int64, page-locked; ids, positions: [1, rows] int64; length: [1] int64
-    rows = ids.shape[1]
-    _stage_kernel[(1,)](inbox, chain, ids, positions, length, rows, PAD=triton.next_power_of_2(rows), num_warps=1)
+    rows, pad = ids.shape[1], triton.next_power_of_2(ids.shape[1])
+    _stage_kernel[(1,)](inbox, chain, other, ids, positions, length, rows, PAD=pad, num_warps=1)
 
 
-def stage_plain(inbox: Tensor, chain: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
+def stage_plain(inbox: Tensor, chain: Tensor, other: Tensor, ids: Tensor, positions: Tensor, length: Tensor) -> None:
     """What `stage` does."""
     rows = ids.shape[1]
-    ids[0] = inbox[:rows]
+    given = inbox[:rows].to(other.device)
+    ids[0] = torch.where(given < 0, other[torch.where(given < 0, _TOKENS - 1 - given, 0)], given)
     length[0] = chain[_LENGTH] = inbox[rows]
     positions[0] = inbox[rows] + torch.arange(rows, device=inbox.device)
     chain[_COUNT] = 0
@@ -91,10 +100,12 @@ def take_wave_plain(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
 
 
 @triton.jit
-def _stage_kernel(inbox, chain, ids, positions, length, rows, PAD: tl.constexpr):
+def _stage_kernel(inbox, chain, other, ids, positions, length, rows, PAD: tl.constexpr):
     at = tl.arange(0, PAD)
     held = tl.load(inbox + rows)
-    tl.store(ids + at, tl.load(inbox + at, mask=at < rows, other=0), mask=at < rows)
+    given = tl.load(inbox + at, mask=at < rows, other=0)
+    chosen = tl.load(other + 2 - given, mask=given < 0, other=0)
+    tl.store(ids + at, tl.where(given < 0, chosen, given), mask=at < rows)
     tl.store(positions + at, held + at, mask=at < rows)
     tl.store(length, held)
     tl.store(chain + 1, held)
