@@ -14,7 +14,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey
+from spmoe.types import ExpertKey, Wish, Wishes
 
 
 class NoWeights:
@@ -184,3 +184,30 @@ def test_a_submission_that_is_refused_midway_leaves_no_pins(batching: bool, monk
     with pytest.raises(TransferError):
         fill(source, 0, 0, 1, 2)
     assert all(entry.pins == 0 for entry in source.cache.entries())
+
+
+class Over:
+    """An event that is over, or is not."""
+
+    def __init__(self, over: bool) -> None:
+        self.over = over
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("over", "under_way"), [(True, 1), (False, 2)])
+def test_wishes_are_submitted_until_something_else_is_more_urgent(over: bool, under_way: int) -> None:
+    clock, blob = VirtualClock(), 16 * 2**20
+    transfer, eviction = VirtualTransfer(clock, blob, blob), make_eviction("draft-informed", (4, 4))
+    source = ExpertSource(NoWeights(6), transfer, eviction, blob, clock, Counters(), threaded=False)  # type: ignore[arg-type]
+    assert transfer.depth == 2
+    source.begin_step()
+    source.patient = True
+    source.wish(Wishes.of(Wish(ExpertKey(1, expert), 0.9, 1) for expert in range(4)))
+    assert len(source.loads) == 0, "whoever is patient asks for it"
+    source.see_to_wishes(Over(over))
+    assert len(source.loads) == under_way

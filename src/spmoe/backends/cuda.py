@@ -271,7 +271,7 @@ class CudaPort:
         if (opened.slots >= 0).any():
             self._backend.post(opened.slots)
             run()
-        self._catch_up()  # while the device is busy
+        self._catch_up(known)  # while the device is busy
         self._source.transfer.sit_out(known)
         needed = sorted(set(chosen.tolist()))
         if self._source.use_opened(opened, needed):
@@ -279,14 +279,23 @@ class CudaPort:
         else:
             self._run_waves(run, needed, opened, notes)
 
-    def _catch_up(self) -> None:
-        """What the layer before has put off: its hits, what it foretells, and wishes that are to be submitted."""
-        self._source.book()
-        (layer, notes), self._backend.put_off = self._backend.put_off, (-1, [])
-        if layer == self._layer - 1:  # else that forward was given up, or is over
-            for note in notes:
-                note()
-        self._source.see_to_wishes()
+    def _catch_up(self, known: Any) -> None:
+        """What the draft and the layer before have put off: hits, what they foretell, and wishes to be submitted.
+
+        Those only until the router's choice is known: the device has a wave left then, and must not run dry.
+        """
+        source, patient = self._source, self._source.patient
+        source.patient = True
+        try:
+            self._backend.recorder.catch_up()
+            source.book()
+            (layer, notes), self._backend.put_off = self._backend.put_off, (-1, [])
+            if layer == self._layer - 1:  # else that forward was given up, or is over
+                for note in notes:
+                    note()
+        finally:
+            source.patient = patient
+        source.see_to_wishes(known)
 
     def _run_waves(
         self,

@@ -17,7 +17,7 @@ from spmoe.experts.eviction import Eviction
 from spmoe.experts.loads import Loads, wait_for
 from spmoe.experts.prefetcher import Granting, PrefetchWorker, WishQueue
 from spmoe.experts.slots import Slots
-from spmoe.experts.transfer import Ticket, Transfer
+from spmoe.experts.transfer import Event, Ticket, Transfer
 from spmoe.experts.waves import Opened, Wave
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
@@ -207,8 +207,8 @@ class ExpertSource:
         with self.lock:
             self.counters.stall_seconds += self.transfer.stalled_seconds()
 
-    def pump(self) -> Ticket | None:
-        """Submit wishes; the ticket to wait for where only the transfer's depth holds some back."""
+    def pump(self, until: Event | None = None) -> Ticket | None:
+        """Submit wishes, until an event is over; the ticket to wait for where the transfer's depth holds some back."""
         if not len(self._queue) and not self.loads.entries:
             return None
         granted = True
@@ -225,14 +225,15 @@ class ExpertSource:
                 ticket = self.loads.entries[0].ticket if full and len(self._queue) else None
             if self._worker is not None:
                 time.sleep(0)  # whoever waits for the lock may have it
+            granted = granted and (until is None or not until.query())
         return ticket
 
-    def see_to_wishes(self) -> None:
-        """Something may be submitted: by the worker, or else now."""
+    def see_to_wishes(self, until: Event | None = None) -> None:
+        """Something may be submitted: by the worker, or else now, until an event is over."""
         if self._worker is not None and not self.synchronous:
             self._worker.poke()
         elif not self.synchronous:  # where nothing overlaps, whoever wishes waits for it
-            self.pump()
+            self.pump(until)
 
     def close(self) -> None:
         """End the worker and every copy, and let go of the slots. Idempotent."""
