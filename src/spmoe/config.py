@@ -18,7 +18,7 @@ EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
 DraftTokens = int | Literal["auto"]
-MOST_DRAFT_TOKENS = 16  # where how many is left open
+MOST_DRAFT_TOKENS = 15  # where how many is left open: 16 rows are verified, the most that kernels round alike
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

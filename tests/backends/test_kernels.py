@@ -385,11 +385,14 @@ def test_attention_of_many_rows(device: str, rows: int, heads: int, dtype: torch
 
 @dtypes
 @pytest.mark.parametrize("window", [None, 65])
-def test_a_rows_company_changes_no_bit_of_attention(device: str, dtype: torch.dtype, window: int | None) -> None:
-    context = Context(device, dtype, 6, 190, 6, 2, 16, 16)  # rows, and first positions, on both sides of a block's end
+@pytest.mark.parametrize(("rows", "heads"), [(6, 6), (16, 16)])  # of few queries and many
+def test_a_rows_company_changes_no_bit_of_attention(
+    device: str, dtype: torch.dtype, window: int | None, rows: int, heads: int
+) -> None:
+    context = Context(device, dtype, rows, 190, heads, 2, 16, 16)  # positions on both sides of a block's end
     context.append()
     together, query = context.attend(window), context.query
-    for row in range(6):
+    for row in range(rows):
         context.query = query[:, :, row : row + 1]
         assert torch.equal(context.attend(window), together[:, row : row + 1])
         context.length += 1

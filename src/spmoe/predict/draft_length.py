@@ -18,7 +18,7 @@ import numpy as np
 
 from spmoe.predict.latency import evenly_needed
 
-LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 FIRST = 4  # until something is known, and where outputs must not depend on how long steps take
 _ENOUGH = 3  # steps of one length, before another is considered
 _GAIN = 1.03  # that another must promise

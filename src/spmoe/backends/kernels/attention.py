@@ -2,7 +2,7 @@
 
 Loop bounds come from that length, so one captured graph serves every context up to the capacity. Blocks of the cache
 lie at fixed positions and go to the splits in turn, and what a row does not see adds exactly nothing: a row's result
-does not depend, in any bit, on the rows it came with, as long as they make at most `_FEW` queries.
+does not depend, in any bit, on the rows it came with.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,7 +16,6 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-_FEW = 64  # queries of one head of the cache: tiles of 16, and larger ones beyond
 _PROGRAMS = 264  # two for each multiprocessor of a large device
 _MOST_SPLITS = 64
 _SHARED = 96 * 1024  # bytes of a multiprocessor's memory that a program may take: a consumer's card has 99 KiB
@@ -57,7 +56,7 @@ def decode_attention(
     block = block_for(pad, value_pad, size)
     splits = splits_for(kv_heads, capacity, block)
     queries = rows * heads // kv_heads  # of one head of the cache
-    tile = 16 if queries <= _FEW or size > 2 else 64  # without tensor cores, more would spill
+    tile = tile_for(heads // kv_heads, size)
     stages = next((n for n in (3, 2) if _shared(pad, value_pad, size, block, tile, n) <= _SHARED), 1)
     sums = query.new_empty(splits, rows * heads, value_dim, dtype=torch.float32)
     stats = query.new_empty(2, splits, rows * heads, dtype=torch.float32)  # largest score, and sum of weights
@@ -76,6 +75,11 @@ def block_for(pad: int, value_pad: int, size: int) -> int:
     """Positions read at a time, by the cache's shape alone: as many as a multiprocessor has room for."""
     wanted = (64, 32) if size <= 2 else (32,)
     return next((block for block in wanted if _shared(pad, value_pad, size, block, 16, 3) <= _SHARED), 16)
+
+
+def tile_for(group: int, size: int) -> int:
+    """Queries of one head of the cache at a time, by the heads that share it: of four rows, or of less than that."""
+    return min(64, max(16, triton.next_power_of_2(4 * group))) if size <= 2 else 16  # else registers would spill
 
 
 def _shared(pad: int, value_pad: int, size: int, block: int, tile: int, stages: int) -> int:
