@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -111,3 +112,20 @@ def test_a_failure_after_which_it_can_be_ended_costs_no_memory(played: Played) -
         recorder.record(fail)
     recorder.record(lambda: None)
     assert played.pools == 1
+
+
+def test_nothing_is_collected_while_a_graph_is_recorded(played: Played) -> None:
+    """Freeing another engine's graphs meanwhile would end the process."""
+    recorder, collecting = Recorder(torch.device("cpu")), list[tuple[Phase, bool]]()
+
+    def forward() -> None:
+        collecting.append((recorder.phase, gc.isenabled()))
+        if len(collecting) == 4:
+            raise ValueError("it cannot be recorded")
+
+    recorder.record(forward)
+    assert collecting == [(Phase.REHEARSAL, True), (Phase.RECORDING, False)]
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        recorder.record(forward)
+    assert gc.isenabled()

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from spmoe.collecting import no_collection
+
 T = TypeVar("T")
 Between = Callable[[Callable[[], None], list[Callable[[], None]]], None]  # submit the work, and the notes
 
@@ -116,18 +118,23 @@ class Recorder:
                 forward()
                 self._stream.synchronize()
                 self.phase = Phase.RECORDING
-                self._begin()
-                try:
-                    result = forward()
-                except BaseException:
-                    with suppress(RuntimeError):  # which would hide why
-                        self._end()
-                    raise
-                self._end()
+                with no_collection():  # graphs of an engine that is gone must not be freed while one is recorded
+                    result = self._capture(forward)
         finally:
             self.phase = Phase.EAGER
             outer.wait_stream(self._stream)
         return self._recording, result
+
+    def _capture(self, forward: Callable[[], T]) -> T:
+        self._begin()
+        try:
+            result = forward()
+        except BaseException:
+            with suppress(RuntimeError):  # which would hide why
+                self._end()
+            raise
+        self._end()
+        return result
 
     def split(self, between: Callable[[], None]) -> None:
         """While recording: end the graph here, and let the host do this before the next one."""
