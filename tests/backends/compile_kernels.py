@@ -41,7 +41,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwarg
 
 
 def compile_all() -> None:
-    from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary
+    from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary, siblings
 
     def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
@@ -52,6 +52,10 @@ def compile_all() -> None:
         dense.skinny_linear(x, zeros(n, 4096))
     dense.skinny_linear(zeros(5, 8192), zeros(256, 8192), zeros(256))
     dense.skinny_linear(x.float(), zeros(64, 4096, dtype=torch.float32))
+    for counts, k in (((2048, 2048, 2048), 2048), ((4096, 1024, 1024), 4096), ((1536, 576), 7168), ((600, 70), 2880)):
+        weights = [zeros(n, k) for n in counts]
+        siblings.skinny_linears(zeros(5, k), weights, [None, *(zeros(n) for n in counts[1:])])
+    siblings.skinny_linears(x.float(), [zeros(n, 4096, dtype=torch.float32) for n in (64, 32)], [None, None])
     for n in (1408, 2048, 8192):
         dense.gated_linear(zeros(5, 2048), zeros(n, 2048), zeros(n, 2048), "silu")
     dense.route(x, zeros(8, 4096), 2, dense.Answer(torch.bfloat16))

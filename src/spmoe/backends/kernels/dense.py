@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from spmoe.backends.kernels.activations import ACTIVATIONS, activate
+from spmoe.backends.kernels.products import dot_tile, fma_tile
 
 MOST_ROWS = 16
 MOST_EXPERTS = 512
 LONGEST_NORM = 16384
-_GROUP = 8  # rows that one program of `_fma_kernel` has registers for
+GROUP = 8  # rows that one program of `fma_tile` has registers for
 _ONE_KERNEL = 1 << 16  # elements of a router that one multiprocessor reads in less time than another launch takes
 
 
@@ -117,7 +118,7 @@ def skinny_linear(
             BK=tile.k // tile.warps,
         )  # fmt: skip
     else:
-        groups = triton.cdiv(rows, _GROUP)
+        groups = triton.cdiv(rows, GROUP)
         each = triton.cdiv(rows, groups)
         _fma_kernel[(tiles, groups)](*given, **sizes, BIAS=bias is not None, ROWS=each, BK=tile.k)
     return out
@@ -219,25 +220,8 @@ def _fma_kernel(
     x, weight, bias, out, rows, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first, row = tl.program_id(0).to(tl.int64) * BN, tl.program_id(1) * ROWS
-    j, k = tl.arange(0, BN), tl.arange(0, BK)
-    n = first + j
-    at = weight + first * K + (j[:, None] * K + k[None, :])
-    sums = ()
-    for _ in tl.static_range(ROWS):
-        sums += (tl.zeros((BN, BK), tl.float32),)  # type: ignore[assignment]
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        w = _load(at + start, n[:, None], start + k[None, :], N, K, BN, BK).to(tl.float32)
-        new = ()
-        for i in tl.static_range(ROWS):
-            v = tl.load(x + (row + i) * K + start + k, mask=(row + i < rows) & (start + k < K), other=0.0)
-            new += (tl.fma(w, v.to(tl.float32)[None, :], sums[i]),)  # type: ignore[assignment]
-        sums = new
-    for i in tl.static_range(ROWS):
-        y = tl.sum(sums[i], axis=1)
-        if BIAS:
-            y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out + (row + i) * N + n, y.to(out.dtype.element_ty), mask=(n < N) & (row + i < rows))
+    WHOLE: tl.constexpr = N % BN == 0 and K % BK == 0
+    fma_tile(x, weight, bias, out, tl.program_id(0), rows, N, N, WHOLE, K, BIAS, ROWS, BN, BK, STAGES)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -245,20 +229,8 @@ def _dot_kernel(
     x, weight, bias, out, rows, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first, m = tl.program_id(0).to(tl.int64) * BN, tl.arange(0, ROWS)
-    part, j, k = tl.arange(0, PARTS)[:, None, None] * BK, tl.arange(0, BN), tl.arange(0, BK)
-    n = first + j
-    at = weight + first * K + (part + j[None, :, None] * K + k[None, None, :])  # [PARTS, BN, BK]
-    x_at = x + (part + m[None, None, :] * K + k[None, :, None])  # [PARTS, BK, ROWS]
-    y = tl.zeros((PARTS, BN, ROWS), tl.float32)
-    for start in tl.range(0, K, PARTS * BK, num_stages=STAGES):
-        w = _load(at + start, n[None, :, None], start + part + k[None, None, :], N, K, BN, PARTS * BK)
-        v = tl.load(x_at + start, mask=(m[None, None, :] < rows) & (start + part + k[None, :, None] < K), other=0.0)
-        y = tl.dot(w, v, y, input_precision="ieee")
-    y = tl.sum(y, axis=0)
-    if BIAS:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + m[None, :] * N + n[:, None], y.to(out.dtype.element_ty), mask=(m[None, :] < rows) & (n[:, None] < N))
+    WHOLE: tl.constexpr = N % BN == 0 and K % (PARTS * BK) == 0
+    dot_tile(x, weight, bias, out, tl.program_id(0), rows, N, N, WHOLE, K, BIAS, ROWS, PARTS, BN, BK, STAGES)
 
 
 @triton.jit(do_not_specialize=["rows"])
