@@ -30,7 +30,7 @@ from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recorder, Recording
-from spmoe.backends.kernels import attention, experts, gates, inputs, quantized
+from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary, siblings
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
 from spmoe.config import Cutoff, Size
@@ -40,6 +40,7 @@ from spmoe.engine.room import Room
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
 from spmoe.models.fused_gates import FusedGates
+from spmoe.models.fusion import fuse
 from spmoe.models.programs import Programs
 from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
@@ -245,6 +246,28 @@ def test_tokens_are_those_of_transformers(double: Double, pair: Pair, kind: str,
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, getattr(pair, kind), **options) == expected
     assert (double.recorder.replayed > 0) != options.get("enforce_eager", False)
+
+
+def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that is fused, by twins of the kernels, in forwards that are recorded and in those that are not."""
+    launched: list[tuple[Phase, int]] = []  # and how many rows
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Any = None) -> Tensor:
+        return torch.cat([dense.skinny_linear_plain(row[None], weight, bias) for row in x])  # each by itself
+
+    def linears(x: Tensor, weights: Any, biases: Any, tile: Any) -> list[Tensor]:
+        launched.append((double.recorder.phase, len(x)))
+        return [linear(x, *given) for given in zip(weights, biases, strict=True)]
+
+    for kernels, names in ((dense, ("rms_norm", "gated_linear", "route")), (rotary, ("rotate",))):
+        for name in names:
+            monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_plain"))
+    monkeypatch.setattr(dense, "skinny_linear", linear)
+    monkeypatch.setattr(siblings, "skinny_linears", linears)
+    monkeypatch.setattr("spmoe.models.network.fuse", fuse)
+    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
+    assert {(Phase.EAGER, len(PROMPT)), (Phase.RECORDING, 1), (Phase.RECORDING, 4)} <= set(launched)
 
 
 def test_drafts_of_lengths_that_change(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

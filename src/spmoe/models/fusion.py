@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from spmoe.backends.base import kernel_name
 from spmoe.models.rotary import RotaryKernels
+from spmoe.models.siblings import Siblings, siblings_of
 
 _ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
 _SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
@@ -30,6 +31,9 @@ def fuse(model: nn.Module) -> Callable[[], None]:
     rotary = RotaryKernels()
     with torch.inference_mode():
         for module in model.modules():
+            for layer, form in _proved_siblings(module):
+                layer.forward = form
+                fused.append(layer)
             if (forward := _proved_form(module, rotary)) is not None:
                 module.forward = forward
                 fused.append(module)
@@ -44,9 +48,7 @@ def fuse(model: nn.Module) -> Callable[[], None]:
 def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | None:
     """A forward that is as good as the module's own, and faster for few rows."""
     weight: Any = getattr(module, "weight", next(module.parameters(), None))
-    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous() or not _kernels_run_on(weight):
-        return None
-    if "forward" in vars(module):
+    if not _is_plain(weight) or "forward" in vars(module):
         return None
     try:
         if any(True for _ in module.children()):
@@ -62,6 +64,30 @@ def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | Non
     except Exception:  # whatever a module cannot do with random states, or a device with a kernel
         return None
     return None
+
+
+def _proved_siblings(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
+    """Linear layers that are fed alike, with forwards of which the first that is called computes all of them."""
+    layers = siblings_of(module)
+    if not layers or not all(_is_plain(layer.weight) for layer in layers):
+        return []
+    try:
+        group, states = Siblings(layers), _states(layers[0].weight)
+        found, first = group.together(states), group.together(states[:1])
+        for number, layer in enumerate(layers):
+            if not torch.equal(group.alone(number, states[:1]), first[number]):
+                return []
+            if not _linear_is_same(layer, states, found[number], first[number]):
+                return []
+    except Exception:  # whatever a device cannot do with a kernel
+        return []
+    return [(layer, _with_own(layer, _ROWS, group.form(number))) for number, layer in enumerate(layers)]
+
+
+def _is_plain(weight: Any) -> bool:
+    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous():
+        return False
+    return _kernels_run_on(weight)
 
 
 def _kernels_run_on(weight: Tensor) -> bool:
@@ -96,11 +122,15 @@ def _linear(module: nn.Linear) -> Callable[..., Any] | None:
         return skinny_linear(x.reshape(-1, width), module.weight, module.bias).view(*x.shape[:-1], -1)
 
     states = _states(module.weight)
-    found, expected = form(states), module.forward(states)
-    alone = form(states[:1])
-    if not _close(found, expected, _rounding(states, module.weight, expected)) or not torch.equal(alone, found[:1]):
+    if not _linear_is_same(module, states, form(states), form(states[:1])):
         return None
     return _with_own(module, _ROWS, form)
+
+
+def _linear_is_same(module: nn.Linear, states: Tensor, found: Tensor, alone: Tensor) -> bool:
+    """Whether these are the module's results, and the first row's does not depend on the others."""
+    expected = module.forward(states)
+    return _close(found, expected, _rounding(states, module.weight, expected)) and torch.equal(alone, found[:1])
 
 
 def _gated(module: Any) -> Callable[..., Any] | None:
