@@ -29,7 +29,7 @@ from spmoe.backends.cuda import CudaAddresses, CudaBackend
 from spmoe.backends.cuda_driver import Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.graphs import Between, Phase, Recorder, Recording
+from spmoe.backends.graphs import Between, Phase, Recording
 from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary, siblings
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
@@ -111,7 +111,6 @@ class Rerunner:
         self.while_waiting: Callable[[], None] = lambda: None
         self.be_patient: Callable[[bool], None] = lambda patient: None
         self.sit_out: Callable[[Any], None] = lambda event: None
-        self.put_off: Callable[[], None] | None = None
         self.recorded = 0
         self.replayed = 0
         self._replaying = False
@@ -162,9 +161,6 @@ class Rerunner:
 
     def new_event(self) -> Passed:
         return Passed()
-
-    def catch_up(self) -> None:
-        Recorder.catch_up(self)  # type: ignore[arg-type]
 
 
 class Double:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmoe.backends.graphs import Recorder, Recording
+from spmoe.backends.graphs import Recording
 from spmoe.models.attention import current_length
 from spmoe.models.programs import Programs
 
@@ -24,10 +24,6 @@ class OnceRecorder:
     """Runs what it is to record, and forgets it, as a graph does: only addresses are left."""
 
     turns = 0
-    put_off: Callable[[], None] | None = None
-
-    def catch_up(self) -> None:
-        Recorder.catch_up(self)  # type: ignore[arg-type]
 
     def be_patient(self, patient: bool) -> None:
         pass

@@ -280,14 +280,13 @@ class CudaPort:
             self._run_waves(run, needed, opened, notes)
 
     def _catch_up(self, known: Any) -> None:
-        """What the draft and the layer before have put off: hits, what they foretell, and wishes to be submitted.
+        """What the layer before has put off: its hits, what it foretells, and wishes that are to be submitted.
 
         Those only until the router's choice is known: the device has a wave left then, and must not run dry.
         """
         source, patient = self._source, self._source.patient
         source.patient = True
         try:
-            self._backend.recorder.catch_up()
             source.book()
             (layer, notes), self._backend.put_off = self._backend.put_off, (-1, [])
             if layer == self._layer - 1:  # else that forward was given up, or is over

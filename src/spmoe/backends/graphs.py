@@ -97,7 +97,6 @@ class Recorder:
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
         self.sit_out: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize()  # how it waits
-        self.put_off: Callable[[], None] | None = None  # what it has still to do of a draft, once the device is busy
         self._stream = _recording_stream(device)
         self._spoilt = False  # the allocator takes its memory for one that is being recorded into
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -166,12 +165,6 @@ class Recorder:
         """What was noted since they were last taken: whoever takes them does them, on every replay."""
         notes, self._notes = self._notes, []
         return notes
-
-    def catch_up(self) -> None:
-        """Do what was put off."""
-        if (work := self.put_off) is not None:
-            self.put_off = None
-            work()
 
     def wait(self) -> None:
         """Until all that was submitted here is over."""

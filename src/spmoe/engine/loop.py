@@ -153,7 +153,7 @@ class Loop:
     def _begin_verification(self, sequence: Sequence, k: int) -> None:
         """Let a device go on from the draft that was begun to the forward that verifies it."""
         kv = self.states[sequence.id]
-        if len(sequence.tokens) == kv.length + 1 and not self.source.synchronous:
+        if len(sequence.tokens) == kv.length + 1:
             self.target.begin(sequence.tokens[-1], k, kv, self._watch_target())
 
     def _lookout(self, stage: Stage) -> Lookout | None:

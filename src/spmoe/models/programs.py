@@ -71,7 +71,6 @@ class Programs:
         if not self._is_begun(program, tokens, kv.length):
             program.begin(tokens, kv.length)
         program.finish(watch)
-        self.recorder.catch_up()
         program.report()
         kv.advance(len(tokens))
         self._last = ref(program)
@@ -119,7 +118,6 @@ class Programs:
         is launched before that makes them void.
         """
         chain = self.prepare_greedy(len(tokens), kv, watches, choices)
-        self.recorder.put_off = None  # of a draft that nobody wants any more
         for place, (program, watch) in enumerate(zip(chain, watches, strict=True)):
             program.begin(None if place else tokens, kv.length)
             program.finish(watch)
@@ -130,12 +128,8 @@ class Programs:
         def fetch() -> list[int]:
             self.recorder.be_patient(True)
             try:
-                for program in chain[:-1]:
+                for program in chain:
                     program.report()
-                if self.recorder.turns == self._chained[0]:
-                    chain[-1].report()
-                else:  # the device has gone on to verification, and waits for its first experts
-                    self.recorder.put_off = chain[-1].report
             finally:
                 self.recorder.be_patient(False)
             kv.advance(len(tokens) + len(chain) - 1)
