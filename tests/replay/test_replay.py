@@ -13,7 +13,7 @@ from spmoe.errors import UsageError
 from spmoe.observe.chrome import chrome_events
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.replay.evictions import LIVE_RULES, make_rule
-from spmoe.replay.foresight import POLICIES
+from spmoe.replay.foresight import POLICIES, make_foresight
 from spmoe.replay.moving import Machine
 from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
 from spmoe.replay.simulate import Simulation
@@ -132,3 +132,41 @@ def test_a_timeline_accounts_for_the_last_steps() -> None:
     for before, after in pairwise(spans):
         assert before.end == pytest.approx(after.start), "compute is drafting or verifying, without a gap"
     assert chrome_events(timeline.spans)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_a_perfect_draft_names_what_rows_will_need_as_their_passes_end(k: int) -> None:
+    layers, width = TRACE.shape.layers, max(TRACE.shape.experts)
+    seer, steps = make_foresight("perfect-draft", layers, width), Replayer(TRACE).steps(k)
+    seer.prepare(steps)
+    for step in steps:
+        assert seer.at_begin(step) is None
+        heard, passes, needed = set[int](), 0, {key for keys in step.forwards[-1].needed for key in keys}
+        for slab in step.slabs:
+            told = seer.at_slab(slab)
+            if not step.drafted:
+                assert told is slab.wishes
+                continue
+            assert told is not None
+            heard |= {key for _, _, key in told.by_rank}
+            passes += slab.layers
+            rows = step.forwards[-1].chosen[: passes // layers]  # of passes that are over
+            named = {layer * width + int(e) for row in rows for layer, chosen in enumerate(row) for e in chosen}
+            assert named <= heard <= needed
+            assert (heard == needed) == (passes == step.drafted * layers) or named == needed
+
+
+def test_between_the_draft_and_the_oracle_there_is_a_draft_that_is_never_wrong() -> None:
+    draft, perfect, oracle = (
+        REPLAYER.run(Setting(name, cutoff=NONE)) for name in ("draft-gate", "perfect-draft", "oracle")
+    )
+    assert oracle.seconds < perfect.seconds < draft.seconds
+    assert perfect.counters.wasted_bytes < draft.counters.wasted_bytes
+
+
+def test_a_draft_that_does_not_speak_of_every_layer_is_not_called_perfect() -> None:
+    steps = Replayer(TRACE).steps(4)
+    drafted = next(step for step in steps if step.drafted)
+    del drafted.slabs[-1]
+    with pytest.raises(UsageError, match="perfect-draft cannot be replayed"):
+        make_foresight("perfect-draft", TRACE.shape.layers, 8).prepare(steps)

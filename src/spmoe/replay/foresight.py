@@ -109,6 +109,39 @@ class Oracle(Scripted):
         yield Foretold.of(keys, np.ones(len(keys)), self.width)
 
 
+class PerfectDraft(Scripted):
+    """What the draft would foretell if it were never wrong: of a row when its pass is over, at the end of the last too.
+
+    No prediction from the draft can know more, or know it sooner.
+    """
+
+    name = "perfect-draft"
+    uses_draft = True
+
+    def at_slab(self, slab: SlabPlan) -> Foretold | None:
+        return next(self._said)
+
+    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+        if not step.drafted:  # a prompt, which the draft has read too
+            yield from (slab.wishes for slab in step.slabs)
+            return
+        told, chosen, all_told = 0, step.forwards[-1].chosen, step.drafted * self.layers
+        if sum(slab.layers for slab in step.slabs) != all_told:
+            raise UsageError("the trace's draft does not speak of every layer, so perfect-draft cannot be replayed")
+        for slab in step.slabs:
+            row, first = divmod(told, self.layers)
+            told += slab.layers
+            keys = self._keys(chosen[row, first : first + slab.layers], first)
+            if told == all_told:  # what no pass is made for is known no later
+                keys = np.union1d(keys, self._keys(chosen[row + 1 :], 0))
+            yield Foretold.of(keys, np.ones(len(keys)), self.width)
+
+    def _keys(self, chosen: np.ndarray, first: int) -> np.ndarray:
+        """Expert numbers of what rows chose in layers from this one on."""  # chosen: [.., layers, top_k]
+        numbers = chosen + self.width * np.arange(first, first + chosen.shape[-2])[:, None]
+        return np.unique(numbers[chosen >= 0])
+
+
 class Activation(Scripted):
     """The live policy: what requests like this one went on to use, by what it has used so far."""
 
@@ -192,6 +225,7 @@ POLICIES: dict[str, Maker] = {
     "draft-gate+next-gate": DraftAndNextGate,
     "activation": Activation,
     "adaptive": Adaptive,
+    "perfect-draft": PerfectDraft,
     "oracle": Oracle,
 }
 

@@ -77,6 +77,7 @@ class ForwardPlan:
     per_expert: list[float]  # by layer, seconds of one of its experts
     needed: list[list[int]]  # by layer
     shares: list[list[float]]  # by layer, of the rows that chose each; none where they are few
+    chosen: np.ndarray  # int16 [rows, layers, top_k]: by row; -1: nothing
     ahead: list[Foretold | None]  # by layer: what its own state says of the next one
     ahead_experts: np.ndarray  # int16 [layers, depth, rows, top_k]: what gates picked, of later ones too; -1: nothing
     ahead_scores: np.ndarray  # float16 [layers, depth, rows, top_k]
@@ -202,7 +203,8 @@ class _Planner:
         per_expert = [s / max(1, len(keys)) for s, keys in zip(seconds, counts, strict=True)]
         front, ahead = trace.forward_front[forward].tolist(), self._ahead(low, high)
         experts, scores = (part[:, :, low:high] for part in self._told)
-        return ForwardPlan(high - low, front, per_expert, needed, self._shares(low, high), ahead, experts, scores)
+        shares, chosen = self._shares(low, high), trace.chosen[low:high]
+        return ForwardPlan(high - low, front, per_expert, needed, shares, chosen, ahead, experts, scores)
 
     def _needed(self, low: int, high: int) -> list[list[int]]:
         """By layer, the experts that some rows chose."""
