@@ -63,6 +63,19 @@ def test_a_trace_is_recorded_and_replayed(trace: Path, tmp_path: Path, invoke: I
     assert not [word for word in ("on-demand", "draft-gate", "TPOT ms", "efficiency", "recorded:") if word not in table]
 
 
+def test_several_processes_print_what_one_does(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
+    options = ("--prefetch", "on-demand,draft-gate", "--link-gbps", "0.1,1", "--json", "--chrome")
+    said = []
+    for workers in (1, 3):
+        path = tmp_path / f"{workers}.json"
+        result = invoke("trace", "replay", trace, *options, path, "--workers", workers).succeeded()
+        records = [json.loads(line) for line in result.out.splitlines()]
+        assert all(record.pop("replayed_steps_per_second") > 0 for record in records)
+        said.append((records, path.read_text()))
+    assert said[0] == said[1]
+    invoke("trace", "replay", trace, "--workers", 0).refused(2, "--workers")
+
+
 def test_other_sizes_and_times_can_be_assumed(trace: Path, invoke: Invoke) -> None:
     large = ("--expert-size", "336MiB", "--draft-pass-ms", 2.6, "--verify-layer-ms", 0.56, "--transfer", "cuda")
     result = invoke("trace", "replay", trace, *large, "--prefetch", "draft-gate", "--link-gbps", 54.7, "--json")

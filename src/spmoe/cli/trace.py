@@ -124,13 +124,16 @@ def replay_trace(
     chrome: Annotated[
         Path | None, typer.Option(help="Write the last steps as Chrome trace events (for Perfetto) to this file.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that replay at once; default: one for each usable core.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per configuration and line.")] = False,
 ) -> None:
     """Play a recorded trace on a virtual clock: every combination of what is given, with nothing loaded."""
     from spmoe.observe.chrome import write_chrome
-    from spmoe.observe.timeline import Timeline
     from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
     from spmoe.replay.trace import Trace
+    from spmoe.replay.workers import replay_all, usable_cores
 
     if transfer not in ("recorded", "cuda"):
         raise UsageError(f"transfer must be recorded or cuda, not {transfer!r}")
@@ -154,16 +157,13 @@ def replay_trace(
         )
     ]
     settings = list(dict.fromkeys(settings))  # a rule may be named twice, by its name and as auto
-    replayer, outcomes, lines = Replayer(recorded, times), list["Outcome"](), dict[str, Timeline]()
+    replayer = Replayer(recorded, times)
     for setting in settings:
         replayer.require(setting)
-    for setting in settings:
-        timeline = Timeline() if chrome is not None else None
-        outcomes.append(replayer.run(setting, timeline))
-        if timeline is not None:
-            lines[_label(setting)] = timeline
+    replayed = list(replay_all(replayer, settings, workers or usable_cores(), draw=chrome is not None))
+    outcomes = [outcome for outcome, _ in replayed]
     if chrome is not None:
-        write_chrome(chrome, {name: line.spans for name, line in lines.items()})
+        write_chrome(chrome, {_label(made.setting): line.spans for made, line in replayed if line is not None})
     places = rank(outcomes)
     if as_json:
         for outcome, place in zip(outcomes, places, strict=True):
