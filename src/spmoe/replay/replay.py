@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
+from spmoe.collecting import no_collection
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
@@ -18,7 +19,7 @@ from spmoe.replay.evictions import make_rule, require_rule
 from spmoe.replay.foresight import make_foresight
 from spmoe.replay.moving import NEVER, Machine
 from spmoe.replay.simulate import Simulation
-from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, no_collection, plan_steps
+from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)

@@ -10,15 +10,14 @@ recorded step is not known, so the last piece has fewer drafts. A larger K than 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
 
+from spmoe.collecting import no_collection
 from spmoe.errors import UsageError
 from spmoe.replay.trace import Trace
 from spmoe.replay.wanted import Rank
@@ -117,20 +116,8 @@ def plan_steps(trace: Trace, draft_tokens: int | None = None) -> list[StepPlan]:
             f"the trace was recorded with {recorded} draft tokens per step, so {k} cannot be replayed; record one with "
             f"--num-speculative-tokens {k}"
         )
-    with no_collection():
+    with no_collection():  # plans are large and have no cycles: it would walk them for nothing
         return list(_Planner(trace, k).steps())
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the collector of cycles: plans are large and have none, so that it would walk them for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Planner:
