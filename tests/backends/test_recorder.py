@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmoe.backends import graphs
-from spmoe.backends.graphs import Phase, Recorder
+from spmoe.backends.graphs import Phase, Recorder, Recording, Stopwatch
 
 
 class Streamed:
@@ -129,3 +129,41 @@ def test_nothing_is_collected_while_a_graph_is_recorded(played: Played) -> None:
     with pytest.raises(ValueError, match="cannot be recorded"):
         recorder.record(forward)
     assert gc.isenabled()
+
+
+class Timed:
+    """An event of a device that has done everything by the time the host submits more."""
+
+    now = 0.0  # milliseconds
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Timed.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Timed) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_what_lies_between_a_forwards_beginning_and_its_rest_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Timed)))
+    stopwatch = Stopwatch()
+    recording = Recording(stopwatch)
+
+    def take(milliseconds: float) -> None:
+        Timed.now += milliseconds
+
+    recording.pieces += [lambda: take(2.0)] * pieces
+    for running in (False, True):
+        stopwatch.running = running
+        recording.begin()
+        take(1000.0)  # the host has other things to do
+        recording.finish()
+        assert stopwatch.take() == pytest.approx(0.002 * pieces if running else 0.0)

@@ -66,19 +66,23 @@ class Recording:
     def __init__(self, stopwatch: Stopwatch | None = None) -> None:
         self.pieces: list[Callable[[], None]] = []
         self._stopwatch = stopwatch or Stopwatch()
-        self._started: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """Submit the first graph, up to where the host has something to do."""
-        self._started = self._stopwatch.start()
-        for piece in self.pieces[:1]:
-            piece()
+        self._submit(self.pieces[:1])
 
     def finish(self) -> None:
         """Submit the others, one after the other, with the host's own work in between."""
-        for piece in self.pieces[1:]:
+        self._submit(self.pieces[1:])
+
+    def _submit(self, pieces: list[Callable[[], None]]) -> None:
+        """These, timed: until others follow, the device may have nothing to do."""
+        if not pieces:
+            return
+        start = self._stopwatch.start()
+        for piece in pieces:
             piece()
-        self._stopwatch.stop(self._started)
+        self._stopwatch.stop(start)
 
 
 @cache
