@@ -136,6 +136,20 @@ def test_what_was_begun_counts_only_if_it_is_what_is_asked_for_and_nothing_came_
     assert recorder.begun == [4], "once"
 
 
+def test_what_was_begun_is_not_finished_with_tokens_of_the_draft_before(
+    two: tuple[Counted, Programs, Programs],
+) -> None:
+    """Of its own draft nobody knows what it chose, as long as it is not fetched."""
+    recorder, draft, target = two
+    kv = state()
+    tokens = [5, *begin(draft, target, kv)]
+    draft.greedy([5], state(), [None] * 3, 8)
+    target.begin(5, 3, kv, None)
+    recorder.begun.clear()
+    target.forward(tokens, kv, 4, None)
+    assert recorder.begun == [4]
+
+
 def test_nothing_is_begun_without_a_draft_that_was_launched_just_before(
     two: tuple[Counted, Programs, Programs],
 ) -> None:

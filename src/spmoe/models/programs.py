@@ -61,7 +61,7 @@ class Programs:
         self._chain_here = page_locked(len(self.chain))
         self._arrived = recorder.new_event()
         self._chained = (-1, 0)  # the turn in which a chain was last begun, and its length
-        self._found: list[int] = []  # the tokens of the last chain that was fetched
+        self._found: list[int] = []  # the tokens of the last chain that was begun, once they are fetched
         self._begun: tuple[ref[Program], int, int, int] | None = None  # a forward, token and length, and its turn
         self._last: ref[Program] | None = None
 
@@ -117,7 +117,7 @@ class Programs:
         Each forward's most likely token follows these; all but the last are appended when they are fetched. What else
         is launched before that makes them void.
         """
-        chain = self.prepare_greedy(len(tokens), kv, watches, choices)
+        chain, self._found = self.prepare_greedy(len(tokens), kv, watches, choices), []
         for place, (program, watch) in enumerate(zip(chain, watches, strict=True)):
             program.begin(None if place else tokens, kv.length)
             program.finish(watch)
