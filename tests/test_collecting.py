@@ -1,0 +1,49 @@
+"""The collector of cycles is held off until the last who holds it off is done."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from spmoe.collecting import no_collection
+
+
+def test_inside_each_other() -> None:
+    with no_collection():
+        with no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="inside"), no_collection():
+        raise ValueError("inside")
+    assert gc.isenabled()
+
+
+def test_it_stays_off_where_it_was() -> None:
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_another_thread_that_is_done_does_not_turn_it_on() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with no_collection():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(10)
+    with no_collection():
+        leave.set()
+        thread.join()
+        assert not gc.isenabled()
+    assert gc.isenabled()
