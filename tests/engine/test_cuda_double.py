@@ -39,6 +39,7 @@ from spmoe.engine.llm import Generation
 from spmoe.engine.room import Room
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
+from spmoe.models.experts_port import attach
 from spmoe.models.fused_gates import FusedGates
 from spmoe.models.fusion import fuse
 from spmoe.models.programs import Programs
@@ -649,6 +650,26 @@ def test_an_interrupt_leaves_waves_in_step(double: Double, mixtral_pair: Pair, m
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, GREEDY)
         monkeypatch.setattr(CudaBackend, "post", post)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+def test_an_interrupt_leaves_the_target_its_own_experts(
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amid giving its modules those of the draft."""
+    left = [2]  # calls until it comes
+
+    def attached(experts: Any, port: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        attach(experts, port)
+
+    with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
+        monkeypatch.setattr("spmoe.draft.self_quantized.attach", attached)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, GREEDY)
+        expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
 
 

@@ -81,9 +81,9 @@ class SelfNetwork(Network):
         if watch is not None:
             self._on_slab, self._slab = on_slab or watch.tell, -(-len(self._sites) // watch.slabs)
         self._routed.clear()
-        for experts, port in self._sites:
-            attach(experts, port)
-        try:
+        try:  # from here on: an interrupt must not leave the target with what is the draft's
+            for experts, port in self._sites:
+                attach(experts, port)
             yield
         finally:
             self._on_slab = None
