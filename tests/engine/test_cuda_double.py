@@ -719,6 +719,19 @@ def test_rotary_embeddings_made_on_the_host(
     assert double.recorder.replayed > COUNT
 
 
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+@pytest.mark.parametrize("chunk", [12])
+def test_what_was_begun_is_void_when_the_state_is_read_anew(
+    double: Double, host_refused: None, tmp_path: Path, chunk: int, memory: str
+) -> None:
+    """Where embeddings change: in chunks that end in the very rows that were begun."""
+    target = save(seeded(phimoe, 3, rope_parameters=longrope(12)), tmp_path, byte_tokenizer())
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "prefill_chunk": chunk, "expert_memory": memory}
+    with LLM(str(target), "self:int8", dtype="float32", progress=False, **options) as llm:
+        for _ in range(2):
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)
+
+
 def test_without_tables_they_are_not_recorded(
     double: Double, host_refused: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

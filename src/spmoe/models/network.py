@@ -98,6 +98,8 @@ class Network:
         crosses = self.changes.between(kv.length, end)
         if (programs := self._usable_programs(len(tokens), kv)) is not None and on_tap is None and not crosses:
             return programs.forward(tokens, kv, keep, watch)
+        if self._programs is not None:
+            self._programs.recorder.turns += 1  # what was begun over a state may not be true of it any more
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._taps.listen(on_tap) if on_tap is not None else nullcontext()
         whole = as_if_up_to(self.model, end) if crosses else nullcontext()
