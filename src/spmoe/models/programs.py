@@ -157,7 +157,7 @@ class Program:
         self._told = self._inbox.numpy()  # the same memory
         self._best: Tensor | None = None  # of each row of logits, where the host will look at them
         if key.choices is None:
-            self._best = page_locked(2, key.keep, dtype=torch.float64)  # holds every token id
+            self._best = page_locked(2, min(key.keep, key.rows), dtype=torch.float64)  # holds every token id
         self._over = self._recorder.new_event()
         self._watch: Watch | None = None
         self._slabs: list[Slab] = []
