@@ -14,7 +14,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyJob, Ticket
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Wish, Wishes
+from spmoe.types import ExpertKey, Residency, Wish, Wishes
 
 
 class NoWeights:
@@ -211,3 +211,24 @@ def test_wishes_are_submitted_until_something_else_is_more_urgent(over: bool, un
     assert len(source.loads) == 0, "whoever is patient asks for it"
     source.see_to_wishes(Over(over))
     assert len(source.loads) == under_way
+
+
+def test_an_interrupt_while_copies_are_settled_leaves_none_under_way_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, blob = VirtualClock(), 16 * 2**20
+    transfer, eviction = VirtualTransfer(clock, blob, blob), make_eviction("lru", (4, 4))
+    source = ExpertSource(NoWeights(6), transfer, eviction, blob, clock, Counters(), threaded=False)  # type: ignore[arg-type]
+    source.begin_step()
+    source.wish(Wishes.of([Wish(ExpertKey(1, 0), 0.9, 1)]))
+    (ticket,) = source.loads.tickets
+    clock.sleep(100.0)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ticket, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        source.pump()
+    monkeypatch.undo()
+    source.pump()
+    assert not len(source.loads)
+    assert [entry.state for entry in source.cache.entries()] == [Residency.READY]

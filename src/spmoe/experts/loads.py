@@ -151,7 +151,6 @@ class Loads:
         self._transfer.keep_full()
         for entry in list(self.entries):
             if entry.ticket is not None and entry.ticket.ready():
-                self.entries.remove(entry)
                 try:
                     entry.ticket.wait()
                 except SpmoeError:
@@ -159,6 +158,7 @@ class Loads:
                 else:
                     self._cache.loaded(entry)
                     self._note(entry.key)
+                self.entries.remove(entry)  # not before: an interrupt must leave none that is LOADING for good
 
     def give_up(self, entry: Entry) -> None:
         """A copy is known to have failed; nothing happens where that has been settled."""
