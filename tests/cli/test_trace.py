@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from spmoe.config import PREFETCH_POLICIES
 from spmoe.engine.loop import Loop
+from spmoe.replay.foresight import POLICIES
 from spmoe.replay.replay import Replayer
 from spmoe.replay.trace import Trace
 
@@ -61,6 +63,12 @@ def test_a_trace_is_recorded_and_replayed(trace: Path, tmp_path: Path, invoke: I
     assert len({event["pid"] for event in events}) == 2 * 24
     table = invoke("trace", "replay", trace, "--link-gbps", 1).succeeded().out
     assert not [word for word in ("on-demand", "draft-gate", "TPOT ms", "efficiency", "recorded:") if word not in table]
+
+
+def test_policies_that_only_replays_have_are_named(invoke: Invoke) -> None:
+    shown = " ".join(invoke("trace", "replay", "--help").succeeded().out.split())
+    own = {*POLICIES} - {*PREFETCH_POLICIES} | {"oracle"}
+    assert [name for name in sorted(own) if f"'{name}'" not in shown] == []
 
 
 def test_several_processes_print_what_one_does(trace: Path, tmp_path: Path, invoke: Invoke) -> None:

@@ -95,7 +95,7 @@ def record_trace(
 def replay_trace(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `spmoe trace record` wrote.")],
     prefetch: Annotated[
-        str, typer.Option(help="Prefetch policies, with commas; also 'oracle'.")
+        str, typer.Option(help="Prefetch policies, with commas; also 'perfect-draft' and 'oracle'.")
     ] = "on-demand,draft-gate",
     eviction: Annotated[
         str, typer.Option(help="Eviction rules, with commas; also 'belady' and 'one-step-perfect'; auto: the policy's.")
