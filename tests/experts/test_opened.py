@@ -213,7 +213,10 @@ def test_wishes_are_submitted_until_something_else_is_more_urgent(over: bool, un
     assert len(source.loads) == under_way
 
 
-def test_an_interrupt_while_copies_are_settled_leaves_none_under_way_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_interrupt_while_copies_are_settled_leaves_none_under_way_for_good(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     clock, blob = VirtualClock(), 16 * 2**20
     transfer, eviction = VirtualTransfer(clock, blob, blob), make_eviction("lru", (4, 4))
     source = ExpertSource(NoWeights(6), transfer, eviction, blob, clock, Counters(), threaded=False)  # type: ignore[arg-type]
@@ -222,10 +225,10 @@ def test_an_interrupt_while_copies_are_settled_leaves_none_under_way_for_good(mo
     (ticket,) = source.loads.tickets
     clock.sleep(100.0)
 
-    def interrupted() -> None:
+    def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ticket, "wait", interrupted)
+    monkeypatch.setattr(*(ticket, "wait") if where == "before" else (source.loads, "_note"), interrupted)
     with pytest.raises(KeyboardInterrupt):
         source.pump()
     monkeypatch.undo()

@@ -150,7 +150,9 @@ class Loads:
             return
         self._transfer.keep_full()
         for entry in list(self.entries):
-            if entry.ticket is not None and entry.ticket.ready():
+            if entry.state is Residency.LOADING and entry.ticket is not None:
+                if not entry.ticket.ready():
+                    continue
                 try:
                     entry.ticket.wait()
                 except SpmoeError:
@@ -158,7 +160,7 @@ class Loads:
                 else:
                     self._cache.loaded(entry)
                     self._note(entry.key)
-                self.entries.remove(entry)  # not before: an interrupt must leave none that is LOADING for good
+            self.entries.remove(entry)  # not before: an interrupt must leave none that is LOADING for good
 
     def give_up(self, entry: Entry) -> None:
         """A copy is known to have failed; nothing happens where that has been settled."""
