@@ -653,11 +653,12 @@ def test_an_interrupt_leaves_waves_in_step(double: Double, mixtral_pair: Pair, m
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
 
 
+@pytest.mark.parametrize("calls", range(1, 7))  # until it comes: there are three layers
 def test_an_interrupt_leaves_the_target_its_own_experts(
-    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Amid giving its modules those of the draft."""
-    left = [2]  # calls until it comes
+    """Amid giving its modules those of the draft, and amid giving them back."""
+    left = [calls]
 
     def attached(experts: Any, port: Any) -> None:
         left[0] -= 1
@@ -666,6 +667,7 @@ def test_an_interrupt_leaves_the_target_its_own_experts(
         attach(experts, port)
 
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
+        assert len(llm.engine.target.moe) == 3
         monkeypatch.setattr("spmoe.draft.self_quantized.attach", attached)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, GREEDY)

@@ -86,9 +86,17 @@ class SelfNetwork(Network):
                 attach(experts, port)
             yield
         finally:
+            interrupt: KeyboardInterrupt | None = None
+            while True:
+                try:
+                    for (experts, _), other in zip(self._sites, before, strict=True):
+                        attach(experts, other)
+                    break
+                except KeyboardInterrupt as error:  # first all of them
+                    interrupt = error
             self._on_slab = None
-            for (experts, _), other in zip(self._sites, before, strict=True):
-                attach(experts, other)
+            if interrupt is not None:
+                raise interrupt
 
 
 class _Port:
