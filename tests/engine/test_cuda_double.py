@@ -103,8 +103,16 @@ class ImmediateLane:
         pass
 
 
+class EndOfGraph(Exception):
+    """The host has something to do from here on."""
+
+
 class Rerunner:
-    """Records a forward by remembering it, and replays it by running it again."""
+    """Records a forward by remembering it, and replays it by running it again.
+
+    What is begun runs up to where the host has something to do; the rest runs all of it again, with the inputs that
+    were staged when it was begun, and only if nothing else has been since.
+    """
 
     def __init__(self) -> None:
         self.phase = Phase.EAGER
@@ -114,8 +122,10 @@ class Rerunner:
         self.sit_out: Callable[[Any], None] = lambda event: None
         self.recorded = 0
         self.replayed = 0
-        self._replaying = False
+        self._replaying = self._beginning = False
         self._splits = 0
+        self._ran = 0  # graphs
+        self._staged: list[Tensor] | None = None  # by what is begun, and for what is finished
         self._notes: list[Callable[[], None]] = []
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
@@ -129,28 +139,56 @@ class Rerunner:
         self.recorded += 1
         recording = Recording()
 
-        def replay() -> None:
-            self.replayed += 1
-            self.phase, self._replaying = Phase.RECORDING, True
+        begun: list[Any] = [0, None]  # as which graph, and with which inputs
+
+        def run(*, beginning: bool) -> None:
+            self.phase, self._replaying, self._beginning = Phase.RECORDING, True, beginning
             try:
                 result.copy_(forward())
+            except EndOfGraph:
+                result.fill_(float("nan"))
+                self._notes.clear()
             finally:
-                self.phase, self._replaying = Phase.EAGER, False
+                self.phase, self._replaying, self._beginning = Phase.EAGER, False, False
 
-        if self._splits:  # what is begun ends where the host has something to do; here all of it comes after that
-            recording.pieces.append(lambda: None)
-        recording.pieces.append(replay)
+        def first() -> None:
+            self.replayed += 1
+            self._ran += 1
+            self._staged = None
+            run(beginning=len(recording.pieces) > 1)
+            begun[:] = self._ran, self._staged
+
+        def rest() -> None:
+            assert begun[0] == self._ran, "another graph may have written over what was begun"
+            self._staged = begun[1]
+            run(beginning=False)
+
+        recording.pieces += [first, rest] if self._splits else [first]
         return recording, result
 
+    def stage(self, inbox: Tensor, chain: Tensor, other: Tensor, *inputs_: Tensor) -> None:
+        if self._replaying and not self._beginning and self._staged is not None:  # the rest of what was begun
+            for there, staged in zip((chain, *inputs_), self._staged, strict=True):
+                there.copy_(staged)
+            return
+        inputs.stage_plain(inbox, chain, other, *inputs_)
+        if self._beginning:
+            self._staged = [tensor.clone() for tensor in (chain, *inputs_)]
+
     def split(self, between: Callable[[], None]) -> None:
-        self._splits += 1
+        self._split()
         if self._replaying:
             between()
 
     def split_around(self, work: Callable[[], None], between: Between) -> None:
-        self._splits += 1
+        self._split()
         if self._replaying:
             between(work, self.take_notes())
+
+    def _split(self) -> None:
+        self._splits += 1
+        if self._beginning:
+            raise EndOfGraph
 
     def note(self, later: Callable[[], None]) -> None:
         if self._replaying:
@@ -194,6 +232,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
+    monkeypatch.setattr("spmoe.models.programs.stage", it.recorder.stage)
 
     monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
 
