@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,15 @@ def test_a_process_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
     assert not multiprocessing.active_children()
 
 
+@pytest.fixture
+def heeding_interrupts() -> Iterator[None]:
+    """As in a terminal; what runs in the background of a shell may have been told to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding_interrupts")
 def test_ctrl_c_ends_all_of_them(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def interrupted(_: Replayer, setting: Setting, __: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)  # a terminal tells all of them
