@@ -16,6 +16,7 @@ from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.rotary_change import Changes, as_if_up_to
 from spmoe.models.rotary_table import use_tables
 from spmoe.models.taps import OnSlab, OnTap, Taps, Watch
+from spmoe.verify.greedy import Best
 
 if TYPE_CHECKING:
     from spmoe.backends.graphs import Recorder
@@ -150,7 +151,7 @@ class Network:
             return
         programs.begin(token, following, kv, watch)
 
-    def best_of(self, logits: Tensor) -> tuple[list[float], list[int]] | None:
+    def best_of(self, logits: Tensor) -> Best | None:
         """The largest of each row and its place, where these are the newest logits and that is on its way already."""
         return self._programs.best_of(logits) if self._programs is not None else None
 

@@ -23,6 +23,7 @@ from spmoe.models.attention import device_length
 from spmoe.models.kv import KvState
 from spmoe.models.taps import OnSlab, Watch
 from spmoe.types import Routing
+from spmoe.verify.greedy import Best, best_rows, read_best
 
 Watching = Callable[[Watch | None, OnSlab], AbstractContextManager[None]]  # what shows slabs of a forward inside
 
@@ -86,7 +87,7 @@ class Programs:
             program.begin([token, *to_be_chosen(following)], kv.length)
             self._begun = (ref(program), token, kv.length, self.recorder.turns)
 
-    def best_of(self, logits: Tensor) -> tuple[list[float], list[int]] | None:
+    def best_of(self, logits: Tensor) -> Best | None:
         """The largest of each row and its place, where the last forward gave these logits; waits for its end."""
         last = self._last() if self._last is not None else None
         return last.best() if last is not None and last.logits is logits else None
@@ -157,7 +158,7 @@ class Program:
         self._told = self._inbox.numpy()  # the same memory
         self._best: Tensor | None = None  # of each row of logits, where the host will look at them
         if key.choices is None:
-            self._best = page_locked(2, min(key.keep, key.rows), dtype=torch.float64)  # holds every token id
+            self._best = page_locked(2, min(key.keep, key.rows), dtype=torch.float64)
         self._over = self._recorder.new_event()
         self._watch: Watch | None = None
         self._slabs: list[Slab] = []
@@ -185,7 +186,7 @@ class Program:
                 if key.choices is not None:
                     go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
                 elif self._best is not None:
-                    self._best.copy_(torch.stack([part.double() for part in logits.max(dim=-1)]), non_blocking=True)
+                    self._best.copy_(best_rows(logits), non_blocking=True)
             return logits
 
         if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
@@ -206,13 +207,12 @@ class Program:
         if self._best is not None:
             self._over.record()
 
-    def best(self) -> tuple[list[float], list[int]] | None:
+    def best(self) -> Best | None:
         """The largest of each row's logits and its place, unless it made a choice itself; waits for them."""
         if self._best is None:
             return None
         self._recorder.sit_out(self._over)
-        largest, places = self._best.tolist()
-        return largest, [int(place) for place in places]
+        return read_best(self._best)
 
     def report(self) -> None:
         """Tell the watch what it asked for, slab by slab as it arrives, unless it was told at once."""

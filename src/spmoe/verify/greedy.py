@@ -13,11 +13,15 @@ from spmoe.verify.filters import require_numbers
 Best = tuple[list[float], list[int]]  # the largest of each row, and its place
 
 
-def best_of(logits: Tensor) -> Best:
-    """The largest of each row, and its place."""  # logits: [rows, vocabulary]
-    best = logits.max(dim=-1)
-    # in one transfer from whatever device; a double holds every token id
-    largest, places = torch.stack((best.values.double(), best.indices.double())).tolist()
+def best_rows(logits: Tensor) -> Tensor:
+    """The largest of each row, and its place, as one tensor to be read at once: a double holds every token id."""
+    # [rows, vocabulary] -> [2, rows] float64
+    return torch.stack([part.double() for part in logits.max(dim=-1)])
+
+
+def read_best(rows: Tensor) -> Best:
+    """What `best_rows` found, on whatever device."""
+    largest, places = rows.tolist()
     return largest, [int(place) for place in places]
 
 
@@ -28,7 +32,7 @@ class GreedyVerifier:
         self._known = known  # where what is best of some logits need not be looked for
 
     def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-        largest, choices = self._known(logits) or best_of(logits)  # [K + 1] each
+        largest, choices = self._known(logits) or read_best(best_rows(logits))  # [K + 1] each
         require_numbers(largest)
         accepted = 0
         while accepted < len(draft.tokens) and draft.tokens[accepted] == choices[accepted]:
