@@ -14,17 +14,17 @@ from spmoe.observe.activations import Activations
 Step = list[list[int]]  # each layer's experts
 
 
-def run_step(history: Activations, request: int, layers: Step) -> None:
-    history.begin_step(request)
+def run_step(history: Activations, sequence_id: int, layers: Step) -> None:
+    history.begin_step(sequence_id)
     for layer, experts in enumerate(layers):
         history.note([layer] * len(experts), experts)
 
 
-def remember(history: Activations, request: int, *steps: Step) -> None:
+def remember(history: Activations, sequence_id: int, *steps: Step) -> None:
     """A whole request: a prompt that uses everything, and its steps."""
-    run_step(history, request, [[0, 1, 2, 3]] * 3)
+    run_step(history, sequence_id, [[0, 1, 2, 3]] * 3)
     for step in steps:
-        run_step(history, request, step)
+        run_step(history, sequence_id, step)
 
 
 def history_of(**options: int) -> Activations:
@@ -114,10 +114,10 @@ def test_when_full_the_older_of_the_most_alike_makes_room(layers: list[int], ali
 )
 def test_expectations_are_shares_whatever_happens(steps: list[tuple[int, Step]]) -> None:
     history = Activations([4, 2, 4], capacity=4)
-    for request, layers in steps:
+    for sequence_id, layers in steps:
         run_step(
             history,
-            request,
+            sequence_id,
             [[expert % (2 if layer == 1 else 4) for expert in experts] for layer, experts in enumerate(layers)],
         )
         expected, near = history.expected(), history.similarities()

@@ -35,18 +35,18 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page; `<!-- not run -->` on the line before says that one is not to be run."""
     found: list[Block] = []
     lines = page.read_text().splitlines()
-    opened: tuple[int, str] | None = None
+    pinned: tuple[int, str] | None = None
     for number, line in enumerate(lines):
         if not line.lstrip().startswith("```"):
             continue
-        if opened is None:
-            opened = (number, line.strip().removeprefix("```").strip())
+        if pinned is None:
+            pinned = (number, line.strip().removeprefix("```").strip())
         else:
-            start, language = opened
+            start, language = pinned
             text = "\n".join(lines[start + 1 : number])
             found.append(Block(page, start + 1, language, text, lines[start - 1].strip() != "<!-- not run -->"))
-            opened = None
-    assert opened is None, f"{page}: a block is not closed"
+            pinned = None
+    assert pinned is None, f"{page}: a block is not closed"
     return found
 
 

@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "spmoe"
 FILES = sorted(SOURCE.rglob("*.py"))
-LONGEST = 350  # lines of one file
 
 # a room may import rooms of earlier tiers, itself, and the leaves
 TIERS = (
@@ -31,7 +30,7 @@ TIERS = (
     {"__init__", "__main__"},
 )
 LEAVES = {  # and what they may import
-    "collecting": set(),
+    "gc_pause": set(),
     "config": {"errors"},
     "errors": set(),
     "files": {"errors"},
@@ -165,10 +164,6 @@ def test_no_import_cycles() -> None:
 
 def test_every_module_says_what_it_is(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text()))
-
-
-def test_no_file_is_long(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= LONGEST
 
 
 def test_the_map_names_every_file_and_no_other() -> None:

@@ -164,7 +164,7 @@ class EngineConfig:
     num_speculative_tokens: DraftTokens = 4  # auto: as many as pay
     prefetch: str = "draft-gate"
     cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
-    fitted: bool = True  # use the maps fitted for the pair, where there are such
+    projection: bool = True  # use the maps fitted for the pair, where there are such
     eviction: str = "auto"
     expert_memory: Size = Size(share=0.25)
     dtype: str = "auto"
@@ -229,7 +229,7 @@ class EngineConfig:
         return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
 
     def __post_init__(self) -> None:
-        for name in ("fitted", "pageable", "batching", "synchronous", "enforce_eager"):
+        for name in ("projection", "pageable", "batching", "synchronous", "enforce_eager"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)

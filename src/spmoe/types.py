@@ -42,7 +42,7 @@ class Residency(Enum):
     READY = "ready"
 
 
-class Wish(NamedTuple):
+class PrefetchRequest(NamedTuple):
     """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs.
 
     One that is not to be fetched still says what is worth keeping.
@@ -55,33 +55,33 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """Wishes that come together, each expert once, as columns: a draft pass names hundreds."""
+class PrefetchRequests:
+    """Prefetch requests that come together, each expert once, as columns: a draft pass names hundreds."""
 
-    layers: np.ndarray  # int64 [wishes]
-    experts: np.ndarray  # int64 [wishes]
-    scores: np.ndarray  # float64 [wishes]
-    deadlines: np.ndarray  # int64 [wishes]
-    fetch: np.ndarray  # bool [wishes]
+    layers: np.ndarray  # int64 [prefetch requests]
+    experts: np.ndarray  # int64 [prefetch requests]
+    scores: np.ndarray  # float64 [prefetch requests]
+    deadlines: np.ndarray  # int64 [prefetch requests]
+    fetch: np.ndarray  # bool [prefetch requests]
 
     def __len__(self) -> int:
         return len(self.layers)
 
     @classmethod
-    def of(cls, wishes: Iterable[Wish]) -> Wishes:
+    def of(cls, prefetches: Iterable[PrefetchRequest]) -> PrefetchRequests:
         """From one by one; of several for one expert the highest score counts."""
-        best: dict[ExpertKey, Wish] = {}
-        for wish in wishes:
-            if wish.key not in best or best[wish.key].score < wish.score:
-                best[wish.key] = wish
+        best: dict[ExpertKey, PrefetchRequest] = {}
+        for request in prefetches:
+            if request.key not in best or best[request.key].score < request.score:
+                best[request.key] = request
         if not best:
-            return NO_WISHES
+            return NO_PREFETCHES
         keys, scores, deadlines, fetch = zip(*best.values(), strict=True)
         layers, experts = np.array(keys).T
         return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
 
     def numbers(self, width: int) -> np.ndarray:
-        """Each expert's, counted through layers that have so many."""  # int64 [wishes]
+        """Each expert's, counted through layers that have so many."""  # int64 [prefetch requests]
         known: tuple[int, np.ndarray] | None = self.__dict__.get("_numbers")  # replays ask again and again
         if known is None or known[0] != width:
             known = self.__dict__["_numbers"] = (width, self.layers * width + self.experts)
@@ -95,17 +95,17 @@ class Wishes:
             known = self.__dict__["_span"] = (layers.item(layers.argmin()), layers.item(layers.argmax()))
         return known
 
-    def where(self, kept: np.ndarray | slice) -> Wishes:
-        """Some of them."""  # kept: bool [wishes], or a range
+    def where(self, kept: np.ndarray | slice) -> PrefetchRequests:
+        """Some of them."""  # kept: bool [prefetch requests], or a range
         columns = (self.layers, self.experts, self.scores, self.deadlines, self.fetch)
-        return Wishes(*(column[kept] for column in columns))
+        return PrefetchRequests(*(column[kept] for column in columns))
 
-    def __iter__(self) -> Iterator[Wish]:
+    def __iter__(self) -> Iterator[PrefetchRequest]:
         keys = map(ExpertKey, self.layers.tolist(), self.experts.tolist())
-        return map(Wish, keys, self.scores.tolist(), self.deadlines.tolist(), self.fetch.tolist())
+        return map(PrefetchRequest, keys, self.scores.tolist(), self.deadlines.tolist(), self.fetch.tolist())
 
 
-NO_WISHES = Wishes(*(np.zeros(0, dtype) for dtype in (int, int, float, int, bool)))
+NO_PREFETCHES = PrefetchRequests(*(np.zeros(0, dtype) for dtype in (int, int, float, int, bool)))
 
 
 class Routing(NamedTuple):
@@ -116,8 +116,8 @@ class Routing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a slab of layers of the model that ran has produced.
+class LayerChunk:
+    """What a chunk of layers of the model that ran has produced.
 
     `depths` are decoder layers of that model, out of `depth_count`. `routing` is the policy's own question, answered
     already where the model that ran could ask it on its device.
@@ -150,7 +150,7 @@ class Draft:
     probs: Tensor | None = None  # [K, vocabulary] float32
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """How many draft tokens are kept, and the recovered (or, when all are kept, bonus) token after them."""
 
     accepted: int
@@ -158,7 +158,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class DraftOutcome:
     """What a policy is told when a step ends."""
 
     drafted: int

@@ -41,7 +41,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwarg
 
 
 def compile_all() -> None:
-    from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary, siblings
+    from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
 
     def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
@@ -54,8 +54,8 @@ def compile_all() -> None:
     dense.skinny_linear(x.float(), zeros(64, 4096, dtype=torch.float32))
     for counts, k in (((2048, 2048, 2048), 2048), ((4096, 1024, 1024), 4096), ((1536, 576), 7168), ((600, 70), 2880)):
         weights = [zeros(n, k) for n in counts]
-        siblings.skinny_linears(zeros(5, k), weights, [None, *(zeros(n) for n in counts[1:])])
-    siblings.skinny_linears(x.float(), [zeros(n, 4096, dtype=torch.float32) for n in (64, 32)], [None, None])
+        fused_qkv.skinny_linears(zeros(5, k), weights, [None, *(zeros(n) for n in counts[1:])])
+    fused_qkv.skinny_linears(x.float(), [zeros(n, 4096, dtype=torch.float32) for n in (64, 32)], [None, None])
     for n in (1408, 2048, 8192):
         dense.gated_linear(zeros(5, 2048), zeros(n, 2048), zeros(n, 2048), "silu")
     dense.route(x, zeros(8, 4096), 2, dense.Answer(torch.bfloat16))
@@ -76,7 +76,7 @@ def compile_all() -> None:
     inputs.stage(zeros(6, dtype=torch.int64), chain, chain, ids, ids, one)
     inputs.stage_chained(chain, one, one, one)
     inputs.go_on(chain, one[0], 1)
-    inputs.take_wave(zeros(8, 60, dtype=torch.int32), one, zeros(60, dtype=torch.int32))
+    inputs.take_batch(zeros(8, 60, dtype=torch.int32), one, zeros(60, dtype=torch.int32))
     for hidden, ffn, top_k in ((4096, 4096, 2), (2048, 1408, 8)):
         geometry = experts.Geometry(hidden, ffn, 0, 2 * hidden * ffn)
         arena, table = zeros(1, 3 * hidden * ffn), zeros(8, dtype=torch.int32)
@@ -84,7 +84,7 @@ def compile_all() -> None:
             states, index = zeros(rows, hidden), zeros(rows, top_k, dtype=torch.int64)
             scratch = experts.Places(top_k, geometry, torch.bfloat16, "cpu").scratch(rows)
             weights = index.float()
-            experts.run_wave(states, index, weights, table, arena, geometry, "silu", scratch)
+            experts.run_expert_batch(states, index, weights, table, arena, geometry, "silu", scratch)
             experts.add_up(scratch, states)
     bits, group, hidden, ffn = 4, 64, 2048, 1408
     gate_up = quantized.Codes(hidden, 2 * ffn, 0, 1 << 20)

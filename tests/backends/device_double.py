@@ -19,10 +19,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmoe.backends.cuda_driver import CudaCallError, Piece
-from spmoe.backends.cuda_transfer import CudaTicket, CudaTransfer
-from spmoe.experts.transfer import CopyJob, Event, Ticket
-from spmoe.experts.waves import Wave
+from spmoe.backends.cuda_runtime import CopyRange, CudaCallError
+from spmoe.backends.cuda_transfer import CudaCopyHandle, CudaTransfer
+from spmoe.experts.batches import ExpertBatch
+from spmoe.experts.transfer import CopyHandle, CopyJob, Event
 from spmoe.types import ExpertKey
 
 LIMIT = 30.0  # seconds after which what hangs is given up
@@ -52,7 +52,7 @@ class Memory:
 
     # ---- what the device does, and finds
 
-    def move(self, piece: Piece) -> None:
+    def move(self, piece: CopyRange) -> None:
         to, source = piece.to - _DEVICE, piece.source - _HOST
         assert 0 <= to <= to + piece.nbytes <= len(self._device), "a copy to nowhere"
         assert 0 <= source <= source + piece.nbytes <= len(self._host), "a copy from nowhere"
@@ -61,11 +61,11 @@ class Memory:
     def content(self, slot: int) -> bytes:
         return bytes(self._device[slot * self.nbytes : (slot + 1) * self.nbytes])
 
-    def job(self, piece: Piece) -> CopyJob:
+    def job(self, piece: CopyRange) -> CopyJob:
         """Which copy a piece is part of."""
         return CopyJob(self.keys[(piece.source - _HOST) // self.nbytes], (piece.to - _DEVICE) // self.nbytes)
 
-    def describe(self, piece: Piece) -> str:
+    def describe(self, piece: CopyRange) -> str:
         """Such as `A[0:16]`, bytes of expert 0; for experts of one layer."""
         name = chr(ord("A") + self.job(piece).key.expert)
         start = (piece.source - _HOST) % self.nbytes
@@ -124,12 +124,12 @@ class Point:
 class Copy:
     """The pieces of one submission, cut small, in no order."""
 
-    def __init__(self, memory: Memory, pieces: Sequence[Piece], rng: random.Random) -> None:
+    def __init__(self, memory: Memory, pieces: Sequence[CopyRange], rng: random.Random) -> None:
         self._memory = memory
-        self._left: list[Piece] = []
+        self._left: list[CopyRange] = []
         for to, source, nbytes in pieces:
             cut = rng.randint(0, nbytes)
-            self._left += [Piece(to, source, cut), Piece(to + cut, source + cut, nbytes - cut)]
+            self._left += [CopyRange(to, source, cut), CopyRange(to + cut, source + cut, nbytes - cut)]
         self._left = [piece for piece in self._left if piece.nbytes]
         rng.shuffle(self._left)
 
@@ -183,7 +183,7 @@ class Device:
 
     # ---- as a lane
 
-    def copy(self, pieces: Sequence[Piece]) -> Event:
+    def copy(self, pieces: Sequence[CopyRange]) -> Event:
         with self.moved:
             assert pieces, "nothing to submit"
             self.check_alive()
@@ -210,17 +210,17 @@ class Device:
             self._copies.append(Wait(event))
             self.moved.notify_all()
 
-    def stand_here(self) -> None:
+    def bind_compute_stream(self) -> None:
         pass
 
-    def compute_point(self) -> Event:
+    def record_compute_event(self) -> Event:
         with self.moved:
             point = Mark(self)
             self._compute.append(Point(point))
             self.moved.notify_all()
             return point
 
-    def compute_after(self, event: Event) -> None:
+    def compute_wait_event(self, event: Event) -> None:
         with self.moved:
             assert isinstance(event, Mark)
             self.compute_waits += 1
@@ -256,16 +256,16 @@ class Device:
         finally:
             self._submitter.demands = False
 
-    def _check_pieces(self, pieces: Sequence[Piece]) -> None:
+    def _check_pieces(self, pieces: Sequence[CopyRange]) -> None:
         for piece in pieces:
             if piece.nbytes < 1 or not self.expected(self.memory.job(piece)):
                 self.failures.append(AssertionError(f"{self.memory.job(piece)} is over, or was never asked for"))
 
-    def _check_wishes(self, pieces: Sequence[Piece], end: Mark) -> None:
+    def _check_wishes(self, pieces: Sequence[CopyRange], end: Mark) -> None:
         self._wishes = [mark for mark in self._wishes if not mark.passed] + [end]
         nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._wishes) > self._window:
-            self.failures.append(AssertionError(f"{len(self._wishes)} chunks of wishes are on the stream"))
+            self.failures.append(AssertionError(f"{len(self._wishes)} chunks of prefetch requests are on the stream"))
         if nbytes > self._chunk:
             self.failures.append(AssertionError(f"a chunk of {nbytes} bytes"))
 
@@ -277,9 +277,9 @@ class Device:
             self._compute.append(Kernel(self.memory, experts))
             self.moved.notify_all()
 
-    def launch_wave(self, wave: Wave) -> None:
-        keys = [ExpertKey(wave.layer, expert) for expert in wave.experts]
-        self.launch(list(zip(keys, wave.slots, strict=True)))
+    def launch_batch(self, batch: ExpertBatch) -> None:
+        keys = [ExpertKey(batch.layer, expert) for expert in batch.experts]
+        self.launch(list(zip(keys, batch.slots, strict=True)))
 
     # ---- time passes
 
@@ -320,10 +320,10 @@ class Device:
         with self.moved:
             assert self.moved.wait_for(lambda: len(self.log) >= count, LIMIT), self.log
 
-    def until_awaited(self, ticket: CudaTicket) -> None:
+    def until_awaited(self, handle: CudaCopyHandle) -> None:
         """Wait for another thread to wait for the end of this copy."""
         with self.moved:
-            assert self.moved.wait_for(lambda: isinstance(ticket.end, Mark) and ticket.end.awaited, LIMIT)
+            assert self.moved.wait_for(lambda: isinstance(handle.end, Mark) and handle.end.awaited, LIMIT)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -384,17 +384,17 @@ def _can_step(stream: deque[Operation]) -> bool:
 class WatchedTransfer(CudaTransfer):
     """Tells the device which submissions are demanded."""
 
-    lane: Device
+    copy_stream: Device
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         if not urgent:
             return super().copy(jobs, urgent=False)
-        with self.lane.demanding():
+        with self.copy_stream.demanding():
             return super().copy(jobs, urgent=True)
 
-    def send_now(self, ticket: CudaTicket) -> None:
-        with self.lane.demanding():
-            super().send_now(ticket)
+    def send_now(self, handle: CudaCopyHandle) -> None:
+        with self.copy_stream.demanding():
+            super().send_now(handle)
 
 
 class PlainSlots:

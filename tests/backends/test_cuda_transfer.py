@@ -1,4 +1,4 @@
-"""Copies on a stream of their own: the right bytes, demands before wishes, and no slot read or written too early.
+"""Copies on a stream of their own: the right bytes, demands before prefetch requests, and no slot read or written too early.
 
 The device is played by `device_double`: what is submitted happens later, bit by bit.
 """
@@ -35,17 +35,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmoe.backends.cuda_driver import Piece
-from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaTicket, chunk_for
+from spmoe.backends.cuda_runtime import CopyRange
+from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
 from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.batches import ExpertBatch, PinnedLayer
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket
-from spmoe.experts.waves import Opened, Wave
+from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 urgencies = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "wish"])
 
@@ -63,17 +63,17 @@ class Stand:
         self.device = Device(self.memory, chunk=chunk, window=window, seed=nbytes)
         self.transfer = WatchedTransfer(self.device, self.memory, chunk=chunk, window=window)
 
-    def copy(self, *names: str, urgent: bool) -> list[CudaTicket]:
-        tickets: list[CudaTicket] = []
-        for ticket in self.transfer.copy([job_of(name) for name in names], urgent=urgent):
-            assert isinstance(ticket, CudaTicket)
-            tickets.append(ticket)
-        return tickets
+    def copy(self, *names: str, urgent: bool) -> list[CudaCopyHandle]:
+        handles: list[CudaCopyHandle] = []
+        for handle in self.transfer.copy([job_of(name) for name in names], urgent=urgent):
+            assert isinstance(handle, CudaCopyHandle)
+            handles.append(handle)
+        return handles
 
-    def demand(self, *names: str) -> list[CudaTicket]:
+    def demand(self, *names: str) -> list[CudaCopyHandle]:
         return self.copy(*names, urgent=True)
 
-    def wish(self, *names: str) -> list[CudaTicket]:
+    def prefetch(self, *names: str) -> list[CudaCopyHandle]:
         return self.copy(*names, urgent=False)
 
     def launch(self, *names: str) -> None:
@@ -98,11 +98,11 @@ class Stand:
                 return False
         return True
 
-    def end(self, tickets: Sequence[Ticket]) -> None:
+    def end(self, handles: Sequence[CopyHandle]) -> None:
         """Let the device go on by itself until these copies have ended, well or badly."""
 
         def wait() -> None:
-            while not all(ticket.ready() for ticket in tickets):
+            while not all(handle.ready() for handle in handles):
                 self.transfer.keep_full()
 
         with self.device.running():
@@ -128,15 +128,15 @@ def make() -> Iterator[Callable[..., Stand]]:
     assert own_threads() == before
 
 
-def ended(tickets: Sequence[Ticket]) -> str:
+def ended(handles: Sequence[CopyHandle]) -> str:
     """A letter for each: `.` not yet, `+` well, `-` badly."""
     letters = ""
-    for ticket in tickets:
-        if not ticket.ready():
+    for handle in handles:
+        if not handle.ready():
             letters += "."
             continue
         try:
-            ticket.wait()
+            handle.wait()
         except TransferError:
             letters += "-"
         else:
@@ -154,9 +154,9 @@ def ended(tickets: Sequence[Ticket]) -> str:
 def test_blobs_of_any_size_arrive(make: Callable[..., Stand], nbytes: int, chunk: int, urgent: bool) -> None:
     stand = make(nbytes, chunk)
     names = ["C4", "A0", "H1", "B5"]
-    tickets = stand.copy(*names, urgent=urgent)
-    stand.end(tickets)
-    assert ended(tickets) == "++++"
+    handles = stand.copy(*names, urgent=urgent)
+    stand.end(handles)
+    assert ended(handles) == "++++"
     assert stand.holds(*names)
     ends = [part[0] for parts in stand.log for part in parts.split() if part.endswith(f":{nbytes}]")]
     assert ends == ["C", "A", "H", "B"], "one last part each, in the order of asking"
@@ -164,26 +164,26 @@ def test_blobs_of_any_size_arrive(make: Callable[..., Stand], nbytes: int, chunk
 
 def test_a_copy_ends_with_its_last_part(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
-    tickets = stand.wish("A0")
+    handles = stand.prefetch("A0")
     for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40]"], start=1):
         stand.kept(count)
         assert stand.log[-1] == parts
-        assert not tickets[0].ready()
+        assert not handles[0].ready()
         stand.device.run_copies(1)
-    assert ended(tickets) == "+"
+    assert ended(handles) == "+"
     assert stand.holds("A0")
     assert len(stand.log) == 3
 
 
 def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Callable[..., Stand]) -> None:
     stand = make(nbytes=5, chunk=16, window=1)
-    wishes = stand.wish("A0", "B1", "C2", "D3", "E4")
+    prefetches = stand.prefetch("A0", "B1", "C2", "D3", "E4")
     assert stand.log == ["A[0:5] B[0:5] C[0:5] D[0:1]"]
     stand.device.run_copies(1)
-    assert ended(wishes) == "+++.."
+    assert ended(prefetches) == "+++.."
     stand.kept(2)
     assert stand.log[1] == "D[1:5] E[0:5]"
-    stand.end(wishes)
+    stand.end(prefetches)
     assert stand.holds("A0", "B1", "C2", "D3", "E4")
     stand = make(nbytes=5, chunk=40)
     demands = stand.demand("A0", "B1", "C2")
@@ -215,39 +215,39 @@ def test_wishes_up_to_its_depth_fill_the_window_twice(make: Callable[..., Stand]
     assert stand.transfer.stalled_seconds() == 0.5
 
 
-# ---- demands before wishes
+# ---- demands before prefetch requests
 
 
 def test_a_demand_goes_behind_the_window_and_before_all_other_chunks(make: Callable[..., Stand]) -> None:
     stand = make(window=2)
-    wishes = stand.wish("A0", "B1")
+    prefetches = stand.prefetch("A0", "B1")
     (demand,) = stand.demand("C2")
     assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40]"]
     stand.device.run_copies(1)
     stand.kept(4)
     assert stand.log[3:] == ["A[32:40] B[0:8]"]
     stand.device.run_copies(2)
-    assert ended([*wishes, demand]) == "..+"
+    assert ended([*prefetches, demand]) == "..+"
     stand.kept(5)
-    assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for wishes; that of a chunk does"
-    stand.end([*wishes, demand])
+    assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for prefetch requests; that of a chunk does"
+    stand.end([*prefetches, demand])
     assert stand.log[5:] == ["B[24:40]"]
     assert stand.holds("A0", "B1", "C2")
 
 
-@pytest.mark.parametrize("call", [CudaTicket.hurry, CudaTicket.order])
+@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.order])
 def test_the_rest_of_a_wish_that_is_needed_now_goes_at_once(
-    make: Callable[..., Stand], call: Callable[[CudaTicket], None]
+    make: Callable[..., Stand], call: Callable[[CudaCopyHandle], None]
 ) -> None:
     stand = make(window=1)
-    half, untouched, other = stand.wish("A0", "B1", "C2")
+    half, untouched, other = stand.prefetch("A0", "B1", "C2")
     call(untouched)
     call(half)
     assert stand.log == ["A[0:16]", "B[0:40]", "A[16:40]"]
     call(half)
     call(untouched)
     assert len(stand.log) == 3, "once is enough"
-    assert half.ready() == untouched.ready() == (call is CudaTicket.order)
+    assert half.ready() == untouched.ready() == (call is CudaCopyHandle.order)
     stand.end([half, untouched, other])
     assert stand.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40]"]
     assert stand.holds("A0", "B1", "C2")
@@ -257,14 +257,14 @@ def test_the_rest_of_a_wish_that_is_needed_now_goes_at_once(
 def test_the_window_is_kept_full_and_never_overfull(make: Callable[..., Stand], window: int) -> None:
     """That it is never overfull is the device's own check, at each submission."""
     stand = make(nbytes=64, window=window)  # four chunks each
-    wishes = stand.wish("A0", "B1")
-    wishes += stand.wish("C2")
+    prefetches = stand.prefetch("A0", "B1")
+    prefetches += stand.prefetch("C2")
     for over in range(12):
         stand.kept(min(12, over + window))
         stand.device.run_copies(1)
-    assert ended(wishes) == "+++"
+    assert ended(prefetches) == "+++"
     assert stand.holds("A0", "B1", "C2")
-    late = stand.wish("D3")  # after a time in which the window ran dry
+    late = stand.prefetch("D3")  # after a time in which the window ran dry
     assert stand.log[12:] == ["D[0:16]", "D[16:32]", "D[32:48]"][:window]
     stand.end(late)
 
@@ -274,9 +274,9 @@ def test_the_window_is_kept_full_while_compute_is_waited_for(make: Callable[...,
     stand.demand("F5")
     stand.device.run_copies(1)
     stand.launch("F5")
-    point = stand.device.compute_point()
-    wishes = stand.wish("A0", "B1")
-    waiter = threading.Thread(target=stand.transfer.sit_out, args=(point,), daemon=True)
+    point = stand.device.record_compute_event()
+    prefetches = stand.prefetch("A0", "B1")
+    waiter = threading.Thread(target=stand.transfer.wait_and_pump, args=(point,), daemon=True)
     waiter.start()
     for over in range(1, 8):
         stand.device.until_logged(1 + over)
@@ -288,18 +288,18 @@ def test_the_window_is_kept_full_while_compute_is_waited_for(make: Callable[...,
     stand.device.run_compute()
     waiter.join(LIMIT)
     assert not waiter.is_alive()
-    stand.end(wishes)
+    stand.end(prefetches)
     assert stand.holds("A0", "B1", "F5")
 
 
 def test_what_has_passed_is_not_waited_for(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
-    point = stand.device.compute_point()
+    point = stand.device.record_compute_event()
     stand.device.run_compute()
-    wishes = stand.wish("A0")
-    within(lambda: stand.transfer.sit_out(point))
+    prefetches = stand.prefetch("A0")
+    within(lambda: stand.transfer.wait_and_pump(point))
     assert stand.log == ["A[0:16]"], "no byte of it has moved"
-    stand.end(wishes)
+    stand.end(prefetches)
 
 
 # ---- slots that compute reads
@@ -312,15 +312,15 @@ def test_a_slot_is_written_after_the_compute_that_reads_it(make: Callable[..., S
     stand.device.run_copies()
     stand.launch("A0")  # will see that the bytes are still A's
     stand.transfer.fence([0])
-    tickets = stand.copy("B0", urgent=urgent)
+    handles = stand.copy("B0", urgent=urgent)
     first = "B[0:40]" if urgent else "B[0:16]"
     assert stand.log[1:] == ["wait", first]
     stand.device.run_copies()
     assert stand.holds("A0")
-    assert not tickets[0].ready()
+    assert not handles[0].ready()
     stand.device.run_compute()
-    stand.end(tickets)
-    assert stand.memory.content(0) == stand.memory.blobs[tickets[0].job.key]
+    stand.end(handles)
+    assert stand.memory.content(0) == stand.memory.blobs[handles[0].job.key]
     assert stand.log.count("wait") == 1, "later parts come after the first anyway"
 
 
@@ -335,10 +335,10 @@ def test_compute_that_is_over_is_not_waited_for(make: Callable[..., Stand], urge
     stand.device.run_compute()
     stand.transfer.passed(point)
     stand.launch("A0")
-    tickets = stand.copy("B1", urgent=urgent)
+    handles = stand.copy("B1", urgent=urgent)
     stand.device.run_copies(1)
     stand.device.run_compute()
-    stand.end(tickets)
+    stand.end(handles)
     assert "wait" not in stand.log
     assert stand.holds("A0", "B1")
 
@@ -354,20 +354,20 @@ def test_what_was_given_after_the_point_that_is_passed_is_waited_for(make: Calla
     stand.transfer.mark()
     stand.transfer.passed(before)
     logged = len(stand.log)
-    tickets = stand.demand("C1")
+    handles = stand.demand("C1")
     assert stand.log[logged:] == ["wait", "C[0:40]"]
     stand.device.run_copies()
     assert stand.holds("A0", "B1")
-    stand.end(tickets)
+    stand.end(handles)
     assert stand.holds("A0", "C1")
 
 
 def test_only_slots_that_are_read_are_waited_for_and_once(make: Callable[..., Stand]) -> None:
     stand = make()
     stand.transfer.fence([0, 3])
-    tickets = stand.demand("A1", "B0", "C0", "D2")
+    handles = stand.demand("A1", "B0", "C0", "D2")
     assert stand.log == ["A[0:40]", "wait", "B[0:40]", "C[0:40]", "D[0:40]"]
-    stand.end(tickets)
+    stand.end(handles)
     assert stand.holds("A1", "C0", "D2")
 
 
@@ -377,17 +377,17 @@ def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[...,
     stand.device.run_copies()
     stand.transfer.fence([1])
     stand.device.run_compute()
-    wishes = stand.wish("A0", "C1")
+    prefetches = stand.prefetch("A0", "C1")
     stand.launch("B1")
     stand.transfer.fence([1])
     stand.device.run_copies(1)
     stand.kept(3)
-    wishes[0].hurry()
-    wishes[1].hurry()
+    prefetches[0].prioritize()
+    prefetches[1].prioritize()
     assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40]", "wait", "C[0:40]"]
     stand.device.run_copies()
     assert stand.holds("A0", "B1")
-    stand.end(wishes)
+    stand.end(prefetches)
     assert stand.holds("A0", "C1")
 
 
@@ -397,11 +397,11 @@ def test_one_slot_of_a_shared_submission_holds_it_back(make: Callable[..., Stand
     stand.device.run_copies()
     stand.launch("A0", "B1")
     stand.transfer.fence([1])
-    tickets = stand.demand("C2", "D1", "E3")
+    handles = stand.demand("C2", "D1", "E3")
     assert stand.log[1:] == ["wait", "C[0:5] D[0:5] E[0:5]"]
     stand.device.run_copies()
     assert stand.holds("A0", "B1")
-    stand.end(tickets)
+    stand.end(handles)
     assert stand.holds("A0", "D1", "C2", "E3")
 
 
@@ -415,10 +415,10 @@ def test_a_refused_copy_does_not_make_the_slot_free_to_write(make: Callable[...,
     stand.device.refusals = 1
     refused = stand.copy("B0", urgent=urgent)
     assert ended(refused) == "-"
-    tickets = stand.copy("C0", urgent=urgent)
+    handles = stand.copy("C0", urgent=urgent)
     stand.device.run_copies()
     assert stand.holds("A0")
-    stand.end(tickets)
+    stand.end(handles)
     assert stand.memory.content(0) == stand.memory.blobs[ExpertKey(0, 2)]
 
 
@@ -428,27 +428,27 @@ def test_a_refused_copy_does_not_make_the_slot_free_to_write(make: Callable[...,
 @urgencies
 def test_compute_comes_after_a_copy_it_is_ordered_behind(make: Callable[..., Stand], urgent: bool) -> None:
     stand = make()
-    (ticket,) = stand.copy("A0", urgent=urgent)
-    assert not ticket.ready()
-    ticket.order()
+    (handle,) = stand.copy("A0", urgent=urgent)
+    assert not handle.ready()
+    handle.order()
     assert stand.device.compute_waits == 1
-    assert ticket.ready()
-    within(ticket.wait)  # the host does not wait for bytes
+    assert handle.ready()
+    within(handle.wait)  # the host does not wait for bytes
     stand.launch("A0")
     stand.device.run_compute()
     assert not stand.holds("A0")
     stand.device.finish()
     assert stand.holds("A0")
-    assert ended([ticket]) == "+"
+    assert ended([handle]) == "+"
 
 
 @urgencies
 def test_a_copy_that_has_ended_costs_compute_nothing(make: Callable[..., Stand], urgent: bool) -> None:
     stand = make(nbytes=16)
-    (ticket,) = stand.copy("A0", urgent=urgent)
+    (handle,) = stand.copy("A0", urgent=urgent)
     stand.device.run_copies(1)
-    assert ticket.ready()
-    ticket.order()
+    assert handle.ready()
+    handle.order()
     assert stand.device.compute_waits == 0
     stand.launch("A0")
     stand.device.run_compute()
@@ -457,30 +457,30 @@ def test_a_copy_that_has_ended_costs_compute_nothing(make: Callable[..., Stand],
 @urgencies
 def test_a_copy_is_ready_when_its_last_byte_is_there(make: Callable[..., Stand], urgent: bool) -> None:
     stand = make()
-    (ticket,) = stand.copy("A0", urgent=urgent)
+    (handle,) = stand.copy("A0", urgent=urgent)
 
-    def watch() -> None:
-        while not ticket.ready():
+    def observer() -> None:
+        while not handle.ready():
             stand.transfer.keep_full()
             stand.device.step_copies()
 
-    within(watch)
+    within(observer)
     assert stand.holds("A0")
 
 
 @urgencies
 def test_waiting_for_a_copy_lasts_until_its_end(make: Callable[..., Stand], urgent: bool) -> None:
     stand = make()
-    (ticket,) = stand.copy("A0", urgent=urgent)
+    (handle,) = stand.copy("A0", urgent=urgent)
     found: list[bool] = []
 
     def wait() -> None:
-        ticket.wait()
+        handle.wait()
         found.append(stand.holds("A0"))
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    stand.device.until_awaited(ticket)
+    stand.device.until_awaited(handle)
     assert stand.log == (["A[0:40]"] if urgent else ["A[0:16]", "A[16:32]", "A[32:40]"]), "it hurries"
     stand.device.finish()
     waiter.join(LIMIT)
@@ -493,18 +493,18 @@ def test_waiting_for_a_copy_lasts_until_its_end(make: Callable[..., Stand], urge
 def test_a_refused_demand_fails_those_that_shared_the_submission(make: Callable[..., Stand]) -> None:
     stand = make(nbytes=4, chunk=32)  # two to a submission
     stand.device.refusals = 1
-    tickets = stand.demand("A0", "B1", "C2", "D3", "E4")
-    assert ended(tickets) == "--..."
-    for ticket, expert in zip(tickets[:2], (0, 1), strict=True):
-        assert ticket.ready()
-        for call in (ticket.wait, ticket.order):
+    handles = stand.demand("A0", "B1", "C2", "D3", "E4")
+    assert ended(handles) == "--..."
+    for handle, expert in zip(handles[:2], (0, 1), strict=True):
+        assert handle.ready()
+        for call in (handle.wait, handle.order):
             with pytest.raises(TransferError, match=rf"expert {expert} of layer 0 .*out of luck") as caught:
                 call()
             assert isinstance(caught.value.__cause__, SpmoeError)
-        ticket.hurry()
+        handle.prioritize()
     assert stand.device.compute_waits == 0
-    stand.end(tickets)
-    assert ended(tickets) == "--+++"
+    stand.end(handles)
+    assert ended(handles) == "--+++"
     for name in ("C2", "D3", "E4"):
         assert stand.memory.content(job_of(name).slot) == stand.memory.blobs[job_of(name).key]
     again = stand.demand("A0", "B1")
@@ -515,9 +515,9 @@ def test_a_refused_demand_fails_those_that_shared_the_submission(make: Callable[
 def test_a_transfer_error_is_passed_on_as_it_is(make: Callable[..., Stand]) -> None:
     stand = make()
     stand.device.refusals, stand.device.refusal = 1, TransferError("the cable is out")
-    (ticket,) = stand.demand("A0")
+    (handle,) = stand.demand("A0")
     with pytest.raises(TransferError) as caught:
-        ticket.wait()
+        handle.wait()
     assert caught.value is stand.device.refusal
 
 
@@ -540,23 +540,23 @@ def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
     stand = make(window=1)
     if accepted == 0:
         stand.device.refusals = 1
-    tickets = stand.wish("A0", "B1", "C2", "D3")
+    handles = stand.prefetch("A0", "B1", "C2", "D3")
     for count in range(1, accepted + 1):
         stand.kept(count)
         if count == accepted:
             stand.device.refusals = 1
         stand.device.run_copies(1)
-    stand.end(tickets)
-    assert ended(tickets) == outcome
+    stand.end(handles)
+    assert ended(handles) == outcome
     assert stand.log[accepted].endswith("refused")
-    failed = tickets[outcome.index("-")]
+    failed = handles[outcome.index("-")]
     name = "ABCD"[outcome.index("-")]
     assert not any(f"{name}[" in parts for parts in stand.log[accepted + 1 :]), "what has failed is not gone on with"
     with pytest.raises(TransferError, match="out of luck"):
         failed.order()
     assert stand.device.compute_waits == 0
-    for ticket, letter in zip(tickets, outcome, strict=True):
-        key, slot = ticket.job
+    for handle, letter in zip(handles, outcome, strict=True):
+        key, slot = handle.job
         if letter == "+":
             assert stand.memory.content(slot) == stand.memory.blobs[key]
     names = ["A0", "B1", "C2", "D3"]
@@ -564,32 +564,32 @@ def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
     assert stand.holds(*names)
 
 
-@pytest.mark.parametrize("call", [CudaTicket.hurry, CudaTicket.order])
+@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.order])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_refused_rest_fails_that_wish_alone(
-    make: Callable[..., Stand], call: Callable[[CudaTicket], None], which: int
+    make: Callable[..., Stand], call: Callable[[CudaCopyHandle], None], which: int
 ) -> None:
     stand = make(window=1)
-    tickets = stand.wish("A0", "B1", "C2")
+    handles = stand.prefetch("A0", "B1", "C2")
     stand.device.refusals = 1
-    with pytest.raises(TransferError, match="out of luck") if call is CudaTicket.order else nullcontext():
-        call(tickets[which])
-    assert ended(tickets) == "".join("-" if i == which else "." for i in range(3))
-    stand.end(tickets)
-    assert ended(tickets) == "".join("-" if i == which else "+" for i in range(3))
+    with pytest.raises(TransferError, match="out of luck") if call is CudaCopyHandle.order else nullcontext():
+        call(handles[which])
+    assert ended(handles) == "".join("-" if i == which else "." for i in range(3))
+    stand.end(handles)
+    assert ended(handles) == "".join("-" if i == which else "+" for i in range(3))
 
 
 @urgencies
 def test_whatever_a_submission_raises_its_copies_fail(make: Callable[..., Stand], urgent: bool) -> None:
     stand = make()
     stand.device.refusals, stand.device.refusal = 1, RuntimeError("no event to be had")
-    tickets = stand.copy("A0", "B1", urgent=urgent)
-    assert ended(tickets) == "-."
+    handles = stand.copy("A0", "B1", urgent=urgent)
+    assert ended(handles) == "-."
     with pytest.raises(TransferError, match=r"expert 0 of layer 0 .*no event") as caught:
-        tickets[0].wait()
+        handles[0].wait()
     assert caught.value.__cause__ is stand.device.refusal
-    stand.end(tickets)
-    assert ended(tickets) == "-+"
+    stand.end(handles)
+    assert ended(handles) == "-+"
 
 
 @pytest.mark.parametrize("accepted", range(5))
@@ -598,7 +598,7 @@ def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, d
     """Whether a part of it is on the stream is not known: it has failed, and can be asked for again."""
     stand = make(window=1)
     stand.device.refusal = KeyboardInterrupt()
-    tickets = stand.wish("A0", "B1", "C2")
+    handles = stand.prefetch("A0", "B1", "C2")
     for _ in range(accepted):
         stand.device.run_copies(1)
         stand.transfer.keep_full()
@@ -608,14 +608,14 @@ def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, d
     with pytest.raises(KeyboardInterrupt):
         call()
     stand.device.refusal = None
-    for ticket in tickets:
-        ticket.hurry()
-    stand.end(tickets)
-    for ticket, letter in zip(tickets, ended(tickets), strict=True):
-        key, slot = ticket.job
+    for handle in handles:
+        handle.prioritize()
+    stand.end(handles)
+    for handle, letter in zip(handles, ended(handles), strict=True):
+        key, slot = handle.job
         assert (letter == "+") == (key not in stand.device.struck)
         assert letter == "-" or stand.memory.content(slot) == stand.memory.blobs[key]
-    again = [name for name, letter in zip(("A0", "B1", "C2"), ended(tickets), strict=True) if letter == "-"]
+    again = [name for name, letter in zip(("A0", "B1", "C2"), ended(handles), strict=True) if letter == "-"]
     assert bool(again) != demanded
     stand.end(stand.demand("D3", *again))
     assert stand.holds("A0", "B1", "C2", "D3")
@@ -626,23 +626,23 @@ def test_after_an_interrupted_request_experts_can_be_had_elsewhere(
     monkeypatch: pytest.MonkeyPatch, urgent: bool
 ) -> None:
     """The slots that they were to have may still be written: nobody gets those."""
-    room = Room("lru", 4, Shape(6, 4, 1), [6], in_step=True)
+    room = ExpertRuntime("lru", 4, Shape(6, 4, 1), [6], in_step=True)
     room.source.begin_step()
     room.device.refusals, room.device.refusal = 1, KeyboardInterrupt()
-    seen = list[Piece]()
+    seen = list[CopyRange]()
     check = room.device._check_pieces
     monkeypatch.setattr(room.device, "_check_pieces", lambda pieces: (seen.extend(pieces), check(pieces)))
-    wishes = Wishes.of(Wish(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1))
+    prefetches = PrefetchRequests.of(PrefetchRequest(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1))
     with pytest.raises(KeyboardInterrupt):
-        list(room.source.use(0, [0, 1])) if urgent else room.source.wish(wishes)
+        list(room.source.use(0, [0, 1])) if urgent else room.source.prefetch(prefetches)
     monkeypatch.undo()
     assert not room.source.cache.entries()
     assert not len(room.source.loads)
     room.device.refusal, lost = None, {room.memory.job(piece).slot for piece in seen}
     for experts in ([2, 3, 4], [0, 1, 5]):
-        for wave in room.source.use(0, experts):
-            assert lost.isdisjoint(wave.slots)
-            room.device.launch_wave(wave)
+        for batch in room.source.use(0, experts):
+            assert lost.isdisjoint(batch.slots)
+            room.device.launch_batch(batch)
         room.device.finish()
     room.source.close()
     assert not room.device.failures
@@ -650,15 +650,15 @@ def test_after_an_interrupted_request_experts_can_be_had_elsewhere(
 
 def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
-    tickets = stand.wish("A0", "B1")
+    handles = stand.prefetch("A0", "B1")
     stand.device.break_down()
-    for ticket in tickets:
+    for handle in handles:
         with pytest.raises(TransferError, match="illegal memory access"):
-            within(ticket.wait)
-    assert ended(stand.wish("D3")) == "-"
+            within(handle.wait)
+    assert ended(stand.prefetch("D3")) == "-"
     stand.device.broken = False
     stand.device.finish()
-    later = stand.wish("C2")
+    later = stand.prefetch("C2")
     stand.end(later)
     assert ended(later) == "+"
 
@@ -668,15 +668,15 @@ def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) ->
 
 def test_closing_fails_what_waits_and_lets_end_what_is_on_the_stream(make: Callable[..., Stand]) -> None:
     stand = make(window=1)
-    sent, half, waiting = stand.demand("C2") + stand.wish("A0", "B1")
+    sent, half, waiting = stand.demand("C2") + stand.prefetch("A0", "B1")
     closing = threading.Thread(target=stand.transfer.close, daemon=True)
     closing.start()
-    for ticket in (half, waiting):
+    for handle in (half, waiting):
         with pytest.raises(TransferError, match="closed"):
-            within(ticket.wait)  # though no byte has moved
+            within(handle.wait)  # though no byte has moved
         with pytest.raises(TransferError, match="closed"):
-            ticket.order()
-        ticket.hurry()
+            handle.order()
+        handle.prioritize()
     assert ended([sent, half, waiting]) == ".--"
     assert stand.device.drains < 1
     stand.device.finish()
@@ -692,7 +692,7 @@ def test_closing_fails_what_waits_and_lets_end_what_is_on_the_stream(make: Calla
 @pytest.mark.parametrize("busy", [False, True])
 def test_closing_twice_is_closing_once_and_nothing_is_copied_after_it(make: Callable[..., Stand], busy: bool) -> None:
     stand = make()
-    tickets = stand.wish("A0") if busy else []
+    handles = stand.prefetch("A0") if busy else []
     with stand.device.running():
         within(stand.transfer.close)
     within(stand.transfer.close)
@@ -704,7 +704,7 @@ def test_closing_twice_is_closing_once_and_nothing_is_copied_after_it(make: Call
             stand.copy("B1", urgent=urgent)
     stand.transfer.fence([0])
     assert len(stand.log) == logged
-    assert all(ticket.ready() for ticket in tickets)
+    assert all(handle.ready() for handle in handles)
 
 
 # ---- the source on top, with compute that comes after the host
@@ -721,8 +721,8 @@ EXPERTS = (6, 4, 5, 6)
 LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
 
 
-class Room:
-    """An `ExpertSource` on a played device. Every wave becomes a kernel that looks at the bytes when it finally runs.
+class ExpertRuntime:
+    """An `ExpertSource` on a played device. Every batch becomes a kernel that looks at the bytes when it finally runs.
 
     The host runs ahead of compute; or it keeps in step: before each use it reads the router's choice, which is behind
     everything that compute was given before.
@@ -759,7 +759,7 @@ class Room:
             threaded=threaded,
         )
         self.device.expected = self._under_way
-        self.waves: Iterator[Wave] | None = None
+        self.batches: Iterator[ExpertBatch] | None = None
         self.asked: set[ExpertKey] = set()
         self.delivered: set[ExpertKey] = set()
         self.faults = 0
@@ -768,7 +768,7 @@ class Room:
         """The host reads something that compute has computed."""
         point = self.transfer.mark()
         if self.threaded:
-            self.device.compute_point().synchronize()
+            self.device.record_compute_event().synchronize()
         else:
             self.device.finish_compute()
         self.transfer.passed(point)
@@ -782,67 +782,67 @@ class Room:
         self.source.begin_step()
 
     def use(self, layer: int, experts: Sequence[int], *, ahead: bool = False) -> None:
-        """Begin a use and take its first wave; `ahead`: after giving compute what is READY before it is asked for."""
-        assert self.waves is None
+        """Begin a use and take its first batch; `ahead`: after giving compute what is READY before it is asked for."""
+        assert self.batches is None
         if not self.threaded:
             self.device.struck.clear()
         self.asked = {ExpertKey(layer, expert) for expert in experts}
         self.delivered = set()
-        opened = self._run_ahead(layer) if ahead and not self.closed else None
-        if opened is None and self.in_step:
+        pinned = self._run_ahead(layer) if ahead and not self.closed else None
+        if pinned is None and self.in_step:
             self.synchronize()
-        if opened is not None and self.source.use_opened(opened, sorted(experts)):
+        if pinned is not None and self.source.use_pinned(pinned, sorted(experts)):
             return
-        self.waves = self.source.use(layer, experts, opened)
+        self.batches = self.source.use(layer, experts, pinned)
         self.next_wave()
 
-    def _run_ahead(self, layer: int) -> Opened:
+    def _run_ahead(self, layer: int) -> PinnedLayer:
         """As a port does: the host waits for all that was given before the opening, and for nothing given after it."""
-        known = self.device.compute_point()
-        opened = self.source.open(layer)
-        given = [key for key in self.asked if opened.slots[key.expert] >= 0]  # what is not chosen is not read
-        self.device.launch([(key, int(opened.slots[key.expert])) for key in given])
+        known = self.device.record_compute_event()
+        pinned = self.source.open(layer)
+        given = [key for key in self.asked if pinned.slots[key.expert] >= 0]  # what is not chosen is not read
+        self.device.launch([(key, int(pinned.slots[key.expert])) for key in given])
         self.delivered |= set(given)
         self.source.book()
         if self.threaded:
             known.synchronize()
         while not known.query():
             assert self.device.step_compute() or self.device.step_copies(), "both streams wait for each other"
-        return opened
+        return pinned
 
     def next_wave(self) -> None:
-        """Give the wave back, once its kernel is submitted, and take the next."""
-        assert self.waves is not None
+        """Give the batch back, once its kernel is submitted, and take the next."""
+        assert self.batches is not None
         try:
-            wave = next(self.waves, None)
+            batch = next(self.batches, None)
         except TransferError:
             assert self.closed or self.device.struck & (self.asked - self.delivered), "raised for no reason"
-            self.waves = None
+            self.batches = None
             self.faults += 1
             return
-        if wave is None:
+        if batch is None:
             assert self.delivered == self.asked
-            self.waves = None
+            self.batches = None
             return
-        keys = {ExpertKey(wave.layer, expert) for expert in wave.experts}
+        keys = {ExpertKey(batch.layer, expert) for expert in batch.experts}
         assert keys <= self.asked - self.delivered
         self.delivered |= keys
-        self.device.launch_wave(wave)
+        self.device.launch_batch(batch)
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
         self.use(layer, experts)
-        while self.waves is not None:
+        while self.batches is not None:
             self.next_wave()
 
     def leave(self, *, raising: bool) -> None:
         """The consumer stops in the middle; what it has submitted still runs."""
-        waves, self.waves = self.waves, None
-        assert waves is not None
+        batches, self.batches = self.batches, None
+        assert batches is not None
         if raising:
             with pytest.raises(RuntimeError, match="the consumer failed"):
-                waves.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
+                batches.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
         else:
-            waves.close()  # type: ignore[attr-defined]
+            batches.close()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self.closed = True
@@ -874,7 +874,7 @@ class Room:
 
     def finish(self) -> None:
         """Settle, see that no slot is lost, and close."""
-        while self.waves is not None:
+        while self.batches is not None:
             self.next_wave()
         self.device.refusals, self.device.fault_rate = 0, 0.0
         if not self.closed:
@@ -893,25 +893,25 @@ class Room:
         self.check()
 
 
-def make_room(slots: int = 3) -> Room:
-    return Room("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), in_step=False)
+def make_runtime(slots: int = 3) -> ExpertRuntime:
+    return ExpertRuntime("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), in_step=False)
 
 
-def wish(room: Room, *keys: tuple[int, int]) -> None:
-    room.source.wish(Wishes.of(Wish(ExpertKey(*key), 0.9, key[0]) for key in keys))
+def prefetch(room: ExpertRuntime, *keys: tuple[int, int]) -> None:
+    room.source.prefetch(PrefetchRequests.of(PrefetchRequest(ExpertKey(*key), 0.9, key[0]) for key in keys))
 
 
-def residency(room: Room, *keys: tuple[int, int]) -> list[Residency]:
+def residency(room: ExpertRuntime, *keys: tuple[int, int]) -> list[Residency]:
     entries = [room.source.cache.get(ExpertKey(*key)) for key in keys]
     return [entry.state if entry is not None else Residency.ABSENT for entry in entries]
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_an_expert_whose_wish_failed_is_absent_and_can_be_demanded(accepted: int) -> None:
-    room = make_room(slots=2)
+    room = make_runtime(slots=2)
     room.source.begin_step()
     room.device.refusals = 1 - accepted
-    wish(room, (0, 0))
+    prefetch(room, (0, 0))
     if accepted:
         assert residency(room, (0, 0)) == [Residency.LOADING]
         room.device.run_copies(1)
@@ -927,7 +927,7 @@ def test_an_expert_whose_wish_failed_is_absent_and_can_be_demanded(accepted: int
 
 
 def test_a_demand_that_is_refused_fails_its_use_alone() -> None:
-    room = make_room()
+    room = make_runtime()
     room.device.refusals = 1
     room.use_all(0, [0, 1])
     assert (room.faults, residency(room, (0, 0))) == (1, [Residency.ABSENT])
@@ -937,9 +937,9 @@ def test_a_demand_that_is_refused_fails_its_use_alone() -> None:
 
 
 def test_a_half_sent_wish_that_is_needed_and_then_refused_fails_its_use_alone() -> None:
-    room = make_room()
+    room = make_runtime()
     room.source.begin_step()
-    wish(room, (0, 0), (0, 1))
+    prefetch(room, (0, 0), (0, 1))
     room.device.refusals = 1
     room.use_all(0, [0])
     assert (room.faults, residency(room, (0, 0), (0, 1))) == (1, [Residency.ABSENT, Residency.LOADING])
@@ -950,7 +950,7 @@ def test_a_half_sent_wish_that_is_needed_and_then_refused_fails_its_use_alone() 
 
 def test_the_host_goes_through_a_pass_before_a_byte_has_moved() -> None:
     """One slot, many experts: each is in it for a moment, and its kernel finds it there."""
-    room = make_room(slots=1)
+    room = make_runtime(slots=1)
     for layer in (0, 1, 0):
         room.use_all(layer, range(room.experts[layer]))
     assert room.memory.content(0) == GARBAGE * room.memory.nbytes
@@ -959,10 +959,10 @@ def test_the_host_goes_through_a_pass_before_a_byte_has_moved() -> None:
     room.finish()
 
 
-# One number is drawn for a whole wish, and one for a set of experts: most of the time goes into drawing. Numbers of
+# One number is drawn for a whole prefetch request, and one for a set of experts: most of the time goes into drawing. Numbers of
 # layers and experts are taken modulo how many there are.
 SCORES = (0.1, 0.5, 0.9, 1.0)
-SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a wish's deadline, seen from its own layer; None: not to be fetched
+SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a prefetch request's deadline, seen from its own layer; None: not to be fetched
 numbers = st.integers(0, 7)
 some_wishes = st.lists(
     st.integers(0, 2047).map(lambda n: (n // 256, n // 32 % 8, SCORES[n // 8 % 4], SLACKS[n % 8])),
@@ -976,11 +976,11 @@ some_steps = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 10_000])
 rules_in_turn = pytest.mark.parametrize("evictions", [EVICTION_RULES[::2], EVICTION_RULES[1::2]], ids=", ".join)
 
 
-class Programs(RuleBasedStateMachine):
+class DecodeGraphs(RuleBasedStateMachine):
     """A host that runs ahead, two streams at any speed, a thread that comes late, and refusals; in any order."""
 
     evictions: Sequence[str]
-    room: Room
+    room: ExpertRuntime
 
     @initialize(
         rule=numbers,
@@ -992,7 +992,7 @@ class Programs(RuleBasedStateMachine):
     )
     def build(self, rule: int, slots: int, shape: Shape, experts: list[int], in_step: bool, seed: int) -> None:
         eviction = self.evictions[rule % len(self.evictions)]
-        self.room = Room(eviction, slots, shape, [*experts, LAST_LAYER], in_step=in_step, seed=seed)
+        self.room = ExpertRuntime(eviction, slots, shape, [*experts, LAST_LAYER], in_step=in_step, seed=seed)
 
     def key(self, layer: int, expert: int) -> ExpertKey:
         layer %= len(self.room.experts)
@@ -1000,7 +1000,7 @@ class Programs(RuleBasedStateMachine):
 
     @property
     def using(self) -> bool:
-        return self.room.waves is not None
+        return self.room.batches is not None
 
     @rule(begins=st.booleans())
     @precondition(lambda self: not self.using)
@@ -1010,11 +1010,13 @@ class Programs(RuleBasedStateMachine):
         else:
             self.room.source.end_step()
 
-    @rule(wishes=some_wishes)
-    def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
-        for layer, expert, score, slack in wishes:
+    @rule(prefetches=some_wishes)
+    def prefetch(self, prefetches: list[tuple[int, int, float, int | None]]) -> None:
+        for layer, expert, score, slack in prefetches:
             key = self.key(layer, expert)
-            self.room.source.wish(Wishes.of([Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)]))
+            self.room.source.prefetch(
+                PrefetchRequests.of([PrefetchRequest(key, score, key.layer + (slack or 0), fetch=slack is not None)])
+            )
 
     @rule(copies=some_steps, compute=some_steps, compute_first=st.booleans())
     def pass_time(self, copies: int, compute: int, compute_first: bool) -> None:
@@ -1038,10 +1040,10 @@ class Programs(RuleBasedStateMachine):
         layer %= len(self.room.experts)
         self.room.use(layer, sorted({self.key(layer, e).expert for e in experts}), ahead=ahead)
 
-    @rule(waves=st.integers(1, 8))
+    @rule(batches=st.integers(1, 8))
     @precondition(lambda self: self.using)
-    def consume(self, waves: int) -> None:
-        for _ in range(waves):
+    def consume(self, batches: int) -> None:
+        for _ in range(batches):
             if self.using:
                 self.room.next_wave()
 
@@ -1079,7 +1081,7 @@ def test_whatever_compute_was_given_it_finds(evictions: Sequence[str]) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    machine = type("Program", (Programs,), {"evictions": evictions})
+    machine = type("Program", (DecodeGraphs,), {"evictions": evictions})
     within(lambda: run_state_machine_as_test(machine, settings=modest))
 
 
@@ -1095,19 +1097,21 @@ def _restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def run_step(room: Room, rng: random.Random) -> None:
+def run_step(room: ExpertRuntime, rng: random.Random) -> None:
     """A step of a model whose draft guesses most experts right."""
     room.begin_step()
     room.source.grants.step_budget = rng.choice([None, None, 3 * room.memory.nbytes])
     needed = [rng.sample(range(count), rng.randint(1, count)) for count in room.experts]
     for layer, experts in enumerate(needed):
         guesses = [e for e in range(room.experts[layer]) if (e in experts) == (rng.random() < 0.8)]
-        room.source.wish(Wishes.of(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses))
+        room.source.prefetch(
+            PrefetchRequests.of(PrefetchRequest(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
+        )
     for layer, experts in enumerate(needed):
         if room.faults and room.closed:
             return
         room.use(layer, experts, ahead=rng.random() < 0.5)
-        while room.waves is not None:
+        while room.batches is not None:
             if rng.random() < 0.05:
                 room.leave(raising=False)
             else:
@@ -1115,7 +1119,7 @@ def run_step(room: Room, rng: random.Random) -> None:
     room.source.end_step()
 
 
-def run_steps(room: Room, seed: int, steps: int) -> None:
+def run_steps(room: ExpertRuntime, seed: int, steps: int) -> None:
     """Some steps; then everything ends, is looked at, and closed."""
     rng = random.Random(seed)
     for _ in range(steps):
@@ -1136,7 +1140,7 @@ def test_with_threads_too(evictions: Sequence[str], in_step: bool, fault_rate: f
     faults = 0
     for seed, shape in enumerate(SHAPES):
         slots, eviction = 1 + seed % 4, evictions[seed % len(evictions)]
-        room = Room(eviction, slots, shape, EXPERTS, in_step=in_step, seed=seed, threaded=True)
+        room = ExpertRuntime(eviction, slots, shape, EXPERTS, in_step=in_step, seed=seed, threaded=True)
         room.device.fault_rate = fault_rate
         with room.device.running():
             within(partial(run_steps, room, seed, 20))
@@ -1150,7 +1154,7 @@ def test_with_threads_too(evictions: Sequence[str], in_step: bool, fault_rate: f
 def test_closing_from_another_thread_ends_a_model_in_the_middle() -> None:
     before = own_threads()
     for seed in range(8):
-        room = Room("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, in_step=False, seed=seed, threaded=True)
+        room = ExpertRuntime("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, in_step=False, seed=seed, threaded=True)
         warm = threading.Event()
         worker = threading.Thread(target=run_until_closed, args=(room, seed, warm), daemon=True)
         with room.device.running():
@@ -1164,7 +1168,7 @@ def test_closing_from_another_thread_ends_a_model_in_the_middle() -> None:
         assert own_threads() == before
 
 
-def run_until_closed(room: Room, seed: int, warm: threading.Event) -> None:
+def run_until_closed(room: ExpertRuntime, seed: int, warm: threading.Event) -> None:
     rng = random.Random(seed)
     while not room.faults:
         run_step(room, rng)

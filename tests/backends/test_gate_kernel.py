@@ -18,8 +18,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels.gates import route_layers, route_layers_plain  # noqa: E402
-from spmoe.models.anatomy import dissect  # noqa: E402
 from spmoe.models.fused_gates import FusedGates  # noqa: E402
+from spmoe.models.inspection import inspect_model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -69,13 +69,13 @@ def model(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_a_model_s_gates_pick_what_they_picked(kind: str) -> None:
-    sites = dissect(model(kind)).moe
-    gates = FusedGates.of(sites)
+    moe_layers = inspect_model(model(kind)).moe
+    gates = FusedGates.of(moe_layers)
     assert gates is not None
     states = torch.randn(2, 5, 32).to(DEVICE)
     experts, shares = gates(range(1, 3), states)
     for layer in (1, 2):
-        norm, router = sites[layer].norm, sites[layer].router
+        norm, router = moe_layers[layer].norm, moe_layers[layer].router
         assert norm is not None
         assert router is not None
         with torch.inference_mode():
@@ -87,10 +87,10 @@ def test_a_model_s_gates_pick_what_they_picked(kind: str) -> None:
 
 
 def test_gates_of_another_kind_are_left_alone() -> None:
-    sites = dissect(model("mixtral")).moe
-    for site in sites:
-        assert site.norm is not None
-        assert isinstance(site.norm, nn.Module)
-        site.norm.forward = lambda x: x * 3 - 1  # type: ignore[method-assign]
-    assert FusedGates.of(sites) is None
-    assert FusedGates.of(sites[:1]) is None
+    moe_layers = inspect_model(model("mixtral")).moe
+    for moe_layer in moe_layers:
+        assert moe_layer.norm is not None
+        assert isinstance(moe_layer.norm, nn.Module)
+        moe_layer.norm.forward = lambda x: x * 3 - 1  # type: ignore[method-assign]
+    assert FusedGates.of(moe_layers) is None
+    assert FusedGates.of(moe_layers[:1]) is None

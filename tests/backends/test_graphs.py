@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmoe.backends.graphs import Phase, Recorder
+from spmoe.backends.graphs import GraphRecorder, Phase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -20,7 +20,7 @@ FAILURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_after_a_failure_everything_goes_on(failure: str) -> None:
-    recorder, x = Recorder(torch.device("cuda")), torch.ones(4, device="cuda")
+    recorder, x = GraphRecorder(torch.device("cuda")), torch.ones(4, device="cuda")
     earlier, before = recorder.record(lambda: x * 2)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="captur"):

@@ -1,4 +1,4 @@
-"""Tokens, chains and waves against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
+"""Tokens, chains and batches against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_inbox_may_leave_tokens_to_another_chain(following: int) -> None:
     said = [50 + 7 * place for place in range(following)]
     for token in said:
         inputs.go_on(other, torch.tensor(token, device=DEVICE), rows=1)
-    inbox = host([77, *inputs.to_be_chosen(following), 31])
+    inbox = host([77, *inputs.pending_tokens(following), 31])
     found, expected = blank(1 + following), blank(1 + following)
     inputs.stage(inbox, chain, other, *found)
     inputs.stage_plain(inbox, inputs.new_chain(DEVICE), other, *expected)
@@ -97,9 +97,9 @@ def test_waves_are_taken_in_turn_around_the_ring(count: int) -> None:
     around = [torch.full((count + 8,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     tables = [whole[4:-4] for whole in around]  # as aligned as the real one
     for turn in range(7):
-        inputs.take_wave(ring, cursors[0], tables[0])
-        inputs.take_wave_plain(ring, cursors[1], tables[1])
+        inputs.take_batch(ring, cursors[0], tables[0])
+        inputs.take_batch_plain(ring, cursors[1], tables[1])
         assert torch.equal(around[0], around[1])
-        assert around[0].tolist() == [*[-7] * 4, *rows[turn % 3], *[-7] * 4], "the wave, and nothing beside it"
+        assert around[0].tolist() == [*[-7] * 4, *rows[turn % 3], *[-7] * 4], "the batch, and nothing beside it"
         assert cursors[0].tolist() == cursors[1].tolist() == [turn + 1]
     assert ring.tolist() == rows

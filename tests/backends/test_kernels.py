@@ -19,7 +19,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels import attention, experts  # noqa: E402
-from spmoe.backends.kernels.experts import Geometry, Places, Scratch, Tile, Tiles, add_up, run_wave  # noqa: E402
+from spmoe.backends.kernels.experts import Geometry, Places, Scratch, Tile, Tiles, add_up, run_expert_batch  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs and no gigabytes")
@@ -90,14 +90,14 @@ class Layer:
         return replace(scratch, tiles=tiles, parts=parts)
 
     def run(
-        self, scratch: Scratch, wave: set[int] | None = None, activation: str = "silu", plain: bool = False
+        self, scratch: Scratch, batch: set[int] | None = None, activation: str = "silu", plain: bool = False
     ) -> None:
-        """One wave; nothing is said of the slots of experts that are not in it."""
+        """One batch; nothing is said of the slots of experts that are not in it."""
         table = self.table
-        if wave is not None:
-            absent = torch.tensor([expert not in wave for expert in range(self.count)])
+        if batch is not None:
+            absent = torch.tensor([expert not in batch for expert in range(self.count)])
             table = table.masked_fill(absent.to(table.device), -1)
-        run = experts.run_wave_plain if plain else run_wave
+        run = experts.run_expert_batch_plain if plain else run_expert_batch
         run(self.hidden, self.index, self.weights, table, self.arena, self.geometry, activation, scratch)
 
     def out(self, scratch: Scratch) -> Tensor:
@@ -169,10 +169,10 @@ def test_grouping_into_waves_changes_no_bit(device: str, seed: int) -> None:
     cuts = [0, *sorted(rng.sample(range(1, 8), rng.randint(1, 4))), 8]
     written = torch.zeros_like(layer.index, dtype=torch.bool)
     for start, end in pairwise(cuts):
-        wave = set(order[start:end])
+        batch = set(order[start:end])
         before = waved.up.clone(), waved.parts.clone()
-        layer.run(waved, wave)
-        now = torch.isin(layer.index, torch.tensor(sorted(wave), device=device))
+        layer.run(waved, batch)
+        now = torch.isin(layer.index, torch.tensor(sorted(batch), device=device))
         written |= now
         for after, old in zip((waved.up, waved.parts), before, strict=True):
             assert torch.equal(after.isfinite().all(-1), written.flatten().expand(after.shape[:-1]))
@@ -299,7 +299,7 @@ class Context:
         """Write the new rows."""
         attention.append(self.keys, self.values, self.new_keys, self.new_values, self.length)
 
-    def attend(self, window: int | None = None) -> Tensor:
+    def bind_compute_stream(self, window: int | None = None) -> Tensor:
         """By the kernel."""
         return attention.decode_attention(self.query, self.keys, self.values, self.length, self.scaling, window)
 
@@ -355,7 +355,7 @@ def test_attention_of_every_shape(
 def check_attention(context: Context, window: int | None) -> None:
     """Kernel and twin against float64, with NaN wherever nobody may look."""
     context.append()
-    out, want = context.attend(window), context.reference(window)
+    out, want = context.bind_compute_stream(window), context.reference(window)
     twin = attention.decode_attention_plain(
         context.query, context.keys, context.values, context.length, context.scaling, window
     )
@@ -369,7 +369,7 @@ def test_a_window_counts_the_row_itself(device: str, window: int) -> None:
     for length in (0, 64, 130):
         context = Context(device, torch.float32, 4, length, 1, 1, 16, 16)
         context.append()
-        out = context.attend(window)
+        out = context.bind_compute_stream(window)
         assert close(out, context.reference(window), torch.float32)
         for wrong in {max(1, window - 1), window + 1} - {window}:
             same = min(wrong, window) >= length + 4  # both see everything
@@ -391,10 +391,10 @@ def test_a_rows_company_changes_no_bit_of_attention(
 ) -> None:
     context = Context(device, dtype, rows, 190, heads, 2, 16, 16)  # positions on both sides of a block's end
     context.append()
-    together, query = context.attend(window), context.query
+    together, query = context.bind_compute_stream(window), context.query
     for row in range(rows):
         context.query = query[:, :, row : row + 1]
-        assert torch.equal(context.attend(window), together[:, row : row + 1])
+        assert torch.equal(context.bind_compute_stream(window), together[:, row : row + 1])
         context.length += 1
 
 
@@ -430,11 +430,11 @@ def test_splits_depend_on_shape_alone() -> None:
 def test_one_captured_graph_serves_every_length(device: str) -> None:
     context = Context(device, torch.bfloat16, 5, 0, 8, 2, 128, 128)
     context.append()
-    context.attend()  # compiles
+    context.bind_compute_stream()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         context.append()
-        out = context.attend()
+        out = context.bind_compute_stream()
     for start in range(0, 570, 5):
         context.length.fill_(start)
         context.query.normal_()

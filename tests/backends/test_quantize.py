@@ -189,10 +189,10 @@ def test_a_damaged_code_is_noticed(tmp_path: Path) -> None:
         byte = damaged.read(1)
         damaged.seek(place)
         damaged.write(bytes([byte[0] ^ 1]))
-    opened = ExpertFile.open(file.path)
+    pinned = ExpertFile.open(file.path)
     with pytest.raises(StoreError, match=r"expert 1 of layer 1 .* checksum"):
-        experts.load(opened, CPU)
-    opened.close()
+        experts.load(pinned, CPU)
+    pinned.close()
 
 
 def test_schemes_have_files_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmoe.backends import graphs
-from spmoe.backends.graphs import Phase, Recorder, Recording, Stopwatch
+from spmoe.backends.graphs import GraphRecorder, Phase, Recording, Stopwatch
 
 
 class Streamed:
@@ -77,7 +77,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
 
 @pytest.mark.parametrize("ending", ["raising", "splitting", "at the end"])
 def test_memory_of_a_graph_that_could_not_be_ended_is_left_alone(played: Played, ending: str) -> None:
-    recorder = Recorder(torch.device("cpu"))
+    recorder = GraphRecorder(torch.device("cpu"))
 
     def spoil() -> None:
         if recorder.phase is Phase.RECORDING:
@@ -102,7 +102,7 @@ def test_memory_of_a_graph_that_could_not_be_ended_is_left_alone(played: Played,
 
 
 def test_a_failure_after_which_it_can_be_ended_costs_no_memory(played: Played) -> None:
-    recorder = Recorder(torch.device("cpu"))
+    recorder = GraphRecorder(torch.device("cpu"))
 
     def fail() -> None:
         if recorder.phase is Phase.RECORDING:
@@ -116,15 +116,15 @@ def test_a_failure_after_which_it_can_be_ended_costs_no_memory(played: Played) -
 
 def test_nothing_is_collected_while_a_graph_is_recorded(played: Played) -> None:
     """Freeing another engine's graphs meanwhile would end the process."""
-    recorder, collecting = Recorder(torch.device("cpu")), list[tuple[Phase, bool]]()
+    recorder, gc_pause = GraphRecorder(torch.device("cpu")), list[tuple[Phase, bool]]()
 
     def forward() -> None:
-        collecting.append((recorder.phase, gc.isenabled()))
-        if len(collecting) == 4:
+        gc_pause.append((recorder.phase, gc.isenabled()))
+        if len(gc_pause) == 4:
             raise ValueError("it cannot be recorded")
 
     recorder.record(forward)
-    assert collecting == [(Phase.REHEARSAL, True), (Phase.RECORDING, False)]
+    assert gc_pause == [(Phase.WARMUP, True), (Phase.RECORDING, False)]
     assert gc.isenabled()
     with pytest.raises(ValueError, match="cannot be recorded"):
         recorder.record(forward)

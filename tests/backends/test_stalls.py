@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="no triton")
 
-from spmoe.backends.cuda import CudaLane
+from spmoe.backends.cuda import CudaCopyStream
 
 
 class Device:
@@ -33,8 +33,8 @@ class Device:
 def test_every_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch, over: int, questions: int) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    lane = CudaLane(driver=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    copy_stream = CudaCopyStream(driver=None, device=torch.device("cpu"))  # type: ignore[arg-type]
     device = Device(over, questions)
-    lane._waits = [device.wait(number) for number in range(4)]
-    taken = [lane.stalled_seconds() for _ in range(9)]
+    copy_stream._waits = [device.wait(number) for number in range(4)]
+    taken = [copy_stream.stalled_seconds() for _ in range(9)]
     assert round(sum(taken) * 1000) == 1111

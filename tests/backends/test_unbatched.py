@@ -24,11 +24,11 @@ def test_small_blobs_share_a_submission_only_where_they_may(urgent: bool, batche
 
     device.copy = counted  # type: ignore[method-assign, assignment]
     transfer.batched = batched
-    tickets = transfer.copy([CopyJob(ExpertKey(0, e), e) for e in range(4)], urgent=urgent)
+    handles = transfer.copy([CopyJob(ExpertKey(0, e), e) for e in range(4)], urgent=urgent)
     transfer.keep_full()
     with device.running():
-        for ticket in tickets:
-            ticket.wait()
+        for handle in handles:
+            handle.wait()
         device.until_idle()
         transfer.close()
     assert submitted == ([4] if batched else [1] * 4)

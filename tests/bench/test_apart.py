@@ -12,9 +12,9 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.apart import Apart
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.scored import ScoredEviction
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import FileTransfer, FutureTicket
-from spmoe.experts.valued import Valued
+from spmoe.experts.transfer import FileTransfer, FutureHandle
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -39,7 +39,7 @@ def loads(llm: LLM, enter: Enter, numbers: list[int]) -> dict[int, list[tuple[in
         for number in numbers[turn % len(numbers) :] + numbers[: turn % len(numbers)]:
             enter(number)
             counters = llm.generate(prompt, PARAMS)[0].stats.counters
-            # what is fetched for a wish depends on when the worker wakes; that it is needed does not
+            # what is fetched for a prefetch request depends on when the worker wakes; that it is needed does not
             found[number].append((counters.hits + counters.late + counters.demand_loads, counters.demand_loads))
     return found
 
@@ -139,17 +139,17 @@ def test_after_a_copy_that_failed_rules_know_what_is_in_slots(
             if refused:
                 _break(broken, llm.engine.source)
             else:
-                broken.setattr(FutureTicket, "wait", _fail)
+                broken.setattr(FutureHandle, "wait", _fail)
             with pytest.raises(SpmoeError, match="broken"):
                 apart.enter(0, CONFIGURATIONS[0])
         for number in (0, 1, 0, 1):
             apart.enter(number, CONFIGURATIONS[number])
             rule = cache.eviction
-            assert isinstance(rule, Valued)
+            assert isinstance(rule, ScoredEviction)
             assert (rule._resident == cache.present).all()
-            assert rule is llm.engine.experience.evictions[CONFIGURATIONS[number]["eviction"]]
+            assert rule is llm.engine.learned.evictions[CONFIGURATIONS[number]["eviction"]]
             llm.generate(PROMPTS[number], PARAMS)
 
 
-def _fail(self: FutureTicket) -> None:
+def _fail(self: FutureHandle) -> None:
     raise TransferError("broken")

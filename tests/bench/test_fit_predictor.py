@@ -82,7 +82,7 @@ def build(pair: Pair, **options: Any) -> LLM:
 
 
 def fit(pair: Pair, keep: bool = True) -> Fit:
-    with build(pair, prefetch="on-demand", fitted=False) as llm:
+    with build(pair, prefetch="on-demand", projection=False) as llm:
         reports: list[tuple[int, int]] = []
         found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
         assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "a bar that only grows, to its end"
@@ -113,7 +113,7 @@ def test_the_map_is_recovered_and_used_for_text_it_was_not_fitted_on(pair: Pair)
     assert all((layer.before is not None) == same for layer in found.layers)
     assert before < CHANCE + 0.2
     assert recall(pair) > 0.8
-    assert recall(pair, fitted=False) == pytest.approx(before)
+    assert recall(pair, projection=False) == pytest.approx(before)
     assert found.tokens == 4 * found.held_out
 
 
@@ -139,13 +139,13 @@ def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> Non
             assert llm.notices == []
             assert isinstance(llm.engine.loop.policy, DraftGate)
             counters = llm.engine.loop.counters
-            assert counters.wishes > 0
-            fitted = llm.engine.fitted
-            assert fitted is not None
-            plain = llm.engine.target.resident_bytes + llm.engine.loop.drafter.network.resident_bytes  # type: ignore[attr-defined]
-            assert llm.engine.memory.resident == plain + fitted.nbytes
-    with build(pair, fitted=False) as llm:
-        assert llm.engine.fitted is None
+            assert counters.prefetches_requested > 0
+            projection = llm.engine.projection
+            assert projection is not None
+            plain = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
+            assert llm.engine.memory.resident == plain + projection.nbytes
+    with build(pair, projection=False) as llm:
+        assert llm.engine.projection is None
 
 
 @pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> N
         found.maps.weights = found.maps.weights[:, :-1]
         write_predictor(checkpoint, draft, found.maps, {})
     with build(pair) as llm:
-        assert llm.engine.fitted is None
+        assert llm.engine.projection is None
         assert "is not used" in llm.notices[0]
         assert str(path) in llm.notices[0]
 

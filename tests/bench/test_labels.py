@@ -188,7 +188,7 @@ def test_what_an_ablation_says_is_not_said_twice() -> None:
                 "output_len": st.sampled_from([8, 100]),
                 "commit": st.sampled_from([None, "abc"]),
                 "matrix": st.sampled_from([None, "depths", "depths, eager"]),
-                "asked": st.sampled_from([{"fitted": True}, {"fitted": False}]),
+                "asked": st.sampled_from([{"projection": True}, {"projection": False}]),
                 "torch": st.sampled_from(["2.11", "2.13"]),
             }
         ),

@@ -15,7 +15,7 @@ from spmoe.config import Cutoff
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.engine.profiling import read_profile
-from spmoe.engine.room import Room
+from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
 from spmoe.predict.draft_gate import DraftGate
@@ -125,7 +125,7 @@ def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) ->
     llm.engine.reconfigure(**changes)
     found = llm.generate(PROMPT, PARAMS)[0]
     assert found.token_ids == expected.token_ids
-    assert found.stats.counters.wishes > 0
+    assert found.stats.counters.prefetches_requested > 0
     source = llm.engine.source
     assert source.loads.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
     assert source.synchronous is changes.get("synchronous", False)
@@ -211,7 +211,7 @@ def test_a_store_given_up_is_not_closed_with_the_room() -> None:
             self.closed = True
 
     given, kept = Store(), Store()
-    room: Any = Room
+    room: Any = ExpertRuntime
     one = room(slots=None, transfer=None, backend=None, store=given)
     assert one.give_up_store() is given
     assert one.give_up_store() is None

@@ -36,4 +36,4 @@ def test_each_run_of_the_oracle_is_rehearsed_once(mixtral_pair: Pair, monkeypatc
     assert differences(bench.runs, bench.runs) == []
     for run in bench.runs:
         assert run.completion.stats.prefetch == run.setting.prefetch
-        assert (run.completion.stats.counters.wishes > 0) == (run.setting.prefetch == "oracle")
+        assert (run.completion.stats.counters.prefetches_requested > 0) == (run.setting.prefetch == "oracle")

@@ -107,7 +107,7 @@ def test_another_job_is_not_continued(job: Job, whole: Group, change: dict[str, 
     assert find_stored(replace(job, **change), [whole]) is None
     for said in ("command", "scenario_text"):  # a comment in a scenario file decides nothing
         assert find_stored(replace(job, labels={**job.labels, said: "another"}), [whole]) is not None
-    for asked in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"fitted": False}):
+    for asked in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"projection": False}):
         assert find_stored(replace(job, engine={**job.engine, **asked}), [whole]) is None
 
 

@@ -176,14 +176,14 @@ def test_a_stop_ends_it_and_keeps_what_there_is(mixtral_pair: Pair) -> None:
     started: list[Generation] = []
 
     @contextmanager
-    def watch(generation: Generation) -> Iterator[None]:
+    def observer(generation: Generation) -> Iterator[None]:
         started.append(generation)
         if len(started) == 6:  # two of them to warm up
             generation.stop()
         yield
 
     settings = settings_of([HALF], ["draft-gate"], [0, 3])
-    bench = Bench(job_for(mixtral_pair, settings), lambda words: None, watch)
+    bench = Bench(job_for(mixtral_pair, settings), lambda words: None, observer)
     with pytest.raises(KeyboardInterrupt):
         bench.run()
     assert len(bench.runs) == 3
@@ -194,11 +194,11 @@ def test_a_stop_ends_it_and_keeps_what_there_is(mixtral_pair: Pair) -> None:
 
 def test_a_stop_in_the_last_step_counts_too(mixtral_pair: Pair) -> None:
     @contextmanager
-    def watch(generation: Generation) -> Iterator[None]:
+    def observer(generation: Generation) -> Iterator[None]:
         yield
         generation.stop()
 
-    bench = Bench(job_for(mixtral_pair, settings_of([HALF], ["on-demand"], [0])), lambda words: None, watch)
+    bench = Bench(job_for(mixtral_pair, settings_of([HALF], ["on-demand"], [0])), lambda words: None, observer)
     with pytest.raises(KeyboardInterrupt):
         bench.run()
 

@@ -107,7 +107,7 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
         warmup = 0
         dtype = "float32"
         device = "cpu"
-        fitted = false
+        projection = false
         enforce_eager = true
         [[matrix]]
         shapes = ["none", "mixtral-8x7b"]
@@ -134,7 +134,7 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
         warmup=0,
         dtype="float32",
         device="cpu",
-        fitted=False,
+        projection=False,
         enforce_eager=True,
     )
     assert second.output_len == 7

@@ -29,12 +29,12 @@ def test_it_fits_keeps_and_says_so(invoke: Invoke, checkpoints: Path, own_home: 
     assert all(layer["after"] >= layer["before"] for layer in found["layers"])
     plan = json.loads(invoke("info", *pair, "--json").succeeded().out)
     assert plan["predictor"] == str(file)
-    assert json.loads(invoke("info", *pair, "--no-fitted", "--json").succeeded().out)["predictor"] is None
+    assert json.loads(invoke("info", *pair, "--no-projection", "--json").succeeded().out)["predictor"] is None
 
     measure = ("predictability", *pair, "--text", text, "--windows", 4, "--window", 48, "--json")
-    fitted, plain = (json.loads(invoke(*measure, *more).succeeded().out) for more in ((), ("--no-fitted",)))
-    assert fitted["mean"]["recall"] >= plain["mean"]["recall"]
-    assert fitted["mean"]["cosine"] != plain["mean"]["cosine"]
+    projection, plain = (json.loads(invoke(*measure, *more).succeeded().out) for more in ((), ("--no-projection",)))
+    assert projection["mean"]["recall"] >= plain["mean"]["recall"]
+    assert projection["mean"]["cosine"] != plain["mean"]["cosine"]
 
 
 def test_what_cannot_be_fitted_is_refused_in_one_line(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("verb", "ignored", "heeded"),
     [
-        (("predictability",), ("--prefetch", "--cutoff", "--synchronous"), ("--fitted", "--eviction")),
-        (("fit-predictor",), ("--prefetch", "--cutoff", "--synchronous", "--fitted"), ("--draft", "--dtype")),
+        (("predictability",), ("--prefetch", "--cutoff", "--synchronous"), ("--projection", "--eviction")),
+        (("fit-predictor",), ("--prefetch", "--cutoff", "--synchronous", "--projection"), ("--draft", "--dtype")),
         (("profile",), ("--prefetch",), ("--cutoff", "--synchronous", "--eviction")),
         (("trace", "record"), ("--enforce-eager",), ("--prefetch", "--cutoff", "--max-tokens")),
-        (("run",), (), ("--prefetch", "--cutoff", "--synchronous", "--fitted", "--enforce-eager")),
+        (("run",), (), ("--prefetch", "--cutoff", "--synchronous", "--projection", "--enforce-eager")),
     ],
 )
 def test_what_is_ignored_is_not_listed(

@@ -67,7 +67,11 @@ def test_the_output_is_the_targets(
         assert counters.drafted > 0
         if draft == "near":
             assert counters.accepted / counters.drafted > 0.5
-        assert isinstance(llm.engine.loop.policy, DraftGate) == (counters.wishes > 0) == (prefetch == "draft-gate")
+        assert (
+            isinstance(llm.engine.loop.policy, DraftGate)
+            == (counters.prefetches_requested > 0)
+            == (prefetch == "draft-gate")
+        )
 
 
 def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near: Path) -> None:
@@ -75,8 +79,8 @@ def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near:
         drafter = llm.engine.loop.drafter
         assert isinstance(drafter, DraftModel)
         whole = sum(p.nbytes for p in reference(near).parameters())
-        assert drafter.network.resident_bytes == whole
-        logits = drafter.network.forward(PROMPT, drafter.network.new_kv(20), keep=len(PROMPT))
+        assert drafter.runner.resident_bytes == whole
+        logits = drafter.runner.forward(PROMPT, drafter.runner.new_kv(20), keep=len(PROMPT))
         with torch.no_grad():
             torch.testing.assert_close(logits, reference(near)(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=1e-4)
     plan = make_plan(EngineConfig.make(model=str(mixtral_pair.target), draft=str(near)))

@@ -128,8 +128,8 @@ def test_sampled_output_follows_the_targets_law(honest: bool) -> None:
         assert draft.probs is not None
         if not honest:
             draft = Draft(draft.tokens, draft.probs * 0.3 + 0.7 / 11)
-        verdict = RejectionVerifier().judge(one, draft, logits)
-        found[draft.tokens[0] if verdict.accepted else verdict.next_token] += 1
+        result = RejectionVerifier().verify(one, draft, logits)
+        found[draft.tokens[0] if result.accepted else result.next_token] += 1
     law = probabilities(logits[:1], params)[0]
     statistic = sum((found[t] - runs * p) ** 2 / (runs * p) for t, p in enumerate(law.tolist()))
     assert (statistic < 44.0) == honest  # ten degrees of freedom: one false alarm in 300 000 seeds
@@ -183,7 +183,7 @@ def test_the_targets_own_layers_predict_and_it_says_so(pair: Pair) -> None:
         assert isinstance(engine.loop.policy, NextGate)
         stats = llm.generate(REPEATING, SamplingParams(max_tokens=4))[0].stats
         assert stats.prefetch == "next-gate"
-        assert stats.counters.wishes
+        assert stats.counters.prefetches_requested
     with build(pair.target, prefetch="on-demand") as llm:
         assert llm.notices == [], "nobody asked for prefetching"
     with build(pair.target, num_speculative_tokens=0) as llm:

@@ -13,11 +13,11 @@ from torch import Tensor
 from checkpoints import EXPERTS, LAYERS, TOP_K, Pair, greedy, memory_for, reference, submodules_with
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
-from spmoe.draft.self_quantized import SelfDraft, SelfNetwork
+from spmoe.draft.self_quantized import QuantizedSelfRunner, SelfDraft
 from spmoe.engine.plan import make_plan
 from spmoe.errors import StoreError, UsageError
+from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.shipped import sample_text
-from spmoe.models.taps import Watch
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.types import Draft, Routing
 from spmoe.verify.filters import probabilities
@@ -44,11 +44,11 @@ def build(target: Path, name: str = "int8", **options: Any) -> LLM:
     return LLM(str(target), f"self:{name}", progress=False, **options)
 
 
-def own(llm: LLM) -> SelfNetwork:
+def own(llm: LLM) -> QuantizedSelfRunner:
     drafter = llm.engine.loop.drafter
     assert isinstance(drafter, SelfDraft)
-    assert isinstance(drafter.network, SelfNetwork)
-    return drafter.network
+    assert isinstance(drafter.runner, QuantizedSelfRunner)
+    return drafter.runner
 
 
 def coarse(llm: LLM, target: Path) -> Any:
@@ -90,7 +90,7 @@ def test_greedy_output_is_that_of_transformers(
         counters = llm.engine.loop.counters
         assert counters.drafted > 0
         assert isinstance(llm.engine.loop.policy, DraftGate) == (prefetch == "draft-gate")
-        assert (counters.wishes > 0) == (prefetch == "draft-gate")
+        assert (counters.prefetches_requested > 0) == (prefetch == "draft-gate")
         assert llm.engine.loop.states == {}
 
 
@@ -103,7 +103,7 @@ def test_other_kinds_of_targets(request: pytest.FixtureRequest, expected: Any, k
         for prompt, tokens in zip(PROMPTS, expected(target), strict=True):
             assert llm.generate(prompt, GREEDY)[0].token_ids == tokens
         assert llm.engine.loop.counters.drafted > 0
-        assert llm.engine.loop.counters.wishes > 0
+        assert llm.engine.loop.counters.prefetches_requested > 0
 
 
 def test_several_generations_in_turns_keep_to_their_own_states(pair: Pair, expected: Any) -> None:
@@ -123,11 +123,11 @@ def test_drafting_leaves_the_targets_state_as_it_was(pair: Pair, temperature: fl
     with build(pair.target, "int4", num_speculative_tokens=4) as llm:
         drafter, sound, compared = own_drafter(llm), own_drafter(llm).propose, 0
 
-        def propose(sequences: Any, k: int, on_seen: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
             nonlocal compared
             kv = llm.engine.loop.states.get(sequences[0].id)
             before = held(kv) if kv is not None else []
-            drafts = sound(sequences, k, on_seen)
+            drafts = sound(sequences, k, on_chunk)
             if kv is not None:
                 assert kv.length == len(sequences[0].tokens) - 1
                 assert all(map(torch.equal, held(kv), before))
@@ -152,9 +152,9 @@ def held(kv: Any) -> list[Tensor]:
 
 def test_no_second_state_is_paid_for(pair: Pair) -> None:
     with build(pair.target, "int4") as llm, LLM(str(pair.target), progress=False) as plain:
-        network = own(llm)
+        runner = own(llm)
         assert llm.engine.memory.kv == plain.engine.memory.kv
-        assert llm.engine.memory.resident == plain.engine.memory.resident + network.resident_bytes
+        assert llm.engine.memory.resident == plain.engine.memory.resident + runner.resident_bytes
         (notice,) = llm.notices
         assert "int4" in notice
         assert "KiB" in notice
@@ -162,15 +162,15 @@ def test_no_second_state_is_paid_for(pair: Pair) -> None:
 
 def test_the_target_has_its_experts_back_whatever_happens(pair: Pair) -> None:
     with build(pair.target) as llm:
-        network, target = own(llm), llm.engine.target
-        ports = [site.experts.spmoe_port for site in target.moe]
-        kv = network.new_kv(8)
-        network.forward([1, 2], kv, keep=1)
-        assert [site.experts.spmoe_port for site in target.moe] == ports
-        watch = Watch(1, lambda depths, residual: None, lambda depths, residual, routing: 1 / 0)  # type: ignore[arg-type, return-value]
+        runner, target = own(llm), llm.engine.target
+        ports = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
+        kv = runner.new_kv(8)
+        runner.forward([1, 2], kv, keep=1)
+        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
+        observer = LayerObserver(1, lambda depths, residual: None, lambda depths, residual, routing: 1 / 0)  # type: ignore[arg-type, return-value]
         with pytest.raises(ZeroDivisionError):
-            network.forward([1], kv, keep=1, watch=watch)
-        assert [site.experts.spmoe_port for site in target.moe] == ports
+            runner.forward([1], kv, keep=1, observer=observer)
+        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
 
 
 # ---- what it proposes and foretells
@@ -182,9 +182,9 @@ def test_it_proposes_what_the_quantized_model_would_say(pair: Pair, name: str) -
         drafter, proposals = own_drafter(llm), []
         sound = drafter.propose
 
-        def propose(sequences: Any, k: int, on_seen: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
             proposals.append((list(sequences[0].tokens), k))
-            return sound(sequences, k, on_seen)
+            return sound(sequences, k, on_chunk)
 
         drafter.propose = propose  # type: ignore[method-assign]
         llm.generate(PROMPTS[1], GREEDY)
@@ -220,12 +220,12 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair:
     assert all(float(q[token]) > 0 for q, token in zip(draft.probs, draft.tokens, strict=True))
 
 
-@pytest.mark.parametrize("slabs", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen_pair", "partly_dense_pair"])
-def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureRequest, kind: str, slabs: int) -> None:
+def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureRequest, kind: str, chunks: int) -> None:
     pair: Pair = request.getfixturevalue(kind)
     with build(pair.target, "int4") as llm:
-        network, told = own(llm), list[tuple[range, Routing]]()
+        runner, told = own(llm), list[tuple[range, Routing]]()
         model, chosen = coarse(llm, pair.target), list[Tensor]()
         for gate in [m.gate for m in submodules_with(model, "experts")]:
             gate.register_forward_hook(lambda gate, args, output: chosen.append(output))
@@ -236,9 +236,9 @@ def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureReq
             assert routing is not None
             told.append((depths, routing))
 
-        network.forward(PROMPTS[1], network.new_kv(20), keep=1, watch=Watch(slabs, lambda *_: None, tell))
-        policy = DraftGate(llm.engine.target, network.depth_count, cutoff=9)
-        assert len(told) == min(slabs, len(chosen))
+        runner.forward(PROMPTS[1], runner.new_kv(20), keep=1, observer=LayerObserver(chunks, lambda *_: None, tell))
+        policy = DraftGate(llm.engine.target, runner.depth_count, cutoff=9)
+        assert len(told) == min(chunks, len(chosen))
         layers = [layer for depths, _ in told for depth in depths for layer in policy._layers_at[depth]]
         assert layers == list(range(len(chosen)))
         for (_, weights, index), found, scores in zip(

@@ -119,9 +119,9 @@ def test_a_budget_for_the_device_is_kept() -> None:
 
 
 def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmoe.backends.cuda import CudaLane
+    from spmoe.backends.cuda import CudaCopyStream
 
-    sound, rng, failing = CudaLane.copy, random.Random(0), False
+    sound, rng, failing = CudaCopyStream.copy, random.Random(0), False
 
     def copy(self: Any, pieces: Any) -> Any:
         if failing and rng.random() < 0.05:
@@ -129,7 +129,7 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
         return sound(self, pieces)
 
     with LLM(dtype="float32", device="cuda", expert_memory="10%", progress=False) as llm:
-        monkeypatch.setattr(CudaLane, "copy", copy)
+        monkeypatch.setattr(CudaCopyStream, "copy", copy)
         failures = 0
         for _ in range(30):
             failing = True
@@ -184,16 +184,16 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Several may run at once, each with dice of its own: `SPMOE_SOAK_SEED`.
     """
-    from spmoe.backends.cuda import CudaLane
+    from spmoe.backends.cuda import CudaCopyStream
 
-    sound, rng, fault_rate = CudaLane.copy, random.Random(int(os.environ.get("SPMOE_SOAK_SEED", "1"))), 0.0
+    sound, rng, fault_rate = CudaCopyStream.copy, random.Random(int(os.environ.get("SPMOE_SOAK_SEED", "1"))), 0.0
 
     def copy(self: Any, pieces: Any) -> Any:
         if rng.random() < fault_rate:
             raise TransferError("injected: the link had a bad moment")
         return sound(self, pieces)
 
-    monkeypatch.setattr(CudaLane, "copy", copy)
+    monkeypatch.setattr(CudaCopyStream, "copy", copy)
     until = time.monotonic() + float(os.environ.get("SPMOE_SOAK_SECONDS", "30"))
     settled: list[tuple[int, int]] = []  # device bytes and locked host bytes after each engine
     requests = 0
@@ -246,7 +246,7 @@ def test_replays_write_to_no_memory_but_their_own() -> None:
 
 
 def test_a_recorded_draft_and_a_target_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "record_forwards", lambda self, *args: "not in this test")
+    monkeypatch.setattr(Target, "capture_forwards", lambda self, *args: "not in this test")
     for memory in ("100%", "30%"):
         with LLM(dtype="float32", device="cuda", expert_memory=memory, progress=False) as llm:
             assert [tokens(llm) for _ in range(2)] == [expected()] * 2

@@ -1,7 +1,7 @@
 """The CUDA engine without a device: its kernels' plain twins, its streams a double that does everything at once.
 
 What a recorded forward replays here is the forward itself, with the host's work in between, so that everything but the
-hardware is real: programs, chains of draft tokens, waves, the device's length, slots, copies in chunks.
+hardware is real: programs, chains of draft tokens, batches, the device's length, slots, copies in chunks.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from checkpoints import Pair, byte_tokenizer, greedy, longrope, memory_for, phim
 pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
-from spmoe.backends.base import chosen_by
-from spmoe.backends.cuda import CudaAddresses, CudaBackend
-from spmoe.backends.cuda_driver import Piece
+from spmoe.backends.base import routed_experts
+from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
+from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recording
-from spmoe.backends.kernels import attention, dense, experts, gates, inputs, quantized, rotary, siblings
+from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
 from spmoe.config import Cutoff, Size
 from spmoe.engine import build
 from spmoe.engine.llm import Generation
-from spmoe.engine.room import Room
+from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
 from spmoe.experts.draft_informed import DraftInformed
-from spmoe.models.experts_port import attach
+from spmoe.models.decode_graphs import DecodeGraphs
+from spmoe.models.experts_seam import attach
 from spmoe.models.fused_gates import FusedGates
 from spmoe.models.fusion import fuse
-from spmoe.models.programs import Programs
 from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -72,13 +72,13 @@ class UnderWay(Passed):
         return False
 
 
-class ImmediateLane:
+class ImmediateCopyStream:
     """Copies that are over when they are submitted; `refuse` may raise instead."""
 
     def __init__(self, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
 
-    def copy(self, pieces: Sequence[Piece]) -> Passed:
+    def copy(self, pieces: Sequence[CopyRange]) -> Passed:
         self._refuse()
         for to, source, nbytes in pieces:
             ctypes.memmove(to, source, nbytes)
@@ -87,13 +87,13 @@ class ImmediateLane:
     def wait_for(self, event: object) -> None:
         pass
 
-    def stand_here(self) -> None:
+    def bind_compute_stream(self) -> None:
         pass
 
-    def compute_point(self) -> Passed:
+    def record_compute_event(self) -> Passed:
         return Passed()
 
-    def compute_after(self, event: object) -> None:
+    def compute_wait_event(self, event: object) -> None:
         pass
 
     def stalled_seconds(self) -> float:
@@ -119,7 +119,7 @@ class Rerunner:
         self.turns = 0
         self.while_waiting: Callable[[], None] = lambda: None
         self.be_patient: Callable[[bool], None] = lambda patient: None
-        self.sit_out: Callable[[Any], None] = lambda event: None
+        self.wait_and_pump: Callable[[Any], None] = lambda event: None
         self.recorded = 0
         self.replayed = 0
         self._replaying = self._beginning = False
@@ -130,7 +130,7 @@ class Rerunner:
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
         try:
-            self.phase = Phase.REHEARSAL
+            self.phase = Phase.WARMUP
             forward()
             self.phase, self._splits = Phase.RECORDING, 0
             result = forward().clone()
@@ -218,37 +218,37 @@ class Double:
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     """Engines are built on the double."""
     it = Double()
-    for user in ("backends.cuda", "models.programs"):  # there is no device that could lock pages
+    for user in ("backends.cuda", "models.decode_graphs"):  # there is no device that could lock pages
         monkeypatch.setattr(
-            f"spmoe.{user}.page_locked", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
+            f"spmoe.{user}.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
         )
     for user, kernels, names in (
-        ("backends.cuda", experts, ("run_wave", "add_up")),
-        ("backends.cuda", inputs, ("take_wave",)),
-        ("models.programs", inputs, ("stage", "stage_chained", "go_on")),
+        ("backends.cuda", experts, ("run_expert_batch", "add_up")),
+        ("backends.cuda", inputs, ("take_batch",)),
+        ("models.decode_graphs", inputs, ("stage", "stage_chained", "go_on")),
         ("backends.kernels.attention", attention, ("append", "decode_attention")),
         ("backends.kernels.quantized", quantized, ("run_coded",)),
         ("backends.kernels.gates", gates, ("route_layers",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr("spmoe.models.programs.stage", it.recorder.stage)
+    monkeypatch.setattr("spmoe.models.decode_graphs.stage", it.recorder.stage)
 
     monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
 
-    def make_room(config: Any, materials: Any, count: int, store: Any = None) -> Room:
-        slots = DeviceSlots(count, materials.spec, torch.device("cpu"))
-        store = HostStore(materials.spec, driver=None, pinned=False)  # type: ignore[arg-type]
-        with materials.experts() as fill:
+    def make_runtime(config: Any, models: Any, count: int, store: Any = None) -> ExpertRuntime:
+        slots = DeviceSlots(count, models.spec, torch.device("cpu"))
+        store = HostStore(models.spec, driver=None, pinned=False)  # type: ignore[arg-type]
+        with models.experts() as fill:
             store.fill(fill, lambda done, total: None)
         backend = CudaBackend(slots, it.recorder)  # type: ignore[arg-type]
         backend.synchronize = lambda: None  # type: ignore[method-assign]
-        transfer = CudaTransfer(ImmediateLane(it.refuse), CudaAddresses(store, slots), chunk=1000)
+        transfer = CudaTransfer(ImmediateCopyStream(it.refuse), CudaBlobAddresses(store, slots), chunk=1000)
         recorder: Any = None if config.enforce_eager else it.recorder
-        return Room(slots, transfer, backend, recorder, backend, store)
+        return ExpertRuntime(slots, transfer, backend, recorder, backend, store)
 
-    monkeypatch.setattr(build, "make_room", make_room)
-    monkeypatch.setattr("spmoe.models.network.fuse", lambda model: lambda: None)  # proved elsewhere, and slow here
+    monkeypatch.setattr(build, "make_runtime", make_runtime)
+    monkeypatch.setattr("spmoe.models.runner.fuse", lambda model: lambda: None)  # proved elsewhere, and slow here
     return it
 
 
@@ -299,8 +299,8 @@ def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeyp
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_plain"))
     monkeypatch.setattr(dense, "skinny_linear", linear)
-    monkeypatch.setattr(siblings, "skinny_linears", linears)
-    monkeypatch.setattr("spmoe.models.network.fuse", fuse)
+    monkeypatch.setattr(fused_qkv, "skinny_linears", linears)
+    monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert {(Phase.EAGER, len(PROMPT)), (Phase.RECORDING, 1), (Phase.RECORDING, 4)} <= set(launched)
@@ -317,13 +317,13 @@ def test_drafts_of_lengths_that_change(double: Double, pair: Pair, monkeypatch: 
 
 
 def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pair: Pair) -> None:
-    """Output would be right whatever the draft says; how much of it is kept, and what it wishes for, would not."""
+    """Output would be right whatever the draft says; how much of it is kept, and what it prefetch requests for, would not."""
     found = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager, "progress": False}
         with LLM(str(pair.target), str(pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
             counters = llm.generate(PROMPT, GREEDY)[0].stats.counters
-            found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
+            found.append((counters.drafted_at, counters.accepted_at, counters.prefetches_requested))
     assert found[0] == found[1]
     assert found[0][1][0] > 0
 
@@ -337,13 +337,13 @@ def test_policies_in_turn_see_what_they_would_see_alone(double: Double, mixtral_
             with llm.engine.record() as recording:
                 assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
             llm.engine.recording = recording
-            wishes = {}
+            prefetches = {}
             for prefetch in ("next-gate", "adaptive", "activation", "oracle", "draft-gate+next-gate", "next-gate"):
                 llm.engine.reconfigure(prefetch=prefetch, cutoff=Cutoff.parse("none"))
                 completion = llm.generate(PROMPT, GREEDY)[0]
                 assert completion.token_ids == expected
-                wishes[prefetch] = completion.stats.counters.wishes
-            found.append((recording, wishes))
+                prefetches[prefetch] = completion.stats.counters.prefetches_requested
+            found.append((recording, prefetches))
     assert found[0] == found[1]
     assert all(found[0][1].values())
 
@@ -364,11 +364,11 @@ def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, optio
         given = {**options, "num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
             assert not [notice for notice in llm.notices if "recorded" in notice]
-            assert llm.engine.draft.network.records != eager
+            assert llm.engine.draft.runner.records != eager
             completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
             found.append(completions[0].token_ids)
             counters = completions[0].stats.counters
-            found.append((counters.drafted_at, counters.accepted_at, counters.wishes))
+            found.append((counters.drafted_at, counters.accepted_at, counters.prefetches_requested))
             assert completions[1].token_ids == completions[0].token_ids
     assert found[:2] == found[2:]
     assert found[0] == greedy(reference(pair.target), PROMPT, COUNT)
@@ -380,7 +380,7 @@ def test_drafting_for_itself_and_verifying_are_recorded_apart(double: Double, mi
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         llm.generate(PROMPT, GREEDY)
         (kv,) = llm.engine.target._spare
-        assert {owner for owner, _ in kv.programs} == {llm.engine.target._programs, llm.engine.draft.network._programs}
+        assert {owner for owner, _ in kv.decode_graphs} == {llm.engine.target._graphs, llm.engine.draft.runner._graphs}
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["in kernels", "one by one"])
@@ -391,7 +391,7 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
     if not known:
         monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
     heard: dict[int, list[Any]] = {}
-    monkeypatch.setattr(DraftInformed, "read", lambda self, layer, *said: heard.setdefault(layer, []).append(said))
+    monkeypatch.setattr(DraftInformed, "on_prompt", lambda self, layer, *said: heard.setdefault(layer, []).append(said))
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         llm.generate([[(7 * i) % 200 for i in range(length)]], SamplingParams(max_tokens=4, ignore_eos=True))
         layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
@@ -406,13 +406,13 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
 def gone_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every recorded forward of the target, whether it went on from what had been begun behind the draft."""
     found: list[bool] = []
-    is_begun = Programs._is_begun
+    is_begun = DecodeGraphs._is_begun
 
-    def looked(self: Programs, *args: Any) -> bool:
+    def looked(self: DecodeGraphs, *args: Any) -> bool:
         found.append(is_begun(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(Programs, "_is_begun", looked)
+    monkeypatch.setattr(DecodeGraphs, "_is_begun", looked)
     return found
 
 
@@ -452,23 +452,23 @@ def test_what_compute_waited_is_counted_in_the_step_in_which_it_waited(
 ) -> None:
     """Though the device ends a step's waits only while the host asks for its result."""
     running, over, steps = list[object](), list[object](), list[int]()
-    copy, judge = ImmediateLane.copy, GreedyVerifier.judge
+    copy, verify = ImmediateCopyStream.copy, GreedyVerifier.verify
 
     def synchronized(self: GreedyVerifier, *args: Any) -> Any:
         steps.append(len(running))
         over.extend(running)
         running.clear()
-        return judge(self, *args)
+        return verify(self, *args)
 
-    def take(self: ImmediateLane) -> float:
+    def take(self: ImmediateCopyStream) -> float:
         waited = 100.0 * len(over)
         over.clear()
         return waited
 
-    monkeypatch.setattr(ImmediateLane, "copy", lambda self, pieces: copy(self, pieces) and UnderWay())
-    monkeypatch.setattr(ImmediateLane, "compute_after", lambda self, event: running.append(event))
-    monkeypatch.setattr(ImmediateLane, "stalled_seconds", take)
-    monkeypatch.setattr(GreedyVerifier, "judge", synchronized)
+    monkeypatch.setattr(ImmediateCopyStream, "copy", lambda self, pieces: copy(self, pieces) and UnderWay())
+    monkeypatch.setattr(ImmediateCopyStream, "compute_wait_event", lambda self, event: running.append(event))
+    monkeypatch.setattr(ImmediateCopyStream, "stalled_seconds", take)
+    monkeypatch.setattr(GreedyVerifier, "verify", synchronized)
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         stats = llm.generate(PROMPT, GREEDY)[0].stats
     assert min(steps) > 0
@@ -510,10 +510,10 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
 
     def looked(index: Tensor) -> Any:
         waiting[False] += sum(len(transfer._waiting) for transfer in transfers)
-        return chosen_by(index)
+        return routed_experts(index)
 
     monkeypatch.setattr(Rerunner, "new_event", lambda self: Unhurried())
-    monkeypatch.setattr("spmoe.backends.cuda.chosen_by", looked)
+    monkeypatch.setattr("spmoe.backends.cuda.routed_experts", looked)
     with LLM(
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, num_speculative_tokens=3,
         expert_memory=memory_for(4), prefetch="draft-gate", cutoff="none", enforce_eager=True,
@@ -532,7 +532,7 @@ def test_benchmarks_record_nothing_in_runs_that_count(
     recorded: dict[str, int] = {}
 
     @contextmanager
-    def watch(generation: Generation) -> Iterator[None]:
+    def observer(generation: Generation) -> Iterator[None]:
         before = double.recorder.recorded
         yield
         recorded[said[-1]] = recorded.get(said[-1], 0) + double.recorder.recorded - before
@@ -543,7 +543,7 @@ def test_benchmarks_record_nothing_in_runs_that_count(
     engine |= {"shape": None, "link_gbps": None, "enforce_eager": False, "dtype": "float32"}
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in ("the cat", "a longer prompt")]
     job = Job(engine, settings, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
-    Bench(job, said.append, watch).run()
+    Bench(job, said.append, observer).run()
     counted = {words: count for words, count in recorded.items() if words.startswith("run")}
     assert len(counted) == 2 * len(settings)
     assert not any(counted.values()), counted
@@ -583,12 +583,12 @@ def test_experts_that_the_kernels_do_not_know_are_foretold_too(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
-    wishes = []
+    prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
         with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:  # type: ignore[arg-type]
-            wishes.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.wishes)
-    assert wishes[0] == wishes[1] > COUNT
+            prefetches.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.prefetches_requested)
+    assert prefetches[0] == prefetches[1] > COUNT
 
 
 def test_predictions_are_one_kernel(double: Double, mixtral_pair: Pair) -> None:
@@ -635,7 +635,7 @@ def test_wishes_move_before_the_draft_is_over(
 
 def test_nothing_is_seen_to_where_nothing_may_overlap(double: Double, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, synchronous=True) as llm:
-        llm.engine.source.pump = lambda: pytest.fail("whoever wishes waits for it")  # type: ignore[method-assign]
+        llm.engine.source.pump = lambda: pytest.fail("whoever prefetch requests waits for it")  # type: ignore[method-assign]
         llm.engine.source.see_to_wishes()
 
 
@@ -652,10 +652,10 @@ def test_prompts_are_read_by_the_kernels_part_by_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each expert is moved once for all parts; of more parts than that, each has a product of its own."""
-    plain, found = experts.run_wave_plain, set[int]()
+    plain, found = experts.run_expert_batch_plain, set[int]()
     monkeypatch.setattr("spmoe.backends.base._MOST_PARTS", parts)
     monkeypatch.setattr(
-        "spmoe.backends.cuda.run_wave", lambda hidden, *rest: (found.add(len(hidden)), plain(hidden, *rest))[1]
+        "spmoe.backends.cuda.run_expert_batch", lambda hidden, *rest: (found.add(len(hidden)), plain(hidden, *rest))[1]
     )
     prompt = [n * n % 251 for n in range(length)]
     options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
@@ -675,7 +675,7 @@ def test_chunks_smaller_than_a_draft(double: Double, mixtral_pair: Pair, chunk: 
 
 
 def test_an_interrupt_leaves_waves_in_step(double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between saying where a wave's experts are and launching it: the next wave must not be taken for that one."""
+    """Between saying where a batch's experts are and launching it: the next batch must not be taken for that one."""
     expected, post = greedy(reference(mixtral_pair.target), PROMPT, COUNT), CudaBackend.post
     options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "progress": False}
 

@@ -35,11 +35,11 @@ from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EVICTION_RULES, most_of
 from spmoe.engine.engine import Engine
-from spmoe.experts.waves import Wave
+from spmoe.experts.batches import ExpertBatch
 from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
-from spmoe.predict.next_gate import draft_gate_of
-from spmoe.types import Draft, Verdict
+from spmoe.predict.next_gate import draft_gate_part
+from spmoe.types import Draft, VerifyResult
 from spmoe.verify import rejection
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
@@ -152,16 +152,16 @@ def test_greedy_output_is_that_of_transformers(
         assert engine.notices == []
         assert engine.loop.draft_tokens == most_of(row["num_speculative_tokens"])
         own = row["prefetch"] if row["prefetch"] in EVICTION_RULES else "draft-informed"
-        assert engine.experience.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
-        assert (draft_gate_of(engine.loop.policy) is not None) == predicting
+        assert engine.learned.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
+        assert (draft_gate_part(engine.loop.policy) is not None) == predicting
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting
         if predicting and row["cutoff"] != "auto":
             assert engine.cutoff == (LAYERS if row["cutoff"] == "none" else 1)
-            assert counters.wishes > 0
+            assert counters.prefetches_requested > 0
         if not predicting:
-            assert (counters.wishes > 0) == (row["prefetch"] not in ("on-demand", "draft-gate"))
-            assert counters.prefetch_loads <= counters.wishes
+            assert (counters.prefetches_requested > 0) == (row["prefetch"] not in ("on-demand", "draft-gate"))
+            assert counters.prefetch_loads <= counters.prefetches_requested
 
 
 def test_the_oracle_is_exact_and_knows_everything(pair: Pair, expected: Any) -> None:
@@ -179,7 +179,7 @@ def test_the_oracle_is_exact_and_knows_everything(pair: Pair, expected: Any) -> 
             counters = completion.stats.counters
             assert completion.stats.prefetch == "oracle"
             assert counters.steps == len(recording)
-            assert counters.wishes == sum(len(experts) for step in recording for experts in step.values())
+            assert counters.prefetches_requested == sum(len(experts) for step in recording for experts in step.values())
             assert counters.prefetch_used > 0
 
 
@@ -248,7 +248,7 @@ def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff:
     ) as llm:
         assert_exact(llm, expected(partly_dense_pair.target))
         assert len(llm.engine.target.moe) == 2
-        assert llm.engine.loop.counters.wishes > 0
+        assert llm.engine.loop.counters.prefetches_requested > 0
 
 
 def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
@@ -265,7 +265,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pa
 def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
     recurrent_target: Path, qwen_pair: Pair, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmoe.models.anatomy._resumes", lambda model: False)
+    monkeypatch.setattr("spmoe.models.inspection._resumes", lambda model: False)
     with build(
         recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=3
     ) as llm:
@@ -310,9 +310,9 @@ def test_the_draft_proposes_what_it_would_say_itself(pair: Pair, draft: str) -> 
         drafter = llm.engine.loop.drafter
         sound, proposals = drafter.propose, []
 
-        def propose(sequences: Any, k: int, on_seen: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
             before = list(sequences[0].tokens)
-            drafts = sound(sequences, k, on_seen)
+            drafts = sound(sequences, k, on_chunk)
             proposals.append((before, drafts[0].tokens, k))
             return drafts
 
@@ -433,20 +433,20 @@ def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
 
 
 class AcceptsEverything(RejectionVerifier):
-    def judge(self, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
         bonus = rejection.draw(rejection.probabilities(logits, sequence.sampling)[-1], sequence.rng)
-        return Verdict(len(draft.tokens), bonus)
+        return VerifyResult(len(draft.tokens), bonus)
 
 
 class RedrawsFromTheTarget(RejectionVerifier):
     """Keeps as it should, but draws recovered tokens from p instead of what p has more of than q."""
 
-    def judge(self, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
-        verdict = super().judge(sequence, draft, logits)
-        if verdict.accepted == len(draft.tokens):
-            return verdict
-        p = rejection.probabilities(logits, sequence.sampling)[verdict.accepted]
-        return Verdict(verdict.accepted, rejection.draw(p, sequence.rng))
+    def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
+        result = super().verify(sequence, draft, logits)
+        if result.accepted == len(draft.tokens):
+            return result
+        p = rejection.probabilities(logits, sequence.sampling)[result.accepted]
+        return VerifyResult(result.accepted, rejection.draw(p, sequence.rng))
 
 
 @pytest.fixture(scope="module")
@@ -500,25 +500,25 @@ def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "run_expert", run_expert)
 
 
-def _change_waves(monkeypatch: pytest.MonkeyPatch, change: Callable[[Wave], Wave]) -> None:
+def _change_waves(monkeypatch: pytest.MonkeyPatch, change: Callable[[ExpertBatch], ExpertBatch]) -> None:
     sound = CpuBackend.run_experts
 
     def run_experts(
-        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        return sound(self, experts, hidden, index, weights, (change(wave) for wave in waves))
+        return sound(self, experts, hidden, index, weights, (change(batch) for batch in batches))
 
     monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
 
 
 def drop_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(wave: Wave) -> Wave:
-        kept = [i for i, expert in enumerate(wave.experts) if expert != 0]
-        return Wave(
-            wave.layer,
-            tuple(wave.experts[i] for i in kept),
-            tuple(wave.slots[i] for i in kept),
-            tuple(wave.weights[i] for i in kept),
+    def change(batch: ExpertBatch) -> ExpertBatch:
+        kept = [i for i, expert in enumerate(batch.experts) if expert != 0]
+        return ExpertBatch(
+            batch.layer,
+            tuple(batch.experts[i] for i in kept),
+            tuple(batch.slots[i] for i in kept),
+            tuple(batch.weights[i] for i in kept),
         )
 
     _change_waves(monkeypatch, change)
@@ -526,7 +526,8 @@ def drop_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mix_slots_up(monkeypatch: pytest.MonkeyPatch) -> None:
     _change_waves(
-        monkeypatch, lambda wave: Wave(wave.layer, wave.experts, wave.slots, wave.weights[1:] + wave.weights[:1])
+        monkeypatch,
+        lambda batch: ExpertBatch(batch.layer, batch.experts, batch.slots, batch.weights[1:] + batch.weights[:1]),
     )
 
 
@@ -534,9 +535,9 @@ def ignore_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = CpuBackend.run_experts
 
     def run_experts(
-        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+        self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        return sound(self, experts, hidden, index, torch.full_like(weights, 1 / TOP_K), waves)
+        return sound(self, experts, hidden, index, torch.full_like(weights, 1 / TOP_K), batches)
 
     monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
 
@@ -554,13 +555,13 @@ def rewind_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = GreedyVerifier.judge
+    sound = GreedyVerifier.verify
 
-    def judge(self: GreedyVerifier, sequence: Any, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self: GreedyVerifier, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
         accepted = min(sound(self, sequence, draft, logits).accepted + 1, len(draft.tokens))
-        return Verdict(accepted, int(logits[accepted].argmax()))
+        return VerifyResult(accepted, int(logits[accepted].argmax()))
 
-    monkeypatch.setattr(GreedyVerifier, "judge", judge)
+    monkeypatch.setattr(GreedyVerifier, "verify", verify)
 
 
 def test_the_comparison_holds_for_the_engine_that_is_broken_below(pair: Pair, expected: Any) -> None:

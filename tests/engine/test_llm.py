@@ -28,7 +28,7 @@ from checkpoints import (
 from spmoe import LLM, Completion, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
 from spmoe.predict.draft_gate import DraftGate
-from spmoe.types import Wishes
+from spmoe.types import PrefetchRequests
 
 PROMPT = "the cat"
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -267,7 +267,7 @@ def test_tokens_are_kept_when_the_next_draft_cannot_be_begun(
 ) -> None:
     tried = []
 
-    def begin(sequence: Any, k: int, on_seen: Any) -> None:
+    def begin(sequence: Any, k: int, on_chunk: Any) -> None:
         if k:  # the prompt has been read
             tried.append(k)
             raise RuntimeError("no memory for that")
@@ -453,8 +453,8 @@ def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str
             assert counters.asked >= counters.steps * LAYERS * 2
             assert counters.demand_bytes == counters.demand_loads * blob
             assert counters.issued_bytes == counters.prefetch_loads * blob
-            spent = counters.wishes_resident + counters.wishes_stale + counters.wishes_over_budget
-            assert counters.wishes >= counters.prefetch_loads + spent
+            spent = counters.prefetches_resident + counters.prefetches_stale + counters.prefetches_over_budget
+            assert counters.prefetches_requested >= counters.prefetch_loads + spent
             assert stats.peak_slots <= stats.slots == 4
             assert 0 <= stats.ttft_seconds <= stats.latency_seconds
             assert counters.draft_seconds + counters.verify_seconds <= stats.latency_seconds
@@ -466,8 +466,8 @@ def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str
         assert 0 <= whole.held_bytes <= 4 * blob
         assert whole.failed_bytes == 0
         predicting = draft is not None and prefetch == "draft-gate"
-        assert (whole.wishes > 0) == predicting
-        assert whole.prefetch_loads <= whole.wishes
+        assert (whole.prefetches_requested > 0) == predicting
+        assert whole.prefetch_loads <= whole.prefetches_requested
         assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
         assert stats.cutoff_layers == (LAYERS if predicting else None)
         assert stats.draft_tokens == (3 if draft else 0)
@@ -506,7 +506,7 @@ def test_a_draft_of_another_width_drafts_but_does_not_predict(
         completion = llm.generate(PROMPT, TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.stats.counters.drafted > 0
-        assert completion.stats.counters.wishes == 0
+        assert completion.stats.counters.prefetches_requested == 0
         assert completion.stats.prefetch == "on-demand"
         (notice,) = llm.notices
         assert "48 wide and the target 32" in notice
@@ -525,14 +525,14 @@ def test_a_draft_of_another_depth_predicts_every_layer(
     with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="none") as llm:
         policy = llm.engine.loop.policy
         assert isinstance(policy, DraftGate)
-        sound, wished = policy.on_seen, set()
+        sound, wished = policy.on_chunk, set()
 
-        def on_seen(seen: Any) -> Wishes:
-            wishes = sound(seen)
-            wished.update(wishes.layers.tolist())
-            return wishes
+        def on_chunk(seen: Any) -> PrefetchRequests:
+            prefetches = sound(seen)
+            wished.update(prefetches.layers.tolist())
+            return prefetches
 
-        policy.on_seen = on_seen  # type: ignore[method-assign]
+        policy.on_chunk = on_chunk  # type: ignore[method-assign]
         assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
         assert llm.notices == []
         assert wished == set(range(LAYERS))

@@ -19,13 +19,13 @@ from torch import Tensor
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_gate import DraftGate
 from spmoe.predict.on_demand import OnDemand
-from spmoe.types import ExpertKey, Routing, Seen, Stage
+from spmoe.types import ExpertKey, LayerChunk, Routing, Stage
 
 LAYERS, EXPERTS, TOP_K, ROWS, STEPS = 8, 64, 2, 4, 6
 BLOB = 10**6
@@ -86,7 +86,7 @@ class RecordingTransfer(VirtualTransfer):
         self.demanded: list[ExpertKey] = []
         self.wished: list[ExpertKey] = []
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         (self.demanded if urgent else self.wished).extend(job.key for job in jobs)
         return super().copy(jobs, urgent=urgent)
 
@@ -126,13 +126,13 @@ def replay(
     draft: float = DRAFT,
     budget: int | None = None,
 ) -> Replay:
-    """Run the routing; with guesses, the draft's passes turn into wishes."""
+    """Run the routing; with guesses, the draft's passes turn into prefetch requests."""
     clock, counters = VirtualClock(), Counters()
     transfer = RecordingTransfer(clock, BLOB, BLOB / COPY)
     rule = make_eviction(eviction, [EXPERTS] * LAYERS)
     source = ExpertSource(NoWeights(slots), transfer, rule, BLOB, clock, counters, threaded=False)
     source.grants.step_budget = budget
-    clock.watch(transfer.link.next_event, source.pump)
+    clock.observer(transfer.link.next_event, source.pump)
     policy: PrefetchPolicy = OnDemand() if guesses is None else DraftGate(ReadGates(), LAYERS, cutoff)
     found = Replay(counters, transfer.demanded, transfer.wished, 0.0, 0.0)
 
@@ -148,14 +148,14 @@ def replay(
                 compute(draft)
                 if guesses is not None:
                     states = torch.tensor([[guesses[step][layer][row]]], dtype=torch.float32)  # [1, 1, TOP_K]
-                    source.wish(policy.on_seen(Seen(Stage.DRAFT, range(layer, layer + 1), LAYERS, states)))
+                    source.prefetch(policy.on_chunk(LayerChunk(Stage.DRAFT, range(layer, layer + 1), LAYERS, states)))
         for layer in range(LAYERS):
             compute(ATTENTION)
             needed = sorted({expert for row in routing[step][layer] for expert in row})
             delivered: list[int] = []
-            for wave in source.use(layer, needed):
-                delivered += wave.experts
-                compute(EXPERT * len(wave.experts))
+            for batch in source.use(layer, needed):
+                delivered += batch.experts
+                compute(EXPERT * len(batch.experts))
             assert sorted(delivered) == needed
         source.end_step()
         found.wished_by_step.append(counters.prefetch_loads - issued)
@@ -183,7 +183,7 @@ def test_the_replay_is_sound() -> None:
     ]
     assert on_demand().demanded == list(dict.fromkeys(needed))
     assert on_demand().wished == []
-    assert on_demand().counters.wishes == 0
+    assert on_demand().counters.prefetches_requested == 0
     assert on_demand().moved == BLOB * len(set(needed))
     assert on_demand().stall > 0.5 * COPY * len(set(needed)), "a link slow enough to matter"
     assert on_demand().counters.asked == len(needed)
@@ -235,7 +235,7 @@ def test_a_perfect_predictor_without_time_waits() -> None:
 
 
 def test_a_useless_predictor_delays_a_layer_by_one_copy_at_most() -> None:
-    """Only half of the experts are ever needed, only the other half is wished for; a demand load overtakes wishes."""
+    """Only half of the experts are ever needed, only the other half is wished for; a demand load overtakes prefetch requests."""
     half = EXPERTS // 2
     routing = make_routing(experts=half)
     plain = replay(routing, None)
@@ -299,5 +299,5 @@ def test_the_cutoff_bounds_what_is_moved_ahead(accuracy: float) -> None:
 def test_a_steps_budget_is_kept(experts: int) -> None:
     found = replay(ROUTING, guess(ROUTING, 1.0), budget=experts * BLOB)
     assert found.wished_by_step == [experts] * STEPS
-    assert found.counters.wishes_over_budget > 0
+    assert found.counters.prefetches_over_budget > 0
     assert (found.stall < on_demand().stall) == (experts > 0)

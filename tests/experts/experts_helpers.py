@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.eviction import make_eviction
-from spmoe.experts.link import Link, VirtualTransfer
+from spmoe.experts.link import EmulatedLink, VirtualTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import BlobLayout, StoreSpec
-from spmoe.experts.transfer import CopyJob, Ticket
-from spmoe.experts.waves import Wave
+from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import Clock, VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 BLOB = 64  # bytes of a blob that is only played
 GARBAGE = -1
@@ -65,28 +65,28 @@ class Marked(Mapping[str, Tensor]):
         return 1
 
 
-class WatchedLink(Link):
+class WatchedLink(EmulatedLink):
     """A link that remembers who entered it, in which order, and who was hurried."""
 
     def __init__(self, bytes_per_second: float, clock: Clock) -> None:
         super().__init__(bytes_per_second, clock)
-        self.wishes: list[Any] = []  # passages that entered without urgency
+        self.prefetches: list[Any] = []  # passages that entered without urgency
         self.overtakers: list[tuple[Any, list[Any]]] = []  # an urgent passage, and those it must overtake
         self.hurried: list[Any] = []
 
     def enter(self, nbytes: int, urgent: bool) -> Any:
         self.next_event()  # lets what is due start
-        behind = [p for p in self.wishes if p.done_at is None]
-        passage = super().enter(nbytes, urgent)
+        behind = [p for p in self.prefetches if p.done_at is None]
+        link_copy = super().enter(nbytes, urgent)
         if urgent:
-            self.overtakers.append((passage, behind))
+            self.overtakers.append((link_copy, behind))
         else:
-            self.wishes.append(passage)
-        return passage
+            self.prefetches.append(link_copy)
+        return link_copy
 
-    def hurry(self, passage: Any) -> None:
-        super().hurry(passage)
-        self.hurried.append(passage)
+    def prioritize(self, link_copy: Any) -> None:
+        super().prioritize(link_copy)
+        self.hurried.append(link_copy)
 
     def change_rate(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -107,19 +107,19 @@ class WatchedClock(VirtualClock):
 class WatchedTransfer(VirtualTransfer):
     """A virtual transfer whose every submission is looked at before it starts."""
 
-    def __init__(self, room: Room, clock: Clock, rate: float, depth: int) -> None:
+    def __init__(self, room: ExpertRuntime, clock: Clock, rate: float, depth: int) -> None:
         super().__init__(clock, BLOB, rate, depth, on_start=room.started, on_done=room.done)
         self.link: WatchedLink = WatchedLink(rate, clock)
         self.passages: dict[ExpertKey, Any] = {}  # of the latest copy of each expert
         self.closings = 0
         self._room = room
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         self._room.submitting(jobs, urgent)
-        tickets = super().copy(jobs, urgent=urgent)
-        entered = [p for p, _ in self.link.overtakers] if urgent else self.link.wishes
+        handles = super().copy(jobs, urgent=urgent)
+        entered = [p for p, _ in self.link.overtakers] if urgent else self.link.prefetches
         self.passages.update(zip((job.key for job in jobs), entered[-len(jobs) :], strict=True))
-        return tickets
+        return handles
 
     def close(self) -> None:
         assert not self._room.slots.closings, "a copy may still be writing into a slot"
@@ -132,18 +132,18 @@ class Using:
     """A `use` that has begun."""
 
     asked: list[ExpertKey]
-    waves: Iterator[Wave]
+    batches: Iterator[ExpertBatch]
     retried: set[ExpertKey]  # a prefetch of theirs failed before the use began, which nobody has looked at yet
-    late: list[Any]  # passages that were under way, by a wish, when asked for
-    bystanders: list[Any]  # passages of other wishes that had not started by then
+    late: list[Any]  # passages that were under way, by a prefetch request, when asked for
+    bystanders: list[Any]  # passages of other prefetch requests that had not started by then
     demanded: int  # ABSENT when asked for
     delivered: list[ExpertKey] = field(default_factory=list)
     failed: set[ExpertKey] = field(default_factory=set)
     submitted: int = 0
-    wave: Wave | None = None
+    batch: ExpertBatch | None = None
 
 
-class Room:
+class ExpertRuntime:
     """An `ExpertSource` on virtual time with a model of what it may do; every step of it is checked.
 
     The model never looks at the source's own queue or counters to decide what is right.
@@ -167,7 +167,7 @@ class Room:
             threaded=False,
         )
         if follow:
-            self.clock.watch(self.transfer.link.next_event, self.source.pump)
+            self.clock.observer(self.transfer.link.next_event, self.source.pump)
         self.using: Using | None = None
         self.closed = False
         self.refusing = False  # submissions raise
@@ -176,7 +176,7 @@ class Room:
         self.writing: dict[int, CopyJob] = {}
         self.doomed: set[int] = set()  # slots whose copy will fail
         self.unneeded: set[ExpertKey] = set()  # prefetched, in a slot, never asked for
-        self.wished: dict[ExpertKey, int] = {}  # live wishes: the latest deadline of each expert
+        self.wished: dict[ExpertKey, int] = {}  # live prefetch requests: the latest deadline of each expert
         self.position = -1
         self.issued_in_step = 0
         self.expected = Counters()
@@ -193,24 +193,24 @@ class Room:
         self.wished.clear()
         self.source.end_step()
 
-    def wish(self, wishes: Iterable[Wish]) -> None:
-        wishes = list({wish.key: wish for wish in wishes}.values())
-        for wish in wishes:
+    def prefetch(self, prefetches: Iterable[PrefetchRequest]) -> None:
+        prefetches = list({request.key: request for request in prefetches}.values())
+        for request in prefetches:
             if not self.closed:
-                self.expected.wishes += 1
-                if wish.fetch and wish.deadline > self.position:
-                    self.wished[wish.key] = max(wish.deadline, self.wished.get(wish.key, -1))
-        self.source.wish(Wishes.of(wishes))
+                self.expected.prefetches_requested += 1
+                if request.fetch and request.deadline > self.position:
+                    self.wished[request.key] = max(request.deadline, self.wished.get(request.key, -1))
+        self.source.prefetch(PrefetchRequests.of(prefetches))
 
     def pump(self) -> None:
-        ticket = self.source.pump()
-        if ticket is not None:
-            assert not ticket.ready(), "a worker would spin on a copy that has ended"
+        handle = self.source.pump()
+        if handle is not None:
+            assert not handle.ready(), "a worker would spin on a copy that has ended"
             assert self.wished, "nothing is wished for that could follow"
             assert len(self.writing) >= min(self.transfer.depth, max(1, self.slots.count - 1)), "there is room"
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
-        """Begin a use and take its first wave."""
+        """Begin a use and take its first batch."""
         assert self.using is None
         asked = [ExpertKey(layer, e) for e in dict.fromkeys(experts)]
         ended = self._ended()
@@ -237,38 +237,38 @@ class Room:
         self.expected.demand_bytes += BLOB * demanded
         link = self.transfer.link
         link.next_event()
-        bystanders = [p for p in link.wishes if p.done_at is None and p not in late and p not in link.hurried]
+        bystanders = [p for p in link.prefetches if p.done_at is None and p not in late and p not in link.hurried]
         self.using = Using(asked, self.source.use(layer, experts), retried, late, bystanders, demanded)
         self.position = layer
         self.wished = {key: deadline for key, deadline in self.wished.items() if deadline > layer}
         self.next_wave()
         if self.using is not None and ready:
-            assert set(self.using.delivered) == ready, "those READY come first, in one wave"
+            assert set(self.using.delivered) == ready, "those READY come first, in one batch"
 
     def next_wave(self) -> SpmoeError | None:
-        """Give the wave back and take the next; the error if there is none to come because of one."""
+        """Give the batch back and take the next; the error if there is none to come because of one."""
         using = self.using
         assert using is not None
-        using.wave = None
+        using.batch = None
         self.clock.before_sleep = self._blocked
         try:
-            wave, error = next(using.waves, None), None
+            batch, error = next(using.batches, None), None
         except SpmoeError as raised:
-            wave, error = None, raised
+            batch, error = None, raised
         finally:
             self.clock.before_sleep = lambda: None
-        if wave is None:
+        if batch is None:
             self.using = None
             if error is None:
                 self._finished(using)
             else:
                 self._failed(using)
             return error
-        using.wave = wave
-        assert wave.experts
-        assert wave.layer == using.asked[0].layer
-        assert len(wave.experts) == len(wave.slots) == len(wave.weights) == len(set(wave.slots))
-        using.delivered += [ExpertKey(wave.layer, e) for e in wave.experts]
+        using.batch = batch
+        assert batch.experts
+        assert batch.layer == using.asked[0].layer
+        assert len(batch.experts) == len(batch.slots) == len(batch.weights) == len(set(batch.slots))
+        using.delivered += [ExpertKey(batch.layer, e) for e in batch.experts]
         assert len(set(using.delivered)) == len(using.delivered), "delivered twice"
         assert set(using.delivered) <= set(using.asked)
         self.check_wave()
@@ -278,13 +278,13 @@ class Room:
         """Stop half-way, as a consumer that breaks out of its loop."""
         using, self.using = self.using, None
         assert using is not None
-        using.waves.close()  # type: ignore[attr-defined]
+        using.batches.close()  # type: ignore[attr-defined]
 
     def consumer_raises(self) -> None:
         using, self.using = self.using, None
         assert using is not None
         with pytest.raises(RuntimeError, match="the consumer failed"):
-            using.waves.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
+            using.batches.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self.source.close()
@@ -300,7 +300,7 @@ class Room:
         for job in jobs:
             assert 0 <= job.slot < self.slots.count
             assert job.slot not in self.writing, "a slot that is being written is rewritten"
-            assert self.using is None or self.using.wave is None or job.slot not in self.using.wave.slots, (
+            assert self.using is None or self.using.batch is None or job.slot not in self.using.batch.slots, (
                 "a slot in use is rewritten"
             )
             leaving = self.slots.marks[job.slot]
@@ -364,10 +364,10 @@ class Room:
             assert_before([urgent], [p for p in behind if p not in self.transfer.link.hurried])
 
     def check_wave(self) -> None:
-        if self.using is not None and self.using.wave is not None:
-            wave = self.using.wave
-            for expert, slot, weights in zip(wave.experts, wave.slots, wave.weights, strict=True):
-                assert weights["code"].item() == self.slots.marks[slot] == code_of(ExpertKey(wave.layer, expert))
+        if self.using is not None and self.using.batch is not None:
+            batch = self.using.batch
+            for expert, slot, weights in zip(batch.experts, batch.slots, batch.weights, strict=True):
+                assert weights["code"].item() == self.slots.marks[slot] == code_of(ExpertKey(batch.layer, expert))
 
     def check_ledger(self) -> None:
         counted, expected = self.counters, self.expected
@@ -378,9 +378,14 @@ class Room:
         assert counted.issued_bytes == BLOB * expected.prefetch_loads
         assert counted.held_bytes == BLOB * len(self.unneeded)
         assert counted.late_bytes <= counted.used_bytes
-        assert counted.wishes == expected.wishes
-        spent = counted.prefetch_loads + counted.wishes_resident + counted.wishes_stale + counted.wishes_over_budget
-        assert spent <= counted.wishes
+        assert counted.prefetches_requested == expected.prefetches_requested
+        spent = (
+            counted.prefetch_loads
+            + counted.prefetches_resident
+            + counted.prefetches_stale
+            + counted.prefetches_over_budget
+        )
+        assert spent <= counted.prefetches_requested
 
     def finish(self) -> None:
         """Let everything end, see that no slot and no pin was lost, and close."""
@@ -406,19 +411,21 @@ class Room:
         self.close()
         assert self.transfer.closings == self.slots.closings == 1
         submissions = len(self.transfer.submissions)
-        self.wish([Wish(ExpertKey(layer, 0), 1.0, layer) for layer in range(len(self.experts))])
+        self.prefetch([PrefetchRequest(ExpertKey(layer, 0), 1.0, layer) for layer in range(len(self.experts))])
         assert self.source.pump() is None
         assert len(self.transfer.submissions) == submissions
         self.check()
 
     def _submitting_wishes(self, jobs: Sequence[CopyJob]) -> None:
         for job in jobs:
-            assert job.key in self.wished, "a wish that is stale, or that nobody had, cost bytes"
+            assert job.key in self.wished, "a prefetch request that is stale, or that nobody had, cost bytes"
             del self.wished[job.key]
         if self.using is not None:
             unserved = set(self.using.asked) - set(self.using.delivered) - self.using.failed
             for key in unserved:
-                assert self.source.cache.get(key) is not None, "a wish took a slot that a demand load waits for"
+                assert self.source.cache.get(key) is not None, (
+                    "a prefetch request took a slot that a demand load waits for"
+                )
         self.issued_in_step += BLOB * len(jobs)
         self.expected.prefetch_loads += len(jobs)
         budget = self.source.grants.step_budget
@@ -431,7 +438,7 @@ class Room:
             self.expected.wasted_bytes += BLOB
         if self.using is not None:
             assert key not in set(self.using.asked) - set(self.using.delivered), (
-                "evicted between its claim and its wave"
+                "evicted between its claim and its batch"
             )
 
     def _ended(self) -> dict[ExpertKey, bool]:
@@ -439,15 +446,17 @@ class Room:
         return {
             e.key: e.slot not in self.doomed
             for e in self.source.cache.entries()
-            if e.state is Residency.LOADING and e.ticket is not None and e.ticket.ready()
+            if e.state is Residency.LOADING and e.handle is not None and e.handle.ready()
         }
 
     def _blocked(self) -> None:
-        """Somebody sleeps in a use: on a copy of its own, unless a wish has started to write the only slot there is."""
+        """Somebody sleeps in a use: on a copy of its own, unless a prefetch request has started to write the only slot there is."""
         using = self.using
         assert using is not None
         loading = [e.key for e in self.source.cache.entries() if e.state is Residency.LOADING]
-        assert self.slots.count == 1 or set(loading) & set(using.asked), "a demand load waits for the slot of a wish"
+        assert self.slots.count == 1 or set(loading) & set(using.asked), (
+            "a demand load waits for the slot of a prefetch request"
+        )
 
     def _failed(self, using: Using) -> None:
         assert self.closed or self.refusing or using.failed, "raised for no reason"
@@ -465,11 +474,11 @@ class Room:
 def assert_before(these: Iterable[Any], those: Iterable[Any]) -> None:
     """All of these passages end before any of those."""
     those = list(those)
-    for passage in these:
+    for link_copy in these:
         for other in those:
             if other.done_at is not None:
-                assert passage.done_at is not None, "a wish started before what is waited for"
-                assert passage.done_at < other.done_at, "a wish went before what is waited for"
+                assert link_copy.done_at is not None, "a prefetch request started before what is waited for"
+                assert link_copy.done_at < other.done_at, "a prefetch request went before what is waited for"
 
 
 # ---- a small expert file with known content

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from experts_helpers import BLOB, MarkedSlots, Room, within
+from experts_helpers import BLOB, ExpertRuntime, MarkedSlots, within
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,17 +26,17 @@ from spmoe.errors import TransferError
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, HostPaced, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob, HostPaced
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
 
 SCORES = (0.1, 0.5, 0.9, 1.0)
-SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a wish's deadline, seen from its own layer; None: not to be fetched
+SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a prefetch request's deadline, seen from its own layer; None: not to be fetched
 
-# One number is drawn for a whole wish, and one for a set of experts: most of the time goes into drawing. Numbers of
+# One number is drawn for a whole prefetch request, and one for a set of experts: most of the time goes into drawing. Numbers of
 # layers and experts are taken modulo how many there are.
 numbers = st.integers(0, 7)
 some_keys = st.integers(0, 63).map(lambda n: (n // 8, n % 8))
@@ -53,11 +53,11 @@ copy_seconds = st.sampled_from([0.25, 1.0, 1.0, 4.0])
 evictions = pytest.mark.parametrize("eviction", EVICTION_RULES)
 
 
-class Programs(RuleBasedStateMachine):
+class DecodeGraphs(RuleBasedStateMachine):
     """A model's thread, its loop and a flaky disk, in any order."""
 
     evictions: Sequence[str]
-    room: Room
+    room: ExpertRuntime
 
     @initialize(
         rule=numbers,
@@ -69,7 +69,7 @@ class Programs(RuleBasedStateMachine):
     )
     def build(self, rule: int, slots: int, depth: int, experts: list[int], seconds: float, follow: bool) -> None:
         eviction = self.evictions[rule % len(self.evictions)]
-        self.room = Room(eviction, slots, depth, [*experts, LAST_LAYER], seconds, follow=follow)
+        self.room = ExpertRuntime(eviction, slots, depth, [*experts, LAST_LAYER], seconds, follow=follow)
 
     def key(self, layer: int, expert: int) -> ExpertKey:
         layer %= len(self.room.experts)
@@ -87,12 +87,12 @@ class Programs(RuleBasedStateMachine):
         else:
             self.room.end_step()
 
-    @rule(wishes=some_wishes)
-    def wish(self, wishes: list[tuple[int, int, float, int | None]]) -> None:
-        keys = [self.key(layer, expert) for layer, expert, _, _ in wishes]
-        self.room.wish(
-            Wish(key, score, key.layer + (slack or 0), fetch=slack is not None)
-            for key, (_, _, score, slack) in zip(keys, wishes, strict=True)
+    @rule(prefetches=some_wishes)
+    def prefetch(self, prefetches: list[tuple[int, int, float, int | None]]) -> None:
+        keys = [self.key(layer, expert) for layer, expert, _, _ in prefetches]
+        self.room.prefetch(
+            PrefetchRequest(key, score, key.layer + (slack or 0), fetch=slack is not None)
+            for key, (_, _, score, slack) in zip(keys, prefetches, strict=True)
         )
 
     @rule(seconds=durations, pump=st.booleans())
@@ -107,10 +107,10 @@ class Programs(RuleBasedStateMachine):
         layer %= len(self.room.experts)
         self.room.use(layer, [self.key(layer, e).expert for e in experts])
 
-    @rule(waves=st.integers(1, 8))
+    @rule(batches=st.integers(1, 8))
     @precondition(lambda self: self.using)
-    def consume(self, waves: int) -> None:
-        for _ in range(waves):
+    def consume(self, batches: int) -> None:
+        for _ in range(batches):
             if self.using:
                 self.room.next_wave()
 
@@ -158,38 +158,40 @@ def test_any_program_keeps_the_invariants(evictions: Sequence[str]) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    machine = type("Program", (Programs,), {"evictions": evictions})
+    machine = type("Program", (DecodeGraphs,), {"evictions": evictions})
     within(300.0, lambda: run_state_machine_as_test(machine, settings=modest))
 
 
 # ---- the same, in small: one property each, for a reader; copies take one second
 
 
-def make_room(eviction: str = "lru", *, slots: int, depth: int = 2, experts: Sequence[int] = (4, 4, 8)) -> Room:
-    return Room(eviction, slots, depth, experts, 1.0, follow=True)
+def make_runtime(
+    eviction: str = "lru", *, slots: int, depth: int = 2, experts: Sequence[int] = (4, 4, 8)
+) -> ExpertRuntime:
+    return ExpertRuntime(eviction, slots, depth, experts, 1.0, follow=True)
 
 
-def wish(room: Room, *keys: tuple[int, int], score: float = 0.9) -> None:
-    room.wish(Wish(ExpertKey(*key), score, key[0]) for key in keys)
+def prefetch(room: ExpertRuntime, *keys: tuple[int, int], score: float = 0.9) -> None:
+    room.prefetch(PrefetchRequest(ExpertKey(*key), score, key[0]) for key in keys)
 
 
-def use_all(room: Room, layer: int, experts: Sequence[int]) -> list[tuple[float, tuple[int, ...]]]:
-    """The waves of a whole use, and when each came."""
-    waves = []
+def use_all(room: ExpertRuntime, layer: int, experts: Sequence[int]) -> list[tuple[float, tuple[int, ...]]]:
+    """The batches of a whole use, and when each came."""
+    batches = []
     room.use(layer, experts)
     while room.using is not None:
-        assert room.using.wave is not None
-        waves.append((room.clock.now(), room.using.wave.experts))
+        assert room.using.batch is not None
+        batches.append((room.clock.now(), room.using.batch.experts))
         assert room.next_wave() is None
         room.check()
-    return waves
+    return batches
 
 
 @evictions
 def test_ready_experts_come_at_once_and_the_others_as_they_arrive(eviction: str) -> None:
-    room = make_room(eviction, slots=6)
-    wish(room, (0, 3), score=0.9)
-    wish(room, (0, 1), score=0.5)
+    room = make_runtime(eviction, slots=6)
+    prefetch(room, (0, 3), score=0.9)
+    prefetch(room, (0, 1), score=0.5)
     room.clock.sleep(1.5)
     assert use_all(room, 0, [0, 1, 2, 3]) == [(1.5, (3,)), (2.0, (1,)), (3.0, (0,)), (4.0, (2,))]
     assert room.counters.stall_seconds == 2.5
@@ -198,16 +200,16 @@ def test_ready_experts_come_at_once_and_the_others_as_they_arrive(eviction: str)
 
 @evictions
 def test_waves_come_in_the_order_of_arrival_not_of_asking(eviction: str) -> None:
-    room = make_room(eviction, slots=6)
-    wish(room, (0, 3), score=0.9)
-    wish(room, (0, 2), score=0.5)
+    room = make_runtime(eviction, slots=6)
+    prefetch(room, (0, 3), score=0.9)
+    prefetch(room, (0, 2), score=0.5)
     assert use_all(room, 0, [1, 2, 3]) == [(1.0, (3,)), (2.0, (2,)), (3.0, (1,))]
     room.finish()
 
 
 @evictions
 def test_an_expert_asked_for_twice_is_given_once(eviction: str) -> None:
-    room = make_room(eviction, slots=4)
+    room = make_runtime(eviction, slots=4)
     use_all(room, 0, [0])
     assert use_all(room, 0, [1, 0, 2, 1, 0, 1]) == [(1.0, (0,)), (2.0, (1,)), (3.0, (2,))]
     room.finish()
@@ -215,18 +217,18 @@ def test_an_expert_asked_for_twice_is_given_once(eviction: str) -> None:
 
 @evictions
 def test_more_experts_than_slots_come_in_turns(eviction: str) -> None:
-    room = make_room(eviction, slots=2)
-    waves = use_all(room, 2, range(8))
-    assert sorted(e for _, experts in waves for e in experts) == list(range(8))
+    room = make_runtime(eviction, slots=2)
+    batches = use_all(room, 2, range(8))
+    assert sorted(e for _, experts in batches for e in experts) == list(range(8))
     assert room.counters.demand_loads == 8
     room.finish()
 
 
 @evictions
 def test_a_demand_load_never_waits_for_the_slot_of_a_wish(eviction: str) -> None:
-    """Two slots, two wishes, one of them not started: the demand load is second in line, not third."""
-    room = make_room(eviction, slots=2, depth=2)
-    wish(room, (1, 0), (1, 1))
+    """Two slots, two prefetch requests, one of them not started: the demand load is second in line, not third."""
+    room = make_runtime(eviction, slots=2, depth=2)
+    prefetch(room, (1, 0), (1, 1))
     room.clock.sleep(0.5)
     assert use_all(room, 0, [0]) == [(2.0, (0,))]
     room.finish()
@@ -234,13 +236,13 @@ def test_a_demand_load_never_waits_for_the_slot_of_a_wish(eviction: str) -> None
 
 @evictions
 def test_a_wish_never_takes_a_slot_that_a_demand_load_waits_for(eviction: str) -> None:
-    room = make_room(eviction, slots=2)
+    room = make_runtime(eviction, slots=2)
     use_all(room, 0, [0])
-    wish(room, (2, 0))
+    prefetch(room, (2, 0))
     room.begin_step()
-    wish(room, (2, 1), (2, 2))
+    prefetch(room, (2, 1), (2, 2))
     room.use(0, [0, 1])  # 0 is there, and 1 finds one slot in use and the other being written
-    room.clock.sleep(5.0)  # the first wish, which is stale by now, has arrived
+    room.clock.sleep(5.0)  # the first prefetch request, which is stale by now, has arrived
     room.check()
     while room.using is not None:
         room.next_wave()
@@ -251,24 +253,24 @@ def test_a_wish_never_takes_a_slot_that_a_demand_load_waits_for(eviction: str) -
 
 @evictions
 def test_the_failure_of_a_wish_that_was_in_the_way_is_not_the_users(eviction: str) -> None:
-    room = make_room(eviction, slots=1)
+    room = make_runtime(eviction, slots=1)
     room.broken = {ExpertKey(1, 0)}
-    wish(room, (1, 0))
+    prefetch(room, (1, 0))
     room.clock.sleep(0.5)
     assert use_all(room, 0, [0]) == [(2.0, (0,))]
     room.finish()
 
 
 def test_a_wish_that_found_no_slot_is_asked_again_as_the_pass_proceeds() -> None:
-    room = make_room(slots=3)
+    room = make_runtime(slots=3)
     use_all(room, 1, [0])
     use_all(room, 0, [0, 1])
     room.begin_step()
-    wish(room, (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
+    prefetch(room, (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
     use_all(room, 0, [0])
     demanded = [(1, 0), (0, 0), (0, 1)]
     loading = [job.key for jobs in room.transfer.submissions for job in jobs]
-    assert loading == demanded, "wishes do not push each other out"
+    assert loading == demanded, "prefetch requests do not push each other out"
     room.use(1, [0])
     loading = [job.key for jobs in room.transfer.submissions for job in jobs]
     assert loading == [*demanded, (2, 0), (2, 1)], "layer 0 has had its turn, used or not"
@@ -277,11 +279,11 @@ def test_a_wish_that_found_no_slot_is_asked_again_as_the_pass_proceeds() -> None
 
 @evictions
 def test_a_wish_that_is_not_to_be_fetched_only_protects(eviction: str) -> None:
-    room = make_room(eviction, slots=2)
+    room = make_runtime(eviction, slots=2)
     use_all(room, 2, [0])
     use_all(room, 1, [0])
     room.begin_step()
-    room.wish(Wish(ExpertKey(2, e), 0.9, 2, fetch=False) for e in (0, 1))
+    room.prefetch(PrefetchRequest(ExpertKey(2, e), 0.9, 2, fetch=False) for e in (0, 1))
     room.clock.sleep(5.0)
     assert room.counters.prefetch_loads == 0
     use_all(room, 0, [0])
@@ -290,21 +292,21 @@ def test_a_wish_that_is_not_to_be_fetched_only_protects(eviction: str) -> None:
 
 
 def test_a_wish_for_what_was_demanded_in_the_meantime_costs_nothing() -> None:
-    room = make_room(slots=4, depth=1)
-    wish(room, (1, 0))
-    room.wish([Wish(ExpertKey(0, 0), 0.9, 2)])  # wanted for later than its layer
+    room = make_runtime(slots=4, depth=1)
+    prefetch(room, (1, 0))
+    room.prefetch([PrefetchRequest(ExpertKey(0, 0), 0.9, 2)])  # wanted for later than its layer
     use_all(room, 0, [0])
     room.clock.sleep(5.0)
     assert [len(jobs) for jobs in room.transfer.submissions] == [1, 1]
-    assert room.counters.wishes_resident == 1
+    assert room.counters.prefetches_resident == 1
     room.finish()
 
 
 @evictions
 def test_a_failed_prefetch_that_nobody_uses_is_no_news(eviction: str) -> None:
-    room = make_room(eviction, slots=4)
+    room = make_runtime(eviction, slots=4)
     room.broken = {ExpertKey(1, 0)}
-    wish(room, (1, 0), (1, 1))
+    prefetch(room, (1, 0), (1, 1))
     room.clock.sleep(5.0)
     room.check()
     assert room.source.cache.get(ExpertKey(1, 0)) is None
@@ -319,11 +321,11 @@ def test_a_failed_prefetch_that_nobody_uses_is_no_news(eviction: str) -> None:
 @evictions
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_a_failed_copy_raises_where_the_expert_is_used_and_leaves_it_absent(eviction: str, prefetched: bool) -> None:
-    room = make_room(eviction, slots=4)
+    room = make_runtime(eviction, slots=4)
     use_all(room, 1, [1])
     room.broken = {ExpertKey(1, 0)}
     if prefetched:
-        wish(room, (1, 0))
+        prefetch(room, (1, 0))
     room.use(1, [0, 1, 2])
     assert room.using is not None
     assert room.using.delivered == [ExpertKey(1, 1)], "what is there is given first"
@@ -334,75 +336,75 @@ def test_a_failed_copy_raises_where_the_expert_is_used_and_leaves_it_absent(evic
     assert isinstance(errors[-1], TransferError)
     assert room.source.cache.get(ExpertKey(1, 0)) is None
     room.broken.clear()
-    assert sorted(e for _, wave in use_all(room, 1, [0, 1, 2]) for e in wave) == [0, 1, 2]
+    assert sorted(e for _, batch in use_all(room, 1, [0, 1, 2]) for e in batch) == [0, 1, 2]
     room.finish()
 
 
 def test_the_worker_is_not_given_a_copy_that_has_ended_to_wait_for() -> None:
     """A copy that failed, and whose user has not come back yet, must neither fill the link nor keep the worker busy."""
-    room = make_room(slots=6, depth=1)
+    room = make_runtime(slots=6, depth=1)
     use_all(room, 0, [1])
     room.broken = {ExpertKey(0, 0)}
     room.use(0, [0, 1])
-    wish(room, (1, 0), (1, 1))
+    prefetch(room, (1, 0), (1, 1))
     room.clock.sleep(1.5)
     room.pump()
-    assert room.source.cache.get(ExpertKey(1, 0)) is not None, "the link was free for a wish"
+    assert room.source.cache.get(ExpertKey(1, 0)) is not None, "the link was free for a prefetch request"
     assert isinstance(room.next_wave(), TransferError)
     room.finish()
 
 
 @evictions
 def test_wishes_end_with_their_layer_and_their_step(eviction: str) -> None:
-    room = make_room(eviction, slots=6, depth=1)
-    wish(room, (0, 0), (0, 1), (1, 0), (1, 1))
+    room = make_runtime(eviction, slots=6, depth=1)
+    prefetch(room, (0, 0), (0, 1), (1, 0), (1, 1))
     use_all(room, 1, [2])
     room.check()
-    assert room.counters.wishes_stale == 3, "all but the one under way"
-    wish(room, (0, 2), (1, 3), (2, 0), (2, 1), (2, 2))
-    assert room.counters.wishes_stale == 5
+    assert room.counters.prefetches_stale == 3, "all but the one under way"
+    prefetch(room, (0, 2), (1, 3), (2, 0), (2, 1), (2, 2))
+    assert room.counters.prefetches_stale == 5
     room.end_step()
     room.clock.sleep(10.0)
     assert [job.key for jobs in room.transfer.submissions for job in jobs] == [(0, 0), (1, 2), (2, 0)]
     counted = room.counters
-    assert counted.wishes == counted.wishes_stale + counted.prefetch_loads == 9
+    assert counted.prefetches_requested == counted.prefetches_stale + counted.prefetch_loads == 9
     room.finish()
 
 
 def test_wishes_move_again_after_a_use_that_was_left_with_experts_to_come() -> None:
-    room = make_room(slots=2)
+    room = make_runtime(slots=2)
     use_all(room, 0, [0, 1])
     room.use(0, [0, 1, 2])
     room.abandon()
-    wish(room, (1, 0))
+    prefetch(room, (1, 0))
     assert room.source.cache.get(ExpertKey(1, 0)) is not None
     room.finish()
 
 
 @evictions
 def test_every_wish_ends_in_one_column_of_the_ledger(eviction: str) -> None:
-    room = make_room(eviction, slots=8, depth=8)
+    room = make_runtime(eviction, slots=8, depth=8)
     use_all(room, 0, [0])
     room.begin_step()
     room.source.grants.step_budget = 2 * BLOB + 1
-    wish(room, (0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    prefetch(room, (0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     room.check()
     counted = room.counters
-    assert (counted.wishes, counted.wishes_resident, counted.prefetch_loads) == (5, 1, 2)
-    assert (counted.wishes_over_budget, counted.wishes_stale) == (2, 0)
-    wish(room, (1, 1))
-    assert counted.wishes_over_budget == 3
+    assert (counted.prefetches_requested, counted.prefetches_resident, counted.prefetch_loads) == (5, 1, 2)
+    assert (counted.prefetches_over_budget, counted.prefetches_stale) == (2, 0)
+    prefetch(room, (1, 1))
+    assert counted.prefetches_over_budget == 3
     room.begin_step()
-    wish(room, (1, 1))
+    prefetch(room, (1, 1))
     assert counted.prefetch_loads == 3, "each step has its own budget"
     room.finish()
 
 
 def test_closing_voids_what_is_wished_for_and_gives_everything_back_once() -> None:
-    room = make_room(slots=4, depth=1)
-    wish(room, (0, 0), (0, 1), (1, 0))
+    room = make_runtime(slots=4, depth=1)
+    prefetch(room, (0, 0), (0, 1), (1, 0))
     room.close()
-    assert (room.counters.prefetch_loads, room.counters.wishes_stale) == (1, 2)
+    assert (room.counters.prefetch_loads, room.counters.prefetches_stale) == (1, 2)
     room.clock.sleep(5.0)
     room.close()
     assert room.transfer.closings == room.slots.closings == 1
@@ -411,7 +413,7 @@ def test_closing_voids_what_is_wished_for_and_gives_everything_back_once() -> No
 
 @evictions
 def test_no_wave_is_given_once_the_slots_are_gone(eviction: str) -> None:
-    room = make_room(eviction, slots=4)
+    room = make_runtime(eviction, slots=4)
     use_all(room, 0, [0])
     room.use(0, [0, 1])
     room.close()
@@ -423,7 +425,7 @@ def test_no_wave_is_given_once_the_slots_are_gone(eviction: str) -> None:
 
 
 def test_what_an_abandoned_use_left_under_way_is_late_but_was_no_prefetch() -> None:
-    room = make_room(slots=4)
+    room = make_runtime(slots=4)
     use_all(room, 0, [0])
     room.use(0, [0, 1])
     room.abandon()
@@ -441,7 +443,7 @@ class InstantTransfer(HostPaced):
     def __init__(self) -> None:
         self.submissions: list[CopyJob] = []
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         self.submissions += jobs
         return [SecondLook() for _ in jobs]
 
@@ -462,7 +464,7 @@ class SecondLook:
 
     order = wait
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         pass
 
 
@@ -479,10 +481,10 @@ def one_slot() -> ExpertSource:
 
 
 def test_a_copy_may_end_between_any_two_looks_at_it() -> None:
-    """The wish that holds the only slot arrives just after no slot could be had: that is no dead end."""
+    """The prefetch request that holds the only slot arrives just after no slot could be had: that is no dead end."""
     source = one_slot()
-    source.wish(Wishes.of([Wish(ExpertKey(1, 0), 1.0, 1)]))
-    assert [wave.experts for wave in source.use(0, [0])] == [(0,)]
+    source.prefetch(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 1.0, 1)]))
+    assert [batch.experts for batch in source.use(0, [0])] == [(0,)]
     source.close()
 
 
@@ -493,7 +495,7 @@ def test_a_wave_that_was_never_given_back_is_an_error_and_no_hang() -> None:
     with pytest.raises(AssertionError, match="never given back"):
         next(source.use(0, [1]))
     held.close()  # type: ignore[attr-defined]
-    assert [wave.experts for wave in source.use(0, [1])] == [(1,)]
+    assert [batch.experts for batch in source.use(0, [1])] == [(1,)]
     source.close()
 
 

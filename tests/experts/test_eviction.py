@@ -21,7 +21,7 @@ from spmoe.experts.lru import LeastRecentlyUsed
 from spmoe.experts.source import ExpertSource
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 
 EXPERTS = (3, 1, 4)
 KEYS = [ExpertKey(layer, e) for layer, count in enumerate(EXPERTS) for e in range(count)]
@@ -53,19 +53,19 @@ def play(eviction: Eviction, history: list[tuple[str, object]]) -> set[ExpertKey
         match event:
             case "insert" if what not in resident:
                 resident.add(what)
-                eviction.inserted(what)
+                eviction.on_insert(what)
             case "remove" if what in resident:
                 resident.remove(what)
-                eviction.removed(what)
+                eviction.on_remove(what)
             case "use" if what in resident:
-                eviction.used(what.layer, [what.expert])
+                eviction.on_use(what.layer, [what.expert])
             case "read":
-                eviction.read(what.layer, [what.expert], [0.4])
+                eviction.on_prompt(what.layer, [what.expert], [0.4])
             case "wish":
                 key, score = what
-                eviction.wished(Wishes.of([Wish(key, score, key.layer)]))
+                eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(key, score, key.layer)]))
             case "reach":
-                eviction.reached(what)
+                eviction.on_layer(what)
             case "step":
                 eviction.begin_step()
     return resident
@@ -122,7 +122,7 @@ def test_asking_changes_nothing(
 def test_draft_informed_gives_up_the_least_worth_and_only_below_the_bound(
     history: list[tuple[str, object]], n: int, pinned: set[ExpertKey], below: float
 ) -> None:
-    eviction = DraftInformed(EXPERTS, reluctance=1.0)  # so that `worth` is what a resident is worth
+    eviction = DraftInformed(EXPERTS, swap_margin=1.0)  # so that `worth` is what a resident is worth
     free = play(eviction, history) - pinned
     cheap = [key for key in free if eviction.worth(key) < below]
     victims = eviction.victims(n, held(pinned), below)
@@ -139,7 +139,7 @@ def test_draft_informed_gives_up_the_least_worth_and_only_below_the_bound(
 def lru(*resident: tuple[int, int]) -> LeastRecentlyUsed:
     eviction = LeastRecentlyUsed((4, 4, 4))
     for key in resident:
-        eviction.inserted(ExpertKey(*key))
+        eviction.on_insert(ExpertKey(*key))
     return eviction
 
 
@@ -154,11 +154,11 @@ def order(eviction: Eviction, below: float = INFINITY) -> list[tuple[int, int]]:
 def test_lru_orders_by_last_use() -> None:
     eviction = lru((0, 0), (0, 1), (0, 2))
     assert order(eviction) == [(0, 0), (0, 1), (0, 2)]
-    eviction.used(0, [0])
+    eviction.on_use(0, [0])
     assert order(eviction) == [(0, 1), (0, 2), (0, 0)]
-    eviction.removed(ExpertKey(0, 2))
+    eviction.on_remove(ExpertKey(0, 2))
     assert order(eviction) == [(0, 1), (0, 0)]
-    eviction.wished(Wishes.of([Wish(ExpertKey(0, 1), 1.0, 0)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(0, 1), 1.0, 0)]))
     assert order(eviction) == [(0, 0), (0, 1)]
 
 
@@ -167,14 +167,14 @@ def test_lru_wishes_do_not_push_each_other_out() -> None:
     bound = eviction.worth(ExpertKey(2, 1))
     assert bound < INFINITY
     for key in (ExpertKey(0, 0), ExpertKey(1, 0)):
-        eviction.wished(Wishes.of([Wish(key, 1.0, key.layer)]))
+        eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(key, 1.0, key.layer)]))
     assert order(eviction, bound) == [(2, 0)]
     assert set(order(eviction)) == {(0, 0), (1, 0), (2, 0)}, "a demand load takes any"
-    eviction.reached(1)
+    eviction.on_layer(1)
     assert order(eviction, bound) == [(2, 0), (0, 0)], "the turn of layer 0 is over"
-    eviction.used(1, [0])
+    eviction.on_use(1, [0])
     assert order(eviction, bound) == [(2, 0), (0, 0), (1, 0)], "it has had its turn"
-    eviction.wished(Wishes.of([Wish(ExpertKey(2, 0), 1.0, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(2, 0), 1.0, 2)]))
     assert order(eviction, bound) == [(0, 0), (1, 0)]
     eviction.begin_step()
     assert order(eviction, bound) == [(0, 0), (1, 0), (2, 0)], "the promises of a step end with it"
@@ -186,7 +186,7 @@ def test_lru_wishes_do_not_push_each_other_out() -> None:
 def informed(*resident: tuple[int, int], experts: Sequence[int] = (4, 4, 4, 4)) -> DraftInformed:
     eviction = DraftInformed(experts, decay=0.8, discount=0.3)
     for key in resident:
-        eviction.inserted(ExpertKey(*key))
+        eviction.on_insert(ExpertKey(*key))
     return eviction
 
 
@@ -194,14 +194,14 @@ def test_a_predicted_expert_outlives_a_habitual_one() -> None:
     habitual, predicted = ExpertKey(2, 0), ExpertKey(2, 1)
     eviction = informed(habitual, predicted)
     for _ in range(2):
-        eviction.used(habitual.layer, [habitual.expert])
+        eviction.on_use(habitual.layer, [habitual.expert])
         eviction.begin_step()
     assert order(eviction) == [predicted, habitual]
-    eviction.wished(Wishes.of([Wish(predicted, 0.3, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(predicted, 0.3, 2)]))
     assert order(eviction) == [habitual, predicted]
-    eviction.reached(1)
+    eviction.on_layer(1)
     assert order(eviction) == [habitual, predicted], "its turn is next"
-    eviction.reached(2)
+    eviction.on_layer(2)
     assert order(eviction) == [predicted, habitual], "what a running layer uses is pinned; for the rest habit counts"
     eviction.begin_step()
     assert order(eviction) == [predicted, habitual], "a prediction is for one step"
@@ -212,10 +212,10 @@ def test_the_draft_is_believed_as_far_as_its_words_came_true(honest: bool) -> No
     constant, predicted, third = ExpertKey(2, 0), ExpertKey(2, 1), ExpertKey(2, 2)
     eviction = informed(constant, predicted)
     for _ in range(40):
-        eviction.wished(Wishes.of([Wish(constant if honest else third, 1.0, 2)]))
-        eviction.used(constant.layer, [constant.expert])
+        eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(constant if honest else third, 1.0, 2)]))
+        eviction.on_use(constant.layer, [constant.expert])
         eviction.begin_step()
-    eviction.wished(Wishes.of([Wish(predicted, 1.0, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(predicted, 1.0, 2)]))
     expected = [constant, predicted] if honest else [predicted, constant]
     assert order(eviction) == expected, "its word against a habit that never failed"
 
@@ -228,48 +228,48 @@ def test_silence_counts_the_more_the_more_of_the_draft_is_over() -> None:
         eviction.begin_step()
         worths = [eviction.worth(habitual)]
         for _ in range(4):
-            eviction.wished(Wishes.of([Wish(ExpertKey(2, 3), 1.0, 2)]))
+            eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(2, 3), 1.0, 2)]))
             worths.append(eviction.worth(habitual))
-        eviction.used(2, [3])
+        eviction.on_use(2, [3])
         if step % 2:
-            eviction.wished(Wishes.of([Wish(habitual, 1.0, 2)]))
-            eviction.used(habitual.layer, [habitual.expert])
+            eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(habitual, 1.0, 2)]))
+            eviction.on_use(habitual.layer, [habitual.expert])
     assert worths == sorted(worths, reverse=True)
     assert len(set(worths)) == 5, "each of four passes that do not name it takes something from it"
 
 
 def test_a_layer_the_draft_did_not_speak_of_keeps_its_habits() -> None:
     eviction = informed((1, 0), (2, 0))
-    eviction.used(2, [0])
+    eviction.on_use(2, [0])
     eviction.begin_step()
-    eviction.wished(Wishes.of([Wish(ExpertKey(1, 3), 1.0, 1)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 3), 1.0, 1)]))
     assert order(eviction) == [(1, 0), (2, 0)]
 
 
 def test_the_surer_of_two_predictions_is_kept() -> None:
     eviction = informed((1, 0), (1, 1), (1, 2))
     for expert, score in ((1, 0.9), (0, 0.6), (0, 0.1), (2, 0.5)):
-        eviction.wished(Wishes.of([Wish(ExpertKey(1, expert), score, 1)]))
+        eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, expert), score, 1)]))
     assert order(eviction) == [(1, 2), (1, 0), (1, 1)], "the highest score counts"
-    eviction.wished(Wishes.of([Wish(ExpertKey(1, 0), 1.0, 1)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 1.0, 1)]))
     assert order(eviction) == [(1, 2), (1, 1), (1, 0)]
 
 
 def test_what_the_draft_said_is_forgotten_with_the_step() -> None:
     habitual, predicted, other = ExpertKey(2, 0), ExpertKey(2, 1), ExpertKey(2, 2)
     eviction = informed(habitual, predicted)
-    eviction.used(habitual.layer, [habitual.expert])
+    eviction.on_use(habitual.layer, [habitual.expert])
     eviction.begin_step()
     worth = eviction.worth(habitual)
-    eviction.wished(Wishes.of([Wish(predicted, 1.0, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(predicted, 1.0, 2)]))
     assert eviction.worth(habitual) < worth, "the draft spoke of its layer, and not of it"
     eviction.begin_step()
     undisturbed = informed(habitual, predicted)
-    undisturbed.used(habitual.layer, [habitual.expert])
+    undisturbed.on_use(habitual.layer, [habitual.expert])
     undisturbed.begin_step()
     undisturbed.begin_step()
     assert eviction.worth(habitual) == undisturbed.worth(habitual), "only habit counts where the draft is silent"
-    eviction.wished(Wishes.of([Wish(other, 1.0, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(other, 1.0, 2)]))
     assert order(eviction) == [predicted, habitual], "an old prediction is none"
 
 
@@ -278,16 +278,18 @@ def test_what_is_in_daily_use_outlives_a_draft_that_does_not_name_it() -> None:
     daily, rare, constant = ExpertKey(2, 0), ExpertKey(1, 0), ExpertKey(2, 3)
     eviction = DraftInformed([4] * 4)
     for key in (daily, rare):
-        eviction.inserted(key)
+        eviction.on_insert(key)
     for step in range(60):
         keys = (constant, daily) if step % 2 else (constant,)
-        eviction.wished(Wishes.of([Wish(key, 1.0, 2) for key in keys]))  # the draft's words and its silence are true
+        eviction.on_prefetches(
+            PrefetchRequests.of([PrefetchRequest(key, 1.0, 2) for key in keys])
+        )  # the draft's words and its silence are true
         for key in keys:
-            eviction.used(key.layer, [key.expert])
+            eviction.on_use(key.layer, [key.expert])
         eviction.begin_step()
-    eviction.used(rare.layer, [rare.expert])
+    eviction.on_use(rare.layer, [rare.expert])
     eviction.begin_step()
-    eviction.wished(Wishes.of([Wish(constant, 1.0, 2)]))
+    eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(constant, 1.0, 2)]))
     assert order(eviction) == [rare, daily]
 
 
@@ -295,11 +297,11 @@ def test_a_prompt_says_how_often_an_expert_is_chosen() -> None:
     often, seldom, never = ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(1, 2)
     eviction = informed(often, seldom, never)
     for _ in range(3):  # what those before used
-        eviction.used(1, [never.expert])
+        eviction.on_use(1, [never.expert])
         eviction.begin_step()
     for shares in ((0.9, 0.05), (0.7, 0.15)):  # a prompt in two parts, each of which uses both
-        eviction.used(1, [often.expert, seldom.expert])
-        eviction.read(1, [often.expert, seldom.expert], shares)
+        eviction.on_use(1, [often.expert, seldom.expert])
+        eviction.on_prompt(1, [often.expert, seldom.expert], shares)
     eviction.begin_step()
     assert order(eviction) == [never, seldom, often]
     share = np.array([0.8, 0.1, 0.0, 0.0])
@@ -314,16 +316,16 @@ def test_frequency_decays_with_every_step() -> None:
     old, new = ExpertKey(1, 0), ExpertKey(1, 1)
     eviction = informed(old, new)
     for _ in range(2):
-        eviction.used(old.layer, [old.expert])
+        eviction.on_use(old.layer, [old.expert])
         eviction.begin_step()
     worth = eviction.worth(old)
     eviction.begin_step()
     assert 0.5 * worth < eviction.worth(old) < worth
-    eviction.used(new.layer, [new.expert])
+    eviction.on_use(new.layer, [new.expert])
     eviction.begin_step()
     assert eviction.worth(old) > eviction.worth(new) > 0, "twice, a while ago, still beats once"
     for _ in range(2):
-        eviction.used(new.layer, [new.expert])
+        eviction.on_use(new.layer, [new.expert])
         eviction.begin_step()
     assert order(eviction) == [old, new]
 
@@ -331,8 +333,8 @@ def test_frequency_decays_with_every_step() -> None:
 def test_being_used_twice_in_a_step_counts_once() -> None:
     eviction = informed((0, 0), (0, 1))
     for _ in range(3):
-        eviction.used(0, [0])
-    eviction.used(0, [1])
+        eviction.on_use(0, [0])
+    eviction.on_use(0, [1])
     eviction.begin_step()
     assert eviction.worth(ExpertKey(0, 0)) == eviction.worth(ExpertKey(0, 1)) > 0
 
@@ -340,30 +342,30 @@ def test_being_used_twice_in_a_step_counts_once() -> None:
 def test_of_equal_habits_the_one_whose_turn_comes_sooner_is_kept() -> None:
     eviction = informed((0, 0), (1, 0), (2, 0), (3, 0))
     for layer in range(4):
-        eviction.used(layer, [0])
+        eviction.on_use(layer, [0])
     eviction.begin_step()
     assert order(eviction) == [(3, 0), (2, 0), (1, 0), (0, 0)]
-    eviction.reached(1)
+    eviction.on_layer(1)
     assert order(eviction) == [(1, 0), (0, 0), (3, 0), (2, 0)], "the running layer's own turn is a whole cycle off"
 
 
 def test_among_equals_the_least_recently_used_goes_first() -> None:
     eviction = informed((0, 0), (0, 1), (0, 2))
-    eviction.used(0, [0])
+    eviction.on_use(0, [0])
     assert order(eviction) == [(0, 1), (0, 2), (0, 0)]
 
 
 def test_a_wish_takes_only_from_what_is_clearly_worth_less() -> None:
-    """With all slots taken, a wish gets one when the draft is against what is there, and none when it is for it."""
+    """With all slots taken, a prefetch request gets one when the draft is against what is there, and none when it is for it."""
     for predicted_too in (False, True):
         eviction = DraftInformed((4, 4))
         cache = ExpertCache(1, eviction)
         reservation = next(cache.reserve_for_demand([ExpertKey(1, 0)]), None)
         assert reservation is not None
         cache.loaded(reservation.entry)
-        eviction.wished(Wishes.of([Wish(ExpertKey(1, 1), 0.9, 1)]))
+        eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 1), 0.9, 1)]))
         if predicted_too:
-            eviction.wished(Wishes.of([Wish(ExpertKey(1, 0), 0.8, 1)]))
+            eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 0.8, 1)]))
         wished = cache.reserve(ExpertKey(1, 1))
         assert (wished is None) == predicted_too
         assert (cache.get(ExpertKey(1, 0)) is not None) == predicted_too
@@ -375,12 +377,12 @@ def test_a_wish_takes_only_from_what_is_clearly_worth_less() -> None:
 def counting(rule: LeastFrequentlyUsed | FrequencyOverRecency, *steps: Sequence[int]) -> None:
     """Experts 0, 1 and 2 of layer 0 are resident; each step uses some of them."""
     for expert in range(3):
-        rule.inserted(ExpertKey(0, expert))
+        rule.on_insert(ExpertKey(0, expert))
     for used in steps:
         rule.begin_step()
-        rule.reached(0)
+        rule.on_layer(0)
         for expert in used:
-            rule.used(0, [expert])
+            rule.on_use(0, [expert])
 
 
 def worths(rule: LeastFrequentlyUsed | FrequencyOverRecency) -> list[float]:
@@ -392,7 +394,7 @@ def test_lfu_is_the_decayed_share_of_steps() -> None:
     counting(rule, [0, 1], [0], [2])
     assert worths(rule) == pytest.approx([0.375, 0.125, 0.5])
     assert order(rule) == [(0, 1), (0, 0), (0, 2)]
-    rule.used(0, [2])
+    rule.on_use(0, [2])
     assert worths(rule) == pytest.approx([0.375, 0.125, 0.5]), "twice in a step counts once"
     rule.begin_step()
     assert worths(rule) == pytest.approx([0.1875, 0.0625, 0.25])
@@ -415,10 +417,10 @@ def test_counting_rules_keep_what_was_wished_for_until_its_turn(make: type[Least
     bound = rule.worth(ExpertKey(1, 0))
     assert bound < INFINITY
     rule.begin_step()
-    rule.wished(Wishes.of([Wish(ExpertKey(0, 2), 0.1, 0)]))
+    rule.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(0, 2), 0.1, 0)]))
     assert order(rule, bound) == [(0, 1), (0, 0)]
     assert order(rule) == [(0, 1), (0, 0), (0, 2)], "it goes last, but a demand takes any"
-    rule.reached(1)
+    rule.on_layer(1)
     assert order(rule, bound) == [(0, 2), (0, 1), (0, 0)], "its turn is over"
 
 
@@ -427,17 +429,17 @@ def test_counting_rules_keep_what_was_wished_for_until_its_turn(make: type[Least
 
 def test_what_like_requests_use_next_is_kept() -> None:
     rule = ActivationAware((4, 4, 4, 4))
-    for request, expert in ((1, 0), (2, 3)):
+    for sequence_id, expert in ((1, 0), (2, 3)):
         for _ in range(3):  # the first of them reads the prompt
-            rule.begin_step(request)
+            rule.begin_step(sequence_id)
             for layer in range(4):
-                rule.reached(layer)
-                rule.used(layer, [expert])
+                rule.on_layer(layer)
+                rule.on_use(layer, [expert])
     for key in ((1, 0), (1, 3), (3, 0), (3, 3)):
-        rule.inserted(ExpertKey(*key))
+        rule.on_insert(ExpertKey(*key))
     rule.begin_step(3)
-    rule.reached(0)
-    rule.used(0, [3])
+    rule.on_layer(0)
+    rule.on_use(0, [3])
     assert rule.worth(ExpertKey(1, 3)) == pytest.approx(1.0), "it is next"
     assert rule.worth(ExpertKey(3, 3)) == pytest.approx(0.5), "two of four layers come before"
     assert rule.worth(ExpertKey(1, 0)) == 0.0
@@ -447,11 +449,13 @@ def test_what_like_requests_use_next_is_kept() -> None:
 def test_a_wish_is_worth_its_score_where_nothing_more_is_known() -> None:
     rule = ActivationAware((4, 4))
     rule.begin_step(1)
-    rule.wished(Wishes.of([Wish(ExpertKey(1, 0), 0.6, 1), Wish(ExpertKey(1, 0), 0.2, 1)]))
+    rule.on_prefetches(
+        PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 0.6, 1), PrefetchRequest(ExpertKey(1, 0), 0.2, 1)])
+    )
     assert rule.worth(ExpertKey(1, 0)) == pytest.approx(0.6 / 2)
-    rule.reached(0)
+    rule.on_layer(0)
     assert rule.worth(ExpertKey(1, 0)) == pytest.approx(0.6)
-    rule.reached(1)
+    rule.on_layer(1)
     assert rule.worth(ExpertKey(1, 0)) == 0.0, "its turn has come"
     rule.begin_step(1)
     assert rule.worth(ExpertKey(1, 0)) == 0.0
@@ -479,9 +483,13 @@ def loads_per_step(name: str, slots: int, steps: int, *, told: bool) -> list[int
         before = counters.demand_loads
         source.begin_step()
         if told:
-            source.wish(Wishes.of(Wish(ExpertKey(layer, e), 0.9, layer) for layer in range(layers) for e in used))
+            source.prefetch(
+                PrefetchRequests.of(
+                    PrefetchRequest(ExpertKey(layer, e), 0.9, layer) for layer in range(layers) for e in used
+                )
+            )
         for layer in range(layers):
-            for _wave in source.use(layer, used):
+            for _batch in source.use(layer, used):
                 clock.sleep(1.0)
         source.end_step()
         loads.append(counters.demand_loads - before)

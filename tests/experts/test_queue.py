@@ -1,4 +1,4 @@
-"""The queue of wishes against a plain model of it, and the worker thread."""
+"""The queue of prefetch requests against a plain model of it, and the worker thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from spmoe.errors import TransferError
-from spmoe.experts.prefetcher import PrefetchWorker, WishQueue
+from spmoe.experts.prefetcher import PrefetchQueue, PrefetchWorker
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, PrefetchRequest
 
 LIMIT = 30.0  # seconds after which a test that hangs gives up
 
@@ -21,7 +21,7 @@ KEYS = [ExpertKey(layer, expert) for layer in range(3) for expert in range(2)]
 SCORES = (0.0, 0.25, 0.5, 1.0)
 
 keys = st.sampled_from(KEYS)
-wishes = st.integers(0, 95).map(lambda n: Wish(KEYS[n // 16], SCORES[n // 4 % 4], n % 4))
+prefetches = st.integers(0, 95).map(lambda n: PrefetchRequest(KEYS[n // 16], SCORES[n // 4 % 4], n % 4))
 
 
 class QueueProgram(RuleBasedStateMachine):
@@ -30,17 +30,17 @@ class QueueProgram(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.counters = Counters()
-        self.queue = WishQueue(self.counters)
-        self.model: dict[ExpertKey, Wish] = {}
+        self.queue = PrefetchQueue(self.counters)
+        self.model: dict[ExpertKey, PrefetchRequest] = {}
         self.stale = 0
         self.over_budget = 0
 
-    @rule(wishes=st.lists(wishes, min_size=1, max_size=6))
-    def put(self, wishes: list[Wish]) -> None:
-        for wish in wishes:
-            self.queue.put(wish)
-            if wish.key not in self.model or wish.score > self.model[wish.key].score:
-                self.model[wish.key] = wish
+    @rule(prefetches=st.lists(prefetches, min_size=1, max_size=6))
+    def put(self, prefetches: list[PrefetchRequest]) -> None:
+        for request in prefetches:
+            self.queue.put(request)
+            if request.key not in self.model or request.score > self.model[request.key].score:
+                self.model[request.key] = request
 
     @rule(key=keys)
     def discard(self, key: ExpertKey) -> None:
@@ -50,10 +50,10 @@ class QueueProgram(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.model)
     def take_first(self) -> None:
-        wish = self.queue.first()
-        assert wish is not None
-        self.queue.discard(wish.key)
-        del self.model[wish.key]
+        request = self.queue.first()
+        assert request is not None
+        self.queue.discard(request.key)
+        del self.model[request.key]
 
     @rule(layer=st.integers(-1, 4))
     def drop_passed(self, layer: int) -> None:
@@ -76,14 +76,14 @@ class QueueProgram(RuleBasedStateMachine):
         assert self.queue.first() == best
         assert self.queue.first() == best, "looking takes nothing out"
         assert len(self.queue) == len(self.model)
-        assert self.counters.wishes_stale == self.stale
-        assert self.counters.wishes_over_budget == self.over_budget
+        assert self.counters.prefetches_stale == self.stale
+        assert self.counters.prefetches_over_budget == self.over_budget
 
     def teardown(self) -> None:
         order = []
-        while (wish := self.queue.first()) is not None:
-            order.append(wish)
-            self.queue.discard(wish.key)
+        while (request := self.queue.first()) is not None:
+            order.append(request)
+            self.queue.discard(request.key)
         assert order == sorted(self.model.values(), key=lambda w: (w.deadline, -w.score, w.key))
         assert len(self.queue) == 0
 
@@ -114,7 +114,7 @@ class ScriptedTicket:
 
     order = wait
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         pass
 
 
@@ -179,28 +179,28 @@ def test_worker_survives_a_copy_that_failed() -> None:
 
 
 def test_a_poke_while_the_worker_is_busy_is_not_lost() -> None:
-    ticket = ScriptedTicket()
-    pump = Pump(ticket)
+    handle = ScriptedTicket()
+    pump = Pump(handle)
     worker = PrefetchWorker(pump)
     worker.poke()
-    assert ticket.waited.wait(LIMIT)
+    assert handle.waited.wait(LIMIT)
     worker.poke()
-    ticket.ended.set()
+    handle.ended.set()
     pump.wait_for(3)  # the poke, the ticket, the poke in between
     within(LIMIT, worker.close)
 
 
 def test_closing_a_busy_worker_waits_for_its_ticket_and_pumps_no_more() -> None:
-    ticket = ScriptedTicket()
-    pump = Pump(ticket, ScriptedTicket())
+    handle = ScriptedTicket()
+    pump = Pump(handle, ScriptedTicket())
     worker = PrefetchWorker(pump)
     worker.poke()
-    assert ticket.waited.wait(LIMIT)
+    assert handle.waited.wait(LIMIT)
     closing = threading.Thread(target=worker.close)
     closing.start()
     closing.join(0.05)
     assert closing.is_alive(), "the thread is still needed"
-    ticket.ended.set()
+    handle.ended.set()
     closing.join(LIMIT)
     assert not closing.is_alive()
     assert pump.calls == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.quotas import AdaptiveQuotas, EqualQuotas
-from spmoe.types import ExpertKey, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 
 INFINITY = float("inf")
 
@@ -17,7 +17,7 @@ INFINITY = float("inf")
 def holding(*keys: tuple[int, int], experts: tuple[int, ...] = (4, 4, 4)) -> EqualQuotas:
     rule = EqualQuotas(experts)
     for key in keys:
-        rule.inserted(ExpertKey(*key))
+        rule.on_insert(ExpertKey(*key))
     return rule
 
 
@@ -32,17 +32,17 @@ def test_a_full_layer_gives_up_its_own_least_recently_used() -> None:
     assert leaving(rule, 0) == [(0, 0)]
     assert leaving(rule, 1) == [(1, 0)]
     assert leaving(rule, 2, 2) == [(2, 0), (2, 1)]
-    rule.used(1, [0])
+    rule.on_use(1, [0])
     assert leaving(rule, 1) == [(1, 1)], "whatever is older elsewhere"
 
 
 def test_a_layer_gets_its_slots_back_from_who_has_more() -> None:
     rule = holding((0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
-    rule.used(1, [0])
+    rule.on_use(1, [0])
     assert leaving(rule, 0) == [(1, 1)], "layer 1 has one too many"
     assert leaving(rule, 2) == [(1, 1)], "the oldest of the two layers that are over their quota"
-    rule.used(1, [1])
-    rule.used(1, [2])
+    rule.on_use(1, [1])
+    rule.on_use(1, [2])
     assert leaving(rule, 2) == [(2, 0)]
 
 
@@ -61,8 +61,10 @@ def test_a_wish_keeps_to_its_layers_quota_and_spares_what_was_wished_for() -> No
     bound = rule.worth(ExpertKey(1, 2))
     assert bound < INFINITY
     assert leaving(rule, 1, below=bound) == [(1, 0)]
-    rule.wished(Wishes.of([Wish(ExpertKey(1, 0), 1.0, 1), Wish(ExpertKey(1, 1), 1.0, 1)]))
-    assert leaving(rule, 1, below=bound) is None, "nothing is borrowed for a wish"
+    rule.on_prefetches(
+        PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 1.0, 1), PrefetchRequest(ExpertKey(1, 1), 1.0, 1)])
+    )
+    assert leaving(rule, 1, below=bound) is None, "nothing is borrowed for a prefetch request"
     assert leaving(rule, 1) == [(0, 0)], "a demand rather borrows than takes what was wished for"
     assert leaving(rule, 1, 4) == [(0, 0), (0, 1), (1, 0), (1, 1)], "but it takes any"
     rule.begin_step()
@@ -83,7 +85,7 @@ def test_one_expert_at_a_time_it_is_lru_in_a_cache_of_each_layers_own(
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
             cache.loaded(reservation.entry)
-        rule.used(key.layer, [key.expert])
+        rule.on_use(key.layer, [key.expert])
         recent[layer] = [expert, *(e for e in recent[layer] if e != expert)]
     assert sum(rule.quotas) == slots
     held = {(layer, e) for layer, quota in enumerate(rule.quotas) for e in recent[layer][:quota]}
@@ -100,9 +102,9 @@ def scan(rule: AdaptiveQuotas, steps: int, uses: dict[int, list[list[int]]], nam
         for layer, turns in uses.items():
             keys = [ExpertKey(layer, expert) for expert in turns[step % len(turns)]]
             if layer in named:
-                rule.wished(Wishes.of([Wish(key, 1.0, layer) for key in keys]))
+                rule.on_prefetches(PrefetchRequests.of([PrefetchRequest(key, 1.0, layer) for key in keys]))
             for key in keys:
-                rule.used(key.layer, [key.expert])
+                rule.on_use(key.layer, [key.expert])
     rule.begin_step()
 
 
@@ -117,7 +119,7 @@ def tracked(slots: int = 4) -> AdaptiveQuotas:
 def test_quotas_are_equal_until_enough_was_seen() -> None:
     rule = AdaptiveQuotas((4, 4))
     for e in range(4):
-        rule.inserted(ExpertKey(0, e))
+        rule.on_insert(ExpertKey(0, e))
     assert rule.quotas == [2, 2]
 
 
@@ -125,9 +127,9 @@ def test_gains_are_what_each_further_slot_would_have_saved() -> None:
     rule = tracked()
     # layer 0 uses one expert over and over, layer 1 three in turns: a slot saves it nothing, three save all
     for _ in range(3):
-        rule.used(0, [2])
+        rule.on_use(0, [2])
     for e in (0, 1, 2, 0, 1, 2):
-        rule.used(1, [e])
+        rule.on_use(1, [e])
     unseen = [0.01 * sum(1 / d for d in range(1, c + 1)) for c in range(5)]
     # the first use of expert 2 of layer 0 was at distance 2; those of layer 1 at 0, 1 and 2, then three times at 2
     assert rule.gains()[0] == pytest.approx([unseen[c] + (0, 2, 2, 3, 3)[c] for c in range(5)])
@@ -161,10 +163,10 @@ def test_adaptive_quotas_are_all_the_slots(experts: list[int], slots: int, uses:
         layer %= len(experts)
         key = ExpertKey(layer, expert % experts[layer])
         rule.begin_step()
-        rule.reached(layer)
+        rule.on_layer(layer)
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
             cache.loaded(reservation.entry)
-        rule.used(key.layer, [key.expert])
+        rule.on_use(key.layer, [key.expert])
     assert sum(rule.quotas) == cache.peak <= slots
     assert all(0 <= quota <= count for quota, count in zip(rule.quotas, experts, strict=True))

@@ -13,16 +13,16 @@ from experts_helpers import LAYOUT, blob_of, fill, own_threads, spec_of, within
 
 from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.store import ExpertFile, ensure_expert_file
-from spmoe.experts.transfer import CopyJob, FileTransfer, HostPaced, Ticket, Transfer
-from spmoe.experts.waves import Wave
+from spmoe.experts.transfer import CopyHandle, CopyJob, FileTransfer, HostPaced, Transfer
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 EXPERTS = (6, 4, 6, 5)
 CONTENT = {
@@ -35,7 +35,7 @@ LIMIT = 60.0  # seconds after which a test that hangs gives up
 class FlakyTicket:
     """Ends later than the copy it stands for, and not always well."""
 
-    def __init__(self, inner: Ticket, delay: float, fails: bool) -> None:
+    def __init__(self, inner: CopyHandle, delay: float, fails: bool) -> None:
         self._inner = inner
         self._until = time.perf_counter() + delay
         self._fails = fails
@@ -51,8 +51,8 @@ class FlakyTicket:
 
     order = wait
 
-    def hurry(self) -> None:
-        self._inner.hurry()
+    def prioritize(self) -> None:
+        self._inner.prioritize()
 
 
 class FlakyTransfer(HostPaced):
@@ -67,7 +67,7 @@ class FlakyTransfer(HostPaced):
         self._lock = threading.Lock()
         self._under_way: dict[int, FlakyTicket] = {}
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         with self._lock:
             if self._rng.random() < self._fault_rate / 4:
                 raise TransferError("injected: nothing can be submitted right now")
@@ -75,13 +75,13 @@ class FlakyTransfer(HostPaced):
                 earlier = self._under_way.get(job.slot)
                 assert earlier is None or earlier.ready(), "a slot that is being written is given away"
                 self._buffers[job.slot][:] = GARBAGE
-            tickets: list[Ticket] = []
+            handles: list[CopyHandle] = []
             for job, inner in zip(jobs, self._inner.copy(jobs, urgent=urgent), strict=True):
                 delay = self._rng.choice([0.0, 0.0, 0.0, 0.0005, 0.002])
-                ticket = FlakyTicket(inner, delay, self._rng.random() < self._fault_rate)
-                self._under_way[job.slot] = ticket
-                tickets.append(ticket)
-            return tickets
+                handle = FlakyTicket(inner, delay, self._rng.random() < self._fault_rate)
+                self._under_way[job.slot] = handle
+                handles.append(handle)
+            return handles
 
     def close(self) -> None:
         self._inner.close()
@@ -109,26 +109,26 @@ class Stand:
         self.faults = 0
         self.asked = 0
 
-    def check(self, wave: Wave) -> None:
-        for expert, weights in zip(wave.experts, wave.weights, strict=True):
-            content = CONTENT[ExpertKey(wave.layer, expert)]
+    def check(self, batch: ExpertBatch) -> None:
+        for expert, weights in zip(batch.experts, batch.weights, strict=True):
+            content = CONTENT[ExpertKey(batch.layer, expert)]
             for field in LAYOUT.fields:
                 assert weights[field.name].numpy().tobytes() == content[field.offset : field.offset + field.nbytes]
 
     def use(self, layer: int, experts: list[int]) -> None:
-        """Take all waves; the content must be right when a wave comes and still when it is given back."""
+        """Take all batches; the content must be right when a batch comes and still when it is given back."""
         self.asked += len(experts)
         delivered: list[int] = []
         stop_after = self.rng.choice([None] * 8 + [1])
-        waves = self.source.use(layer, experts)
-        for wave in waves:
-            self.check(wave)
+        batches = self.source.use(layer, experts)
+        for batch in batches:
+            self.check(batch)
             if self.rng.random() < 0.2:
                 time.sleep(0.001)
-                self.check(wave)
-            delivered += wave.experts
+                self.check(batch)
+            delivered += batch.experts
             if stop_after == 1:
-                waves.close()  # type: ignore[attr-defined]
+                batches.close()  # type: ignore[attr-defined]
                 return
         assert sorted(delivered) == sorted(experts)
 
@@ -139,7 +139,9 @@ class Stand:
         needed = [rng.sample(range(count), rng.randint(1, count)) for count in EXPERTS]
         for layer, experts in enumerate(needed):
             guesses = [e for e in range(EXPERTS[layer]) if (e in experts) == (rng.random() < 0.8)]
-            source.wish(Wishes.of(Wish(ExpertKey(layer, e), rng.random(), layer) for e in guesses))
+            source.prefetch(
+                PrefetchRequests.of(PrefetchRequest(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
+            )
         for layer, experts in enumerate(needed):
             try:
                 self.use(layer, experts)
@@ -236,7 +238,7 @@ def test_after_close_nothing_moves_any_more(stand: Callable[..., Stand]) -> None
     within(LIMIT, lambda: one.use(0, [0, 1]))
     within(LIMIT, one.source.close)
     issued = one.counters.issued_bytes
-    one.source.wish(Wishes.of([Wish(ExpertKey(3, 0), 1.0, 3)]))
+    one.source.prefetch(PrefetchRequests.of([PrefetchRequest(ExpertKey(3, 0), 1.0, 3)]))
     assert one.source.pump() is None
     assert one.counters.issued_bytes == issued
     with pytest.raises(TransferError, match="closed"):
@@ -248,7 +250,7 @@ def test_wishes_move_by_themselves(stand: Callable[..., Stand]) -> None:
     one = stand(slots=7)
     wished = [ExpertKey(3, e) for e in range(5)]
     one.source.begin_step()
-    one.source.wish(Wishes.of(Wish(key, 0.5, key.layer) for key in wished))
+    one.source.prefetch(PrefetchRequests.of(PrefetchRequest(key, 0.5, key.layer) for key in wished))
 
     def arrive() -> None:
         while one.counters.prefetch_loads < len(wished):

@@ -13,10 +13,10 @@ from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer, VirtualTransfer
 from spmoe.experts.prefetcher import _CHUNK_BYTES
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 LAYERS, EXPERTS = 4, 4
 
@@ -39,7 +39,7 @@ class Refusing(VirtualTransfer):
 
     refused: ExpertKey | None = None
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         if any(job.key == self.refused for job in jobs):
             raise TransferError("refused")
         return super().copy(jobs, urgent=urgent)
@@ -54,11 +54,11 @@ class Place:
         eviction = make_eviction(rule, [EXPERTS] * LAYERS)
         room: Any = NoWeights(slots)
         self.source = ExpertSource(room, self.transfer, eviction, blob, self.clock, Counters(), threaded=False)
-        self.clock.watch(self.transfer.link.next_event, self.source.pump)
+        self.clock.observer(self.transfer.link.next_event, self.source.pump)
         self.source.begin_step()
 
-    def wish(self, *keys: tuple[int, int]) -> None:
-        self.source.wish(Wishes.of([Wish(ExpertKey(*key), 1.0, key[0]) for key in keys]))
+    def prefetch(self, *keys: tuple[int, int]) -> None:
+        self.source.prefetch(PrefetchRequests.of([PrefetchRequest(ExpertKey(*key), 1.0, key[0]) for key in keys]))
 
     def use(self, layer: int, *experts: int) -> None:
         for _ in self.source.use(layer, experts):
@@ -74,7 +74,7 @@ def test_one_copy_per_submission_without_batching(batching: bool) -> None:
     place = Place()
     place.source.loads.batching = batching
     assert place.transfer.batched == place.source.loads.batching == batching
-    place.wish((1, 0), (1, 1), (1, 2))
+    place.prefetch((1, 0), (1, 1), (1, 2))
     place.use(0, 0, 1, 2)  # the first that is demanded does not wait for the others
     assert [len(jobs) for jobs in place.transfer.submissions] == ([3, 1, 2] if batching else [1] * 6)
     assert {job.key for jobs in place.transfer.submissions for job in jobs} == {
@@ -87,7 +87,7 @@ def test_a_submission_that_is_refused_fails_what_was_not_submitted(batching: boo
     place = Place()
     place.source.loads.batching = batching
     place.transfer.refused = ExpertKey(1, 1)
-    place.wish((1, 0), (1, 1), (1, 2))
+    place.prefetch((1, 0), (1, 1), (1, 2))
     first = Residency.ABSENT if batching else Residency.LOADING
     assert [place.state(1, expert) for expert in range(3)] == [first, Residency.ABSENT, Residency.ABSENT]
     assert place.source.counters.failed_bytes == (3 if batching else 2)
@@ -108,10 +108,10 @@ def test_a_slower_link_passes_the_switch_on() -> None:
 def test_what_the_draft_wishes_for_is_waited_for_when_it_is_over(depth: int) -> None:
     place = Place(depth=depth)
     place.source.synchronous = True
-    place.wish((0, 0), (1, 0))
+    place.prefetch((0, 0), (1, 0))
     place.clock.sleep(5.0)  # the draft goes on
     assert place.transfer.submissions == [], "nothing overlaps with it"
-    place.wish((2, 0))
+    place.prefetch((2, 0))
     place.source.draft_is_over()
     assert place.clock.now() == pytest.approx(8.0)
     assert place.source.counters.stall_seconds == pytest.approx(3.0)
@@ -128,7 +128,7 @@ def test_what_the_target_wishes_for_is_waited_for_at_once() -> None:
     place.source.draft_is_over()
     place.use(0, 0)
     now = place.clock.now()
-    place.wish((1, 1), (1, 2))
+    place.prefetch((1, 1), (1, 2))
     assert place.clock.now() == pytest.approx(now + 2.0)
     assert place.state(1, 1) is place.state(1, 2) is Residency.READY
 
@@ -136,9 +136,11 @@ def test_what_the_target_wishes_for_is_waited_for_at_once() -> None:
 def test_a_wish_that_finds_no_slot_holds_nothing_up() -> None:
     place = Place(slots=2)
     place.source.synchronous = True
-    place.wish((1, 0), (1, 1), (1, 2), (2, 0))
+    place.prefetch((1, 0), (1, 1), (1, 2), (2, 0))
     place.source.draft_is_over()
-    assert place.source.counters.prefetch_loads == 2, "what was promised in this step is not pushed out by wishes"
+    assert place.source.counters.prefetch_loads == 2, (
+        "what was promised in this step is not pushed out by prefetch requests"
+    )
     place.use(1, 0, 1)
     assert place.source.counters.hits == 2
 
@@ -153,7 +155,7 @@ def test_a_failed_copy_is_told_where_the_expert_is_used() -> None:
             raise TransferError("broken")
 
     place.transfer._on_done = fail
-    place.wish((1, 0), (1, 1))
+    place.prefetch((1, 0), (1, 1))
     place.source.draft_is_over()
     assert place.state(1, 0) is Residency.READY
     assert place.state(1, 1) is Residency.ABSENT
@@ -179,5 +181,5 @@ def test_another_rule_takes_over_what_is_resident(rule: str) -> None:
 
 def test_wishes_are_granted_a_chunk_at_a_time() -> None:
     place = Place(depth=8, blob=_CHUNK_BYTES // 2)
-    place.wish((1, 0), (1, 1), (1, 2), (1, 3), (2, 0))
+    place.prefetch((1, 0), (1, 1), (1, 2), (1, 3), (2, 0))
     assert [len(jobs) for jobs in place.transfer.submissions] == [2, 2, 1]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from spmoe.errors import BudgetError, StoreError, TransferError
 from spmoe.experts import transfer as transfer_module
-from spmoe.experts.link import Link, ThrottledTransfer, VirtualTransfer
+from spmoe.experts.link import EmulatedLink, ThrottledTransfer, VirtualTransfer
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import BlobLayout, ExpertFile, ensure_expert_file
-from spmoe.experts.transfer import CopyJob, FileTransfer, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob, FileTransfer
 from spmoe.observe.clock import VirtualClock
 from spmoe.types import ExpertKey
 
@@ -61,10 +61,10 @@ def start(path: Path, slots: MemorySlots) -> Iterator[Callable[..., FileTransfer
     assert own_threads() == before
 
 
-def wait_all(tickets: list[Ticket]) -> None:
+def wait_all(handles: list[CopyHandle]) -> None:
     def wait() -> None:
-        for ticket in tickets:
-            ticket.wait()
+        for handle in handles:
+            handle.wait()
 
     within(LIMIT, wait)
 
@@ -85,7 +85,7 @@ class Gate:
         self.order: list[ExpertKey] = []
         self.concurrent = 0
         self.most = 0
-        self.opened = threading.Event()
+        self.pinned = threading.Event()
         self._keys = {offset: key for key, offset in offsets(path).items()}
         self._changed = threading.Condition()
         self._read = os.preadv
@@ -96,7 +96,7 @@ class Gate:
             self.concurrent += 1
             self.most = max(self.most, self.concurrent)
             self._changed.notify_all()
-        assert self.opened.wait(LIMIT)
+        assert self.pinned.wait(LIMIT)
         with self._changed:
             self.concurrent -= 1
         return self._read(fd, buffers, offset)
@@ -145,13 +145,13 @@ def test_reads_the_right_bytes_into_the_right_slots(
     transfer = start(readers)
     assert transfer.depth == readers
     keys = [D, A, F, C, B]  # and slot 5 stays as it is
-    tickets = transfer.copy([CopyJob(key, slot) for slot, key in enumerate(keys)], urgent=urgent)
-    wait_all(tickets)
-    assert all(ticket.ready() for ticket in tickets)
+    handles = transfer.copy([CopyJob(key, slot) for slot, key in enumerate(keys)], urgent=urgent)
+    wait_all(handles)
+    assert all(handle.ready() for handle in handles)
     for slot, key in enumerate(keys):
         assert bytes(slots.buffer(slot)) == blob_of(key)
     assert bytes(slots.buffer(5)) == b"\xaa" * LAYOUT.nbytes
-    wait_all(tickets)  # a ticket can be waited for again
+    wait_all(handles)  # a ticket can be waited for again
 
 
 def test_several_reads_are_outstanding(
@@ -160,12 +160,12 @@ def test_several_reads_are_outstanding(
     gate = Gate(path)
     monkeypatch.setattr(os, "preadv", gate)
     transfer = start(readers=3)
-    tickets = transfer.copy([CopyJob(key, slot) for slot, key in enumerate([A, B, C, D, E, F])], urgent=False)
+    handles = transfer.copy([CopyJob(key, slot) for slot, key in enumerate([A, B, C, D, E, F])], urgent=False)
     gate.wait_for(3)
     assert gate.concurrent == 3
-    assert not any(ticket.ready() for ticket in tickets)
-    gate.opened.set()
-    wait_all(tickets)
+    assert not any(handle.ready() for handle in handles)
+    gate.pinned.set()
+    wait_all(handles)
     assert gate.most == 3
 
 
@@ -175,12 +175,12 @@ def test_urgent_copies_go_before_those_not_started(
     gate = Gate(path)
     monkeypatch.setattr(os, "preadv", gate)
     transfer = start(readers=1)
-    tickets = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
+    handles = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     gate.wait_for(1)
-    tickets += transfer.copy([CopyJob(D, 3), CopyJob(E, 4)], urgent=True)
-    tickets += transfer.copy([CopyJob(F, 5)], urgent=False)
-    gate.opened.set()
-    wait_all(tickets)
+    handles += transfer.copy([CopyJob(D, 3), CopyJob(E, 4)], urgent=True)
+    handles += transfer.copy([CopyJob(F, 5)], urgent=False)
+    gate.pinned.set()
+    wait_all(handles)
     assert gate.order == [A, D, E, B, C, F]
     assert [bytes(slots.buffer(slot)) for slot in range(6)] == [blob_of(key) for key in (A, B, C, D, E, F)]
 
@@ -201,15 +201,15 @@ def test_short_reads_are_continued(
     assert len(calls) > 10
 
 
-def fails(path: Path, ticket: Ticket, *words: str) -> None:
+def fails(path: Path, handle: CopyHandle, *words: str) -> None:
     """The copy ends with a TransferError that names the file, however often one asks."""
     for _ in range(2):
         with pytest.raises(TransferError, match=re.escape(str(path))) as caught:
-            within(LIMIT, ticket.wait)
+            within(LIMIT, handle.wait)
         for word in words:
             assert word in str(caught.value)
         assert "\n" not in str(caught.value)
-    assert ticket.ready()
+    assert handle.ready()
 
 
 def test_a_file_cut_short_while_open_fails_the_copy(
@@ -252,8 +252,8 @@ def test_a_read_that_fails_fails_its_copy_and_no_other(
 
 def test_an_expert_the_file_does_not_have_fails_the_copy(start: Callable[..., FileTransfer], path: Path) -> None:
     transfer = start(readers=1)
-    (ticket,) = transfer.copy([CopyJob(ExpertKey(9, 0), 0)], urgent=True)
-    fails(path, ticket, "expert 0 of layer 9")
+    (handle,) = transfer.copy([CopyJob(ExpertKey(9, 0), 0)], urgent=True)
+    fails(path, handle, "expert 0 of layer 9")
     wait_all(transfer.copy([CopyJob(A, 0)], urgent=True))
 
 
@@ -299,15 +299,15 @@ def test_closing_lets_copies_in_flight_end_and_fails_the_rest(
 
     with pytest.raises(TransferError, match="closed"):
         within(LIMIT, submit_until_closed)
-    gate.opened.set()
+    gate.pinned.set()
     closing.join(LIMIT)
     assert not closing.is_alive()
     wait_all([running])
     assert bytes(slots.buffer(0)) == blob_of(A)
-    for ticket in queued:
-        assert ticket.ready()
+    for handle in queued:
+        assert handle.ready()
         with pytest.raises(TransferError, match="closed"):
-            within(LIMIT, ticket.wait)
+            within(LIMIT, handle.wait)
     assert gate.order == [A]
     assert bytes(slots.buffer(1)) == b"\xaa" * LAYOUT.nbytes
     within(LIMIT, transfer.close)
@@ -328,14 +328,14 @@ def test_a_copy_submitted_while_closing_ends(
                 closing.join(0.1)
 
     monkeypatch.setattr(transfer_module, "Future", LateFuture)
-    tickets = transfer.copy([CopyJob(A, 0)], urgent=False)
+    handles = transfer.copy([CopyJob(A, 0)], urgent=False)
     closing.join(LIMIT)
     assert not closing.is_alive()
 
     def settle() -> None:
-        for ticket in tickets:
+        for handle in handles:
             try:
-                ticket.wait()
+                handle.wait()
             except TransferError:
                 continue
 
@@ -362,20 +362,20 @@ class Passages:
 
     def __init__(self, rate: float = 100.0) -> None:
         self.clock = VirtualClock()
-        self.link = Link(rate, self.clock)
+        self.link = EmulatedLink(rate, self.clock)
         self.entered: dict[str, object] = {}
 
     def enter(self, name: str, nbytes: int = 100, *, urgent: bool = False) -> None:
         self.entered[name] = self.link.enter(nbytes, urgent)
 
     def passed(self) -> str:
-        return "".join(name for name, passage in self.entered.items() if self.link.passed(passage))
+        return "".join(name for name, link_copy in self.entered.items() if self.link.passed(link_copy))
 
     def ends(self) -> dict[str, float]:
         """When each ends, found by waiting for all."""
-        for passage in self.entered.values():
-            self.link.wait(passage)
-        return {name: passage.done_at for name, passage in self.entered.items()}
+        for link_copy in self.entered.values():
+            self.link.wait(link_copy)
+        return {name: link_copy.done_at for name, link_copy in self.entered.items()}
 
 
 def test_a_link_moves_one_copy_at_a_time_at_its_rate() -> None:
@@ -409,11 +409,11 @@ def test_hurry_moves_a_waiting_passage_before_all_that_can_wait() -> None:
     road = Passages()
     for name in "abcd":
         road.enter(name)
-    road.link.hurry(road.entered["c"])
+    road.link.prioritize(road.entered["c"])
     road.clock.sleep(1.5)  # c has started
-    road.link.hurry(road.entered["d"])
-    road.link.hurry(road.entered["a"])  # over
-    road.link.hurry(road.entered["c"])  # under way
+    road.link.prioritize(road.entered["d"])
+    road.link.prioritize(road.entered["a"])  # over
+    road.link.prioritize(road.entered["c"])  # under way
     assert road.ends() == {"a": 1.0, "c": 2.0, "d": 3.0, "b": 4.0}
 
 
@@ -440,7 +440,7 @@ def test_next_event_is_the_end_of_what_is_under_way() -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    program=st.lists(
+    graph=st.lists(
         st.one_of(
             st.tuples(st.just("enter"), st.booleans()),
             st.tuples(st.just("hurry"), st.integers(0, 9)),
@@ -449,7 +449,7 @@ def test_next_event_is_the_end_of_what_is_under_way() -> None:
         max_size=25,
     )
 )
-def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(program: list[tuple[str, float]]) -> None:
+def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(graph: list[tuple[str, float]]) -> None:
     road = Passages()
     waiting: list[tuple[bool, int]] = []  # (can wait, number)
     current, left, count, model = None, 0, 0, {}
@@ -460,7 +460,7 @@ def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(program: li
             waiting.sort()
             current, left = waiting.pop(0)[1], 4
 
-    for what, value in program:
+    for what, value in graph:
         if what == "enter":
             road.enter(str(count), urgent=bool(value))
             waiting.append((not value, count))
@@ -468,7 +468,7 @@ def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(program: li
             start_next()
         elif what == "hurry":
             if value < count:
-                road.link.hurry(road.entered[str(value)])
+                road.link.prioritize(road.entered[str(value)])
                 waiting = [(can_wait and number != value, number) for can_wait, number in waiting]
         else:
             for _ in range(int(4 * value)):
@@ -478,7 +478,7 @@ def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(program: li
                     current = None
                 start_next()
             road.clock.sleep(value)
-        assert set(model) == {name for name, passage in road.entered.items() if road.link.passed(passage)}
+        assert set(model) == {name for name, link_copy in road.entered.items() if road.link.passed(link_copy)}
 
 
 # ---- throttled and virtual transfers
@@ -493,11 +493,11 @@ def test_a_throttled_copy_ends_when_link_and_disk_are_done(
     first, second, third = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     (urgent,) = transfer.copy([CopyJob(D, 3)], urgent=True)
     assert not first.ready()
-    third.hurry()
-    for ticket, at, slot, key in ((first, 1.0, 0, A), (third, 2.0, 2, C), (urgent, 3.0, 3, D), (second, 4.0, 1, B)):
-        wait_all([ticket])
+    third.prioritize()
+    for handle, at, slot, key in ((first, 1.0, 0, A), (third, 2.0, 2, C), (urgent, 3.0, 3, D), (second, 4.0, 1, B)):
+        wait_all([handle])
         assert clock.now() == at
-        assert ticket.ready()
+        assert handle.ready()
         assert bytes(slots.buffer(slot)) == blob_of(key)
     transfer.close()
     with pytest.raises(TransferError, match="closed"):
@@ -510,19 +510,19 @@ def test_a_throttled_copy_waits_for_the_disk_too(
     gate = Gate(path)
     monkeypatch.setattr(os, "preadv", gate)
     clock = VirtualClock()
-    (ticket,) = ThrottledTransfer(start(), 1000, 1.0, clock).copy([CopyJob(A, 0)], urgent=True)
+    (handle,) = ThrottledTransfer(start(), 1000, 1.0, clock).copy([CopyJob(A, 0)], urgent=True)
     clock.sleep(100.0)
-    assert not ticket.ready()
-    gate.opened.set()
-    wait_all([ticket])
-    assert ticket.ready()
+    assert not handle.ready()
+    gate.pinned.set()
+    wait_all([handle])
+    assert handle.ready()
 
 
 def test_a_throttled_copy_fails_when_the_disk_does(start: Callable[..., FileTransfer], path: Path) -> None:
     transfer = ThrottledTransfer(start(), 1000, 1.0, VirtualClock())
     os.truncate(path, path.stat().st_size - LAYOUT.nbytes)
-    (ticket,) = transfer.copy([CopyJob(F, 0)], urgent=True)
-    fails(path, ticket, "expert 2 of layer 1")
+    (handle,) = transfer.copy([CopyJob(F, 0)], urgent=True)
+    fails(path, handle, "expert 2 of layer 1")
 
 
 def test_a_virtual_transfer_tells_of_start_and_end_once_and_takes_its_time() -> None:
@@ -559,12 +559,12 @@ def test_a_virtual_copy_that_fails_fails_every_time_it_is_waited_for() -> None:
         raise TransferError("played")
 
     transfer = VirtualTransfer(VirtualClock(), BLOB, BLOB, on_done=fail)
-    (ticket,) = transfer.copy([CopyJob(A, 0)], urgent=True)
-    assert not ticket.ready()
+    (handle,) = transfer.copy([CopyJob(A, 0)], urgent=True)
+    assert not handle.ready()
     for _ in range(2):
         with pytest.raises(TransferError, match="played"):
-            ticket.wait()
-    assert ticket.ready()
+            handle.wait()
+    assert handle.ready()
     assert len(calls) == 1
 
 
@@ -572,7 +572,7 @@ def test_a_virtual_clock_stops_at_every_event_on_the_way() -> None:
     clock = VirtualClock()
     transfer = VirtualTransfer(clock, BLOB, BLOB)
     at: list[float] = []
-    clock.watch(transfer.link.next_event, lambda: at.append(clock.now()))
+    clock.observer(transfer.link.next_event, lambda: at.append(clock.now()))
     transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     clock.sleep(2.5)
     assert at == [1.0, 2.0]

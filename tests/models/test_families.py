@@ -19,16 +19,16 @@ from transformers.models.olmoe import modeling_olmoe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as proof
-from spmoe.bench.families import OK, Verdict, prove, prove_all
+from spmoe.bench.families import OK, VerifyResult, prove, prove_all
 from spmoe.bench.families_page import markdown, short
 from spmoe.cli.main import main
-from spmoe.engine import materials
+from spmoe.engine import models
 from spmoe.errors import UsageError
-from spmoe.models import anatomy, kv
-from spmoe.models.experts_port import experts_modules
+from spmoe.models import inspection, kv
+from spmoe.models.experts_seam import experts_modules
 from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
-from spmoe.models.network import Network
-from spmoe.types import Wishes
+from spmoe.models.runner import ModelRunner
+from spmoe.types import PrefetchRequests
 
 CHOSEN = (
     "deepseek_v2",
@@ -54,7 +54,7 @@ def _shorter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", CHOSEN)
 def test_a_family_is_exact_and_predictable(family: str, tmp_path: Path) -> None:
-    assert prove(family, tmp_path) == Verdict(family, OK, OK, OK, OK)
+    assert prove(family, tmp_path) == VerifyResult(family, OK, OK, OK, OK)
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
@@ -62,33 +62,33 @@ def test_a_family_that_makes_something_else_of_several_tokens_at_once_decodes_pl
     family: str, tmp_path: Path
 ) -> None:
     """Jamba forgets its state then, and Nemotron-H bounds its time steps only then."""
-    verdict = prove(family, tmp_path)
-    assert (verdict.loads, verdict.plain) == (OK, OK)
-    assert f"{family} keeps a state" in verdict.speculation
-    assert "without speculation" in verdict.speculation
+    result = prove(family, tmp_path)
+    assert (result.loads, result.plain) == (OK, OK)
+    assert f"{family} keeps a state" in result.speculation
+    assert "without speculation" in result.speculation
 
 
 def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> None:
     """DeepSeek-V4 picks the experts of its first layers by token: there is no gate to ask about a hidden state."""
-    verdict = prove("deepseek_v4", tmp_path)
-    assert verdict == Verdict("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
-    assert short(verdict.prediction) == "in part"
+    result = prove("deepseek_v4", tmp_path)
+    assert result == VerifyResult("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
+    assert short(result.prediction) == "in part"
     target = next(path for path in sorted(tmp_path.glob("target-*")))
     options = {"num_speculative_tokens": 3, "cutoff": "none", "dtype": "float32", "progress": False}
     for prefetch in ("draft-gate", "next-gate", "draft-gate+next-gate"):
         wished: set[int] = set()
         with LLM(str(target), str(tmp_path / "draft"), device="cpu", prefetch=prefetch, **options) as llm:  # type: ignore[arg-type]
             engine = llm.engine
-            gated, sound = set(engine.target.gated), engine.loop.policy.on_seen
+            gated, sound = set(engine.target.gated), engine.loop.policy.on_chunk
             assert 0 < len(gated) < len(engine.target.moe)
             assert any("1 of 3 MoE layers have no gate" in notice for notice in llm.notices)
 
-            def on_seen(seen: Any, wished: set[int] = wished, sound: Any = sound) -> Wishes:
-                wishes: Wishes = sound(seen)
-                wished |= set(wishes.layers.tolist())
-                return wishes
+            def on_chunk(seen: Any, wished: set[int] = wished, sound: Any = sound) -> PrefetchRequests:
+                prefetches: PrefetchRequests = sound(seen)
+                wished |= set(prefetches.layers.tolist())
+                return prefetches
 
-            engine.loop.policy.on_seen = on_seen  # type: ignore[method-assign]
+            engine.loop.policy.on_chunk = on_chunk  # type: ignore[method-assign]
             llm.generate(proof.PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
         assert wished == gated
 
@@ -108,7 +108,7 @@ def test_layers_may_have_experts_of_other_sizes_and_numbers(tmp_path: Path, monk
     monkeypatch.setattr(modeling_olmoe.OlmoeSparseMoeBlock, "__init__", make)
     shapes = [tuple(experts.gate_up_proj.shape) for _, experts in experts_modules(tiny_model("olmoe"))]
     assert shapes == [(8, 80, HIDDEN), (5, 112, HIDDEN), (8, 80, HIDDEN)]
-    assert prove("olmoe", tmp_path) == Verdict("olmoe", OK, OK, OK, OK)
+    assert prove("olmoe", tmp_path) == VerifyResult("olmoe", OK, OK, OK, OK)
 
 
 def test_the_text_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_drafts_of_many_families_can_be_tapped(family: str) -> None:
     """The tap is the residual stream between attention and feed-forward, wherever a family puts its norms."""
     config = tiny_config(family)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    network, taps, outputs = Network(model), [], []
-    assert network.has_taps
+    runner, taps, outputs = ModelRunner(model), [], []
+    assert runner.has_hidden_states
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data.zero_()  # then a layer adds nothing more, and its output is the tap
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    network.forward([3, 1, 4], network.new_kv(3), keep=1, on_tap=lambda depth, residual: taps.append(residual))
+    runner.forward([3, 1, 4], runner.new_kv(3), keep=1, on_hidden_states=lambda depth, residual: taps.append(residual))
     assert len(taps) == config.num_hidden_layers
     assert all(torch.equal(tap, output.reshape(tap.shape)) for tap, output in zip(taps, outputs, strict=True))
     assert not torch.equal(taps[0], taps[1])
@@ -168,7 +168,7 @@ def test_a_tiny_model_is_tiny_and_has_every_kind_of_layer(family: str) -> None:
 
 def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], None]) -> None:
     """Change the target as the engine loads it, and not as transformers does."""
-    sound = materials.load_without_experts
+    sound = models.load_without_experts
 
     def load(*args: Any) -> Any:
         model = sound(*args)
@@ -176,7 +176,7 @@ def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], N
             spoil(module)
         return model
 
-    monkeypatch.setattr(materials, "load_without_experts", load)
+    monkeypatch.setattr(models, "load_without_experts", load)
 
 
 def drop_the_routers_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,26 +229,28 @@ def test_a_wrong_router_or_expert_is_found_out(
     family: str, sabotage: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
-    verdict = prove(family, tmp_path)
-    assert verdict.loads == OK
-    assert "differs from what transformers writes" in verdict.plain
-    assert "differs from what transformers writes" in verdict.speculation
-    assert not verdict.holds
+    result = prove(family, tmp_path)
+    assert result.loads == OK
+    assert "differs from what transformers writes" in result.plain
+    assert "differs from what transformers writes" in result.speculation
+    assert not result.holds
 
 
 def test_a_rollback_to_a_state_that_went_on_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: when the model is loaded, and by the proof if that had passed."""
     monkeypatch.setattr(kv, "_copy", lambda value: value)
     (tmp_path / "one").mkdir()
-    verdict = prove("qwen3_next", tmp_path / "one")
-    assert verdict.plain == OK
-    assert "or cannot be rolled back" in verdict.speculation
-    monkeypatch.setattr(anatomy, "_resumes", lambda model: True)
+    result = prove("qwen3_next", tmp_path / "one")
+    assert result.plain == OK
+    assert "or cannot be rolled back" in result.speculation
+    monkeypatch.setattr(inspection, "_resumes", lambda model: True)
     assert "differs from what transformers writes" in prove("qwen3_next", tmp_path).speculation
 
 
 def test_gates_that_name_other_experts_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anatomy, "_before_router", lambda calls, given: nn.LayerNorm(HIDDEN, elementwise_affine=False))
+    monkeypatch.setattr(
+        inspection, "_before_router", lambda calls, given: nn.LayerNorm(HIDDEN, elementwise_affine=False)
+    )
     monkeypatch.setattr(proof, "_speculation", lambda llm, expected: OK)
     assert prove("olmoe", tmp_path).prediction != OK
 
@@ -257,18 +259,18 @@ def test_gates_that_name_other_experts_are_found_out(tmp_path: Path, monkeypatch
 
 
 def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(family: str, directory: Path, device: str) -> Verdict:
+    def act(family: str, directory: Path, device: str) -> VerifyResult:
         if family == "crashes":
             os._exit(7)
         if family == "hangs":
             time.sleep(60)
-        return Verdict(family, OK, OK, OK, OK)
+        return VerifyResult(family, OK, OK, OK, OK)
 
     monkeypatch.setattr(proof, "prove", act)
     monkeypatch.setattr(proof, "TIMEOUT", 1.0)
     seen: list[str] = []
     verdicts = prove_all(
-        ["fine", "crashes", "hangs", "fine too"], 2, lambda verdict, seconds: seen.append(verdict.family)
+        ["fine", "crashes", "hangs", "fine too"], 2, lambda result, seconds: seen.append(result.family)
     )
     assert [v.family for v in verdicts] == ["fine", "crashes", "hangs", "fine too"]
     assert sorted(seen) == sorted(v.family for v in verdicts)
@@ -281,8 +283,8 @@ def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_fails_only_where_a_family_asked_for_by_name_does(
     names: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def act(family: str, directory: Path, device: str) -> Verdict:
-        return Verdict(family, OK, OK, "it did not" if family == "mixtral" else OK, OK)
+    def act(family: str, directory: Path, device: str) -> VerifyResult:
+        return VerifyResult(family, OK, OK, "it did not" if family == "mixtral" else OK, OK)
 
     monkeypatch.setattr(proof, "prove", act)
     page = tmp_path / "page.md"
@@ -318,11 +320,11 @@ def test_the_command_refuses_a_device_that_is_none(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_family_is_exact_on_a_device_too() -> None:
-    assert prove_all(["mixtral"], device="cuda") == [Verdict("mixtral", OK, OK, OK, OK, OK)]
+    assert prove_all(["mixtral"], device="cuda") == [VerifyResult("mixtral", OK, OK, OK, OK, OK)]
 
 
 def test_the_page_says_what_made_it_and_why_not() -> None:
-    page = markdown([Verdict("good", OK, OK, OK, OK), Verdict("bad", OK, OK, "it did not", OK)], "5.99")
+    page = markdown([VerifyResult("good", OK, OK, OK, OK), VerifyResult("bad", OK, OK, "it did not", OK)], "5.99")
     assert "transformers 5.99" in page
     assert "2 loads, 2 plain, 1 speculation, 2 prediction" in page
     assert "| bad | ok | ok | no | ok |" in page

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
-from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
+from spmoe.models.inspection import inspect_model
 from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
 from spmoe.models.quantization import read_quantization
 from spmoe.models.stored import expand
@@ -86,7 +86,7 @@ def test_it_is_the_expanded_model(family: str, kind: str, tmp_path: Path) -> Non
         for directory in (packed, plain):
             checkpoint = Checkpoint.find(str(directory))
             model = load_without_experts(checkpoint, dtype)
-            paths = [site.path for site in dissect(model).moe]
+            paths = [moe_layer.path for moe_layer in inspect_model(model).moe]
             spec, tensors = store_spec(checkpoint, model, paths, dtype), dict(model.state_dict())
             with ExpertReader(checkpoint, model, paths) as reader:
                 for layer, count in enumerate(spec.experts):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from spmoe.backends.base import kernel_failures
-from spmoe.models.anatomy import MoeSite, dissect
 from spmoe.models.fused_gates import FusedGates
+from spmoe.models.inspection import MoeLayer, inspect_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -24,13 +24,13 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 @pytest.fixture
-def sites() -> Sequence[MoeSite]:
+def moe_layers() -> Sequence[MoeLayer]:
     torch.manual_seed(0)
     model: Any = MixtralForCausalLM(MixtralConfig(**SHAPE))
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.data.normal_(std=weight.shape[-1] ** -0.5)
-    return dissect(model.eval()).moe
+    return inspect_model(model.eval()).moe
 
 
 @pytest.fixture
@@ -66,62 +66,62 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def test_a_kernel_that_is_right_is_used(
-    sites: Sequence[MoeSite], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
+    moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
 ) -> None:
-    assert isinstance(FusedGates.of(sites), FusedGates)
+    assert isinstance(FusedGates.of(moe_layers), FusedGates)
     assert logged() == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no image for this device"), ValueError("600 experts")], ids=str)
 def test_a_kernel_that_does_not_run_is_logged(
     error: Exception,
-    sites: Sequence[MoeSite],
+    moe_layers: Sequence[MoeLayer],
     kernel: Callable[[Kernel | None], None],
     logged: Callable[[], list[str]],
 ) -> None:
     kernel(fails_with(error))
-    assert FusedGates.of(sites) is None
+    assert FusedGates.of(moe_layers) is None
     (said,) = logged()
     assert f"the kernel does not run ({error})" in said
 
 
 def test_a_compiler_that_refuses_it_is_expected(
-    sites: Sequence[MoeSite], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
+    moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
 ) -> None:
     errors = pytest.importorskip("triton.errors")
     kernel(fails_with(errors.TritonError("out of shared memory")))
-    assert FusedGates.of(sites) is None
+    assert FusedGates.of(moe_layers) is None
     assert "out of shared memory" in logged()[0]
 
 
 @pytest.mark.parametrize("error", [AssertionError("a mistake"), KeyError("a"), AttributeError("b"), MemoryError()])
 def test_what_nobody_expects_is_not_hidden(
-    error: BaseException, sites: Sequence[MoeSite], kernel: Callable[[Kernel | None], None]
+    error: BaseException, moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None]
 ) -> None:
     kernel(fails_with(error))
     with pytest.raises(type(error)):
-        FusedGates.of(sites)
+        FusedGates.of(moe_layers)
 
 
 def test_gates_of_another_kind_are_logged(
-    sites: Sequence[MoeSite], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
+    moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
 ) -> None:
-    router, norm = sites[1].router, sites[2].norm
+    router, norm = moe_layers[1].router, moe_layers[2].norm
     assert router is not None
     assert isinstance(norm, nn.Module)
     top_k = router.router.top_k
-    first = sites[0].router
+    first = moe_layers[0].router
     assert first is not None
     del first.router.top_k
-    assert FusedGates.of(sites) is None
+    assert FusedGates.of(moe_layers) is None
     first.router.top_k = top_k
     norm.weight.data = norm.weight.data[:4]  # type: ignore[union-attr]
-    assert FusedGates.of(sites) is None
+    assert FusedGates.of(moe_layers) is None
     assert [("another kind" in said) for said in logged()] == [True, True]
 
 
 def test_a_kernel_that_is_wrong_is_logged(
-    sites: Sequence[MoeSite], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
+    moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
 ) -> None:
     from spmoe.backends.kernels.gates import route_layers_plain
 
@@ -135,7 +135,7 @@ def test_a_kernel_that_is_wrong_is_logged(
 
     for wrong in (off_by_one, too_few):
         kernel(wrong)
-        assert FusedGates.of(sites) is None
+        assert FusedGates.of(moe_layers) is None
     others, number = logged()
     assert "picks other experts" in others
     assert "another number of experts" in number

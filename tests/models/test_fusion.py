@@ -23,9 +23,9 @@ from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM, Qwen2MoeTopKRouter
 
 from spmoe.models import rotary
-from spmoe.models.anatomy import dissect
 from spmoe.models.fusion import fuse
 from spmoe.models.gates import StackedGates
+from spmoe.models.inspection import inspect_model
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -132,9 +132,9 @@ def test_a_model_gives_what_it_gave(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_router_answers_in_the_same_form(name: str) -> None:
     model = made(MODELS[name], DTYPES[-1])
-    (site,) = dissect(model).moe
-    assert site.router is not None
-    gate = site.router.router
+    (moe_layer,) = inspect_model(model).moe
+    assert moe_layer.router is not None
+    gate = moe_layer.router.router
     x = states(5, DTYPES[-1])
     with torch.inference_mode():
         expected = gate(x)
@@ -379,7 +379,7 @@ def test_hooks_are_called() -> None:
 @with_kernels
 def test_gates_that_were_stacked_before_still_answer() -> None:
     model = made(lambda: MixtralForCausalLM(MixtralConfig(**SHAPE | {"num_hidden_layers": 2}, num_local_experts=8)))
-    gates = StackedGates.of(dissect(model).moe)
+    gates = StackedGates.of(inspect_model(model).moe)
     assert gates is not None
     residual = torch.randn(2, 3, 32, device=DEVICE)
     before = gates(range(2), residual)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from checkpoints import Pair
-from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.inspection import inspect_model
 from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.load import load_dense
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 
 PROMPT = [(31 * i + 5) % 251 for i in range(10)]
 WRONG = [200, 3, 77]
@@ -21,128 +21,128 @@ RIGHT = [9, 141, 60, 18]
 CAPACITY = 40
 
 
-def network_of(directory: Path) -> Network:
-    return Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
+def network_of(directory: Path) -> ModelRunner:
+    return ModelRunner(load_dense(Checkpoint.find(str(directory)), torch.float32))
 
 
 @pytest.fixture(scope="module", params=["mistral", "qwen3", "windowed"])
-def network(request: pytest.FixtureRequest) -> Network:
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
     pair: Pair = request.getfixturevalue(
         {"mistral": "mixtral_pair", "qwen3": "qwen_pair", "windowed": "windowed_pair"}[request.param]
     )
     return network_of(pair.good)
 
 
-def run(network: Network, kv: KvState, *chunks: list[int]) -> torch.Tensor:
+def run(runner: ModelRunner, kv: KvState, *chunks: list[int]) -> torch.Tensor:
     """Logits of the last chunk."""
     for chunk in chunks:
-        logits = network.forward(chunk, kv, keep=len(chunk))
+        logits = runner.forward(chunk, kv, keep=len(chunk))
     return logits
 
 
 @pytest.mark.parametrize("keep", [1, 4, len(PROMPT)])
-def test_after_a_rewind_logits_are_those_of_a_fresh_run(network: Network, keep: int) -> None:
-    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
-    run(network, kv, PROMPT[:keep], [*PROMPT[keep:], *WRONG])
+def test_after_a_rewind_logits_are_those_of_a_fresh_run(runner: ModelRunner, keep: int) -> None:
+    kv, fresh = runner.new_kv(CAPACITY), runner.new_kv(CAPACITY)
+    run(runner, kv, PROMPT[:keep], [*PROMPT[keep:], *WRONG])
     kv.rewind(keep)
     assert kv.length == keep
-    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT[:keep], RIGHT))
+    assert torch.equal(run(runner, kv, RIGHT), run(runner, fresh, PROMPT[:keep], RIGHT))
     assert kv.length == keep + len(RIGHT)
 
 
-def test_many_rewinds_one_after_the_other(network: Network) -> None:
+def test_many_rewinds_one_after_the_other(runner: ModelRunner) -> None:
     """Far past the window, as speculation does it: append a draft, keep some of it, go on."""
-    kv, tokens = network.new_kv(CAPACITY), list(PROMPT)
-    run(network, kv, tokens)
+    kv, tokens = runner.new_kv(CAPACITY), list(PROMPT)
+    run(runner, kv, tokens)
     for step in range(6):
         draft = [(step * 50 + i * 7) % 251 for i in range(4)]
-        run(network, kv, draft)
+        run(runner, kv, draft)
         tokens += draft[: step % 4]
         kv.rewind(len(tokens))
-    logits = run(network, kv, RIGHT)
-    whole = run(network, network.new_kv(CAPACITY), [*tokens, *RIGHT])[-len(RIGHT) :]
+    logits = run(runner, kv, RIGHT)
+    whole = run(runner, runner.new_kv(CAPACITY), [*tokens, *RIGHT])[-len(RIGHT) :]
     assert torch.allclose(logits, whole, atol=1e-5, rtol=1e-5)
     assert torch.equal(logits.argmax(dim=-1), whole.argmax(dim=-1))
 
 
-def test_what_is_forgotten_matters(network: Network) -> None:
+def test_what_is_forgotten_matters(runner: ModelRunner) -> None:
     """Without the rewind the logits are others, so the tests above can fail."""
-    kv = network.new_kv(CAPACITY)
-    kept = run(network, kv, PROMPT, WRONG, RIGHT)
-    fresh = run(network, network.new_kv(CAPACITY), PROMPT, RIGHT)
+    kv = runner.new_kv(CAPACITY)
+    kept = run(runner, kv, PROMPT, WRONG, RIGHT)
+    fresh = run(runner, runner.new_kv(CAPACITY), PROMPT, RIGHT)
     assert not torch.allclose(kept, fresh, atol=1e-2)
 
 
-def test_chunks_make_no_difference(network: Network) -> None:
-    whole = run(network, network.new_kv(CAPACITY), PROMPT)
-    kv = network.new_kv(CAPACITY)
-    parts = torch.cat([run(network, kv, PROMPT[start : start + 3]) for start in range(0, len(PROMPT), 3)])
+def test_chunks_make_no_difference(runner: ModelRunner) -> None:
+    whole = run(runner, runner.new_kv(CAPACITY), PROMPT)
+    kv = runner.new_kv(CAPACITY)
+    parts = torch.cat([run(runner, kv, PROMPT[start : start + 3]) for start in range(0, len(PROMPT), 3)])
     assert torch.allclose(parts, whole, atol=1e-5, rtol=1e-5)
 
 
-def test_rewinding_to_what_is_held_or_beyond_changes_nothing(network: Network) -> None:
-    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
-    run(network, kv, PROMPT)
+def test_rewinding_to_what_is_held_or_beyond_changes_nothing(runner: ModelRunner) -> None:
+    kv, fresh = runner.new_kv(CAPACITY), runner.new_kv(CAPACITY)
+    run(runner, kv, PROMPT)
     for length in (len(PROMPT), len(PROMPT) + 5):
         kv.rewind(length)
         assert kv.length == len(PROMPT)
-    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT, RIGHT))
+    assert torch.equal(run(runner, kv, RIGHT), run(runner, fresh, PROMPT, RIGHT))
 
 
-def test_rewinding_to_nothing_starts_over(network: Network) -> None:
-    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
-    run(network, kv, WRONG, PROMPT)
+def test_rewinding_to_nothing_starts_over(runner: ModelRunner) -> None:
+    kv, fresh = runner.new_kv(CAPACITY), runner.new_kv(CAPACITY)
+    run(runner, kv, WRONG, PROMPT)
     kv.rewind(0)
-    assert torch.equal(run(network, kv, PROMPT), run(network, fresh, PROMPT))
+    assert torch.equal(run(runner, kv, PROMPT), run(runner, fresh, PROMPT))
 
 
 def test_a_window_is_a_window(windowed_pair: Pair) -> None:
     """Tokens out of every layer's sight do not count: three layers of eight tokens see the last 22 at most."""
-    network = network_of(windowed_pair.good)
+    runner = network_of(windowed_pair.good)
     tail = [(17 * i + 2) % 251 for i in range(22)]
-    logits = [run(network, network.new_kv(CAPACITY), [*head, *tail])[-1] for head in ([1, 2, 3], [77, 88, 99])]
+    logits = [run(runner, runner.new_kv(CAPACITY), [*head, *tail])[-1] for head in ([1, 2, 3], [77, 88, 99])]
     assert torch.allclose(*logits, atol=1e-5)
-    near = run(network, network.new_kv(CAPACITY), [1, 2, 3, *tail[:-8], 0, *tail[-7:]])[-1]
+    near = run(runner, runner.new_kv(CAPACITY), [1, 2, 3, *tail[:-8], 0, *tail[-7:]])[-1]
     assert not torch.allclose(near, logits[0], atol=1e-2)
 
 
 # ---- capacity
 
 
-def test_a_state_holds_what_was_asked_for_and_no_more(network: Network) -> None:
-    exact, roomy = network.new_kv(len(PROMPT)), network.new_kv(CAPACITY)
-    assert torch.equal(run(network, exact, PROMPT), run(network, roomy, PROMPT))
+def test_a_state_holds_what_was_asked_for_and_no_more(runner: ModelRunner) -> None:
+    exact, roomy = runner.new_kv(len(PROMPT)), runner.new_kv(CAPACITY)
+    assert torch.equal(run(runner, exact, PROMPT), run(runner, roomy, PROMPT))
     with pytest.raises(ValueError, match="10 positions"):
-        run(network, exact, [1])
+        run(runner, exact, [1])
     with pytest.raises(ValueError, match="12 positions"):
-        run(network, network.new_kv(12), PROMPT, WRONG)
+        run(runner, runner.new_kv(12), PROMPT, WRONG)
 
 
-def test_nothing_is_allocated_as_it_fills(network: Network) -> None:
-    kv = network.new_kv(CAPACITY)
-    run(network, kv, PROMPT)
+def test_nothing_is_allocated_as_it_fills(runner: ModelRunner) -> None:
+    kv = runner.new_kv(CAPACITY)
+    run(runner, kv, PROMPT)
     places = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in kv.cache.layers]
-    run(network, kv, *([token] for token in WRONG))
+    run(runner, kv, *([token] for token in WRONG))
     kv.rewind(2)
-    run(network, kv, RIGHT)
+    run(runner, kv, RIGHT)
     assert places == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in kv.cache.layers]
-    assert len(places) == network.depth_count
-    heads, size = network.model.config.num_key_value_heads, network.model.config.head_dim
-    assert kv.bytes_per_token == network.depth_count * 2 * heads * size * 4
+    assert len(places) == runner.depth_count
+    heads, size = runner.model.config.num_key_value_heads, runner.model.config.head_dim
+    assert kv.bytes_per_token == runner.depth_count * 2 * heads * size * 4
 
 
 # ---- states that are not of positions alone
 
 
 def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path) -> None:
-    network = network_of(recurrent_target)
-    kv, fresh = network.new_kv(CAPACITY), network.new_kv(CAPACITY)
-    run(network, kv, PROMPT)
+    runner = network_of(recurrent_target)
+    kv, fresh = runner.new_kv(CAPACITY), runner.new_kv(CAPACITY)
+    run(runner, kv, PROMPT)
     kv.mark()
-    run(network, kv, WRONG)
+    run(runner, kv, WRONG)
     kv.rewind(len(PROMPT) + 1)
     assert kv.length == len(PROMPT), "the mark, before what was asked for"
-    assert torch.equal(run(network, kv, RIGHT), run(network, fresh, PROMPT, RIGHT))
+    assert torch.equal(run(runner, kv, RIGHT), run(runner, fresh, PROMPT, RIGHT))
     with pytest.raises(ValueError, match="cannot be rolled back"):
         kv.rewind(len(PROMPT) + 1)  # a mark serves once
 
@@ -150,7 +150,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path) -> None
 def test_a_model_that_ignores_its_state_is_found_out(recurrent_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What several tokens at once give is compared with what they give one by one."""
     model = load_dense(Checkpoint.find(str(recurrent_target)), torch.float32)
-    assert dissect(model).resumes
+    assert inspect_model(model).resumes
     sound = model.forward
 
     def forward(input_ids: torch.Tensor, past_key_values: Any, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_model_that_ignores_its_state_is_found_out(recurrent_target: Path, mon
         return sound(input_ids=input_ids, past_key_values=past_key_values, **options)
 
     monkeypatch.setattr(model, "forward", forward)
-    assert not dissect(model).resumes
+    assert not inspect_model(model).resumes
 
 
 def test_a_recurrent_state_without_a_mark_refuses_to_be_rolled_back(recurrent_target: Path) -> None:

@@ -32,7 +32,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
 from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.experts_port import experts_modules
+from spmoe.models.experts_seam import experts_modules
 from spmoe.models.load import ExpertReader, expert_file_path, load_without_experts, store_spec
 from spmoe.models.target import Target
 from spmoe.types import ExpertKey
@@ -45,7 +45,7 @@ def load(directory: Path, dtype: torch.dtype) -> tuple[Target, dict[ExpertKey, d
     """The target, every expert as its file has it, and all bytes of the blobs."""
     checkpoint = Checkpoint.find(str(directory))
     target = Target(load_without_experts(checkpoint, dtype))
-    paths = [site.path for site in target.moe]
+    paths = [moe_layer.path for moe_layer in target.moe]
     with ExpertReader(checkpoint, target.model, paths) as reader:
         spec = store_spec(checkpoint, target.model, paths, dtype)
         file = ensure_expert_file(expert_file_path(checkpoint, dtype), spec, reader.fill)

@@ -13,7 +13,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 from checkpoints import longrope, mixtral, phimoe, seeded
 from spmoe.models import rotary_table
 from spmoe.models.attention import device_length
-from spmoe.models.rotary_change import rotary_modules
+from spmoe.models.longrope import rotary_modules
 from spmoe.models.rotary_table import make_table, table_bytes, use_tables
 
 CHANGE = 20

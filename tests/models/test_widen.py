@@ -255,7 +255,7 @@ def test_a_target_with_offloaded_experts_says_the_same(family: str, tmp_path: Pa
     target, resident = Target(wide), widened(whole, GROUPED)
     assert target.gates_found
     assert not any("experts" in name for name, _ in wide.named_parameters())
-    paths = [site.path for site in target.moe]
+    paths = [moe_layer.path for moe_layer in target.moe]
     spec = wide_store_spec(checkpoint, wide, paths, torch.float32, GROUPED)
     narrow = store_spec(checkpoint, small, paths, torch.float32)
     assert spec.experts == narrow.experts

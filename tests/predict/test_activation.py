@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from spmoe.predict.activation import Activation
-from spmoe.types import Stage, Wish
+from spmoe.types import PrefetchRequest, Stage
 
 Layers = list[list[int]]
 PROMPT = [[0, 1, 2, 3]] * 3
 
 
-def run_step(policy: Activation, request: int, layers: Layers) -> list[list[Wish]]:
-    """What it wishes for as the step begins, and after each layer."""
-    found = [list(policy.begin_step(request))]
+def run_step(policy: Activation, sequence_id: int, layers: Layers) -> list[list[PrefetchRequest]]:
+    """What it prefetch requests for as the step begins, and after each layer."""
+    found = [list(policy.begin_step(sequence_id))]
     return found + [list(policy.on_routed(layer, experts)) for layer, experts in enumerate(layers)]
 
 
-def scores(wishes: list[Wish]) -> dict[tuple[int, int], float]:
-    assert all(wish.fetch and wish.deadline == wish.key.layer for wish in wishes)
-    return {(wish.key.layer, wish.key.expert): wish.score for wish in wishes}
+def scores(prefetches: list[PrefetchRequest]) -> dict[tuple[int, int], float]:
+    assert all(request.fetch and request.deadline == request.key.layer for request in prefetches)
+    return {(request.key.layer, request.key.expert): request.score for request in prefetches}
 
 
 def test_it_needs_no_hidden_states() -> None:
@@ -54,15 +54,15 @@ def test_it_wishes_for_as_many_experts_as_a_step_uses() -> None:
 
 def test_the_first_layers_tell_which_past_request_it_is_like() -> None:
     policy = Activation([4, 4, 4])
-    for request, expert in ((1, 0), (2, 3)):
-        run_step(policy, request, PROMPT)
+    for sequence_id, expert in ((1, 0), (2, 3)):
+        run_step(policy, sequence_id, PROMPT)
         for _ in range(4):
-            run_step(policy, request, [[expert], [expert], [expert]])
+            run_step(policy, sequence_id, [[expert], [expert], [expert]])
     run_step(policy, 3, PROMPT)
-    wishes = run_step(policy, 3, [[3], [3], [3]])
-    assert {(1, 3), (2, 3)} <= scores(wishes[0] + wishes[1]).keys()
-    assert scores(wishes[1])[1, 3] == pytest.approx(1.0), "the next layer is not discounted"
-    assert scores(wishes[1])[2, 3] == pytest.approx(2 / 3)
+    prefetches = run_step(policy, 3, [[3], [3], [3]])
+    assert {(1, 3), (2, 3)} <= scores(prefetches[0] + prefetches[1]).keys()
+    assert scores(prefetches[1])[1, 3] == pytest.approx(1.0), "the next layer is not discounted"
+    assert scores(prefetches[1])[2, 3] == pytest.approx(2 / 3)
 
 
 def test_layers_that_have_run_are_not_wished_for() -> None:
@@ -70,5 +70,5 @@ def test_layers_that_have_run_are_not_wished_for() -> None:
     run_step(policy, 1, PROMPT)
     for step in ([[0], [1], [2]], [[3], [0], [1]]) * 3:
         _, *after = run_step(policy, 1, step)
-        for layer, wishes in enumerate(after):
-            assert all(wish.key.layer > layer for wish in wishes)
+        for layer, prefetches in enumerate(after):
+            assert all(request.key.layer > layer for request in prefetches)

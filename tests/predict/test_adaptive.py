@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmoe.predict.adaptive import Adaptive
-from spmoe.types import Routing, Seen, Stage, Wish
+from spmoe.types import LayerChunk, PrefetchRequest, Routing, Stage
 
 LAYERS, EXPERTS = 5, 8
 
@@ -29,26 +29,28 @@ class Foretelling:
         return Routing(picks.long(), torch.ones_like(picks))
 
 
-def told(depth: int, guesses: Sequence[int]) -> Seen:
+def told(depth: int, guesses: Sequence[int]) -> LayerChunk:
     """What a decoder layer guesses of the layers one, two and three ahead."""
-    return Seen(Stage.VERIFY, range(depth, depth + 1), LAYERS, torch.tensor([[list(guesses)]], dtype=torch.float32))
+    return LayerChunk(
+        Stage.VERIFY, range(depth, depth + 1), LAYERS, torch.tensor([[list(guesses)]], dtype=torch.float32)
+    )
 
 
-def run_step(policy: Adaptive, right: Sequence[bool]) -> list[list[Wish]]:
+def run_step(policy: Adaptive, right: Sequence[bool]) -> list[list[PrefetchRequest]]:
     """A step in which layer l uses expert l, and guesses over each distance are right or not; what is wished for."""
     assert list(policy.begin_step(1)) == []
     found = []
     for layer in range(LAYERS):
         guesses = [layer + 1 + d if right[d] else 7 for d in range(3)]
-        found.append(list(policy.on_seen(told(layer, guesses))))
+        found.append(list(policy.on_chunk(told(layer, guesses))))
         assert list(policy.on_routed(layer, [layer])) == []
     return found
 
 
-def reached(wishes: list[list[Wish]]) -> int:
-    """How many layers ahead the first layer's wishes go."""
-    assert all(wish.fetch and wish.deadline == wish.key.layer for part in wishes for wish in part)
-    return max(wish.key.layer for wish in wishes[0])
+def reached(prefetches: list[list[PrefetchRequest]]) -> int:
+    """How many layers ahead the first layer's prefetch requests go."""
+    assert all(request.fetch and request.deadline == request.key.layer for part in prefetches for request in part)
+    return max(request.key.layer for request in prefetches[0])
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,9 @@ def test_it_goes_as_deep_as_its_guesses_came_true(right: tuple[bool, ...], depth
     policy = Adaptive(Foretelling())
     assert policy.depth == 1, "nothing has been proved yet"
     for _ in range(30):
-        wishes = run_step(policy, right)
+        prefetches = run_step(policy, right)
     assert policy.depth == depth
-    assert reached(wishes) == depth
+    assert reached(prefetches) == depth
 
 
 def test_the_share_is_of_guesses_and_forgets() -> None:
@@ -88,8 +90,8 @@ def test_the_share_is_of_guesses_and_forgets() -> None:
 def test_the_last_layers_have_fewer_ahead() -> None:
     policy = Adaptive(Foretelling())
     for _ in range(30):
-        wishes = run_step(policy, (True, True, True))
-    assert [sorted(wish.key for wish in part) for part in wishes[2:]] == [[(3, 3), (4, 4)], [(4, 4)], []]
+        prefetches = run_step(policy, (True, True, True))
+    assert [sorted(request.key for request in part) for part in prefetches[2:]] == [[(3, 3), (4, 4)], [(4, 4)], []]
 
 
 def test_it_speaks_only_as_the_target_runs() -> None:
@@ -97,12 +99,12 @@ def test_it_speaks_only_as_the_target_runs() -> None:
     assert policy.stages == {Stage.VERIFY}
     for stage in (Stage.DRAFT, Stage.PREFILL):
         seen = told(0, (1, 2, 3))
-        assert list(policy.on_seen(Seen(stage, seen.depths, LAYERS, seen.residual))) == []
+        assert list(policy.on_chunk(LayerChunk(stage, seen.depths, LAYERS, seen.residual))) == []
         assert policy.ask(stage, seen.depths, seen.residual) is None
 
 
 def test_dense_layers_speak_of_the_next_ones_with_experts() -> None:
     policy = Adaptive(Foretelling([1, 3], 4))  # decoder layers 0 and 2 are dense
-    assert {wish.key.layer for wish in policy.on_seen(told(0, (1, 2, 3)))} == {0}
-    assert {wish.key.layer for wish in policy.on_seen(told(2, (1, 2, 3)))} == {1}
-    assert list(policy.on_seen(told(3, (1, 2, 3)))) == []
+    assert {request.key.layer for request in policy.on_chunk(told(0, (1, 2, 3)))} == {0}
+    assert {request.key.layer for request in policy.on_chunk(told(2, (1, 2, 3)))} == {1}
+    assert list(policy.on_chunk(told(3, (1, 2, 3)))) == []

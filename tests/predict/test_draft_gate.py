@@ -1,4 +1,4 @@
-"""Draft-driven prediction: which wishes come of what the draft's layers produced."""
+"""Draft-driven prediction: which prefetch requests come of what the draft's layers produced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
 from spmoe.predict.on_demand import OnDemand
-from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wish
+from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequest, Routing, Stage
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 
@@ -53,10 +53,10 @@ class FixedGates:
         return Routing(self._experts[list(layers)], self._scores[list(layers)])
 
 
-def seen(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> Seen:
-    """A slab of decoder layers from `first` on."""
+def seen(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> LayerChunk:
+    """A chunk of decoder layers from `first` on."""
     depths = range(first, first + len(residual))
-    return Seen(stage, depths, depth_count or depths.stop, residual)
+    return LayerChunk(stage, depths, depth_count or depths.stop, residual)
 
 
 def states(depths: int, rows: int = 3) -> Tensor:
@@ -65,35 +65,35 @@ def states(depths: int, rows: int = 3) -> Tensor:
 
 def expected_wishes(gates: LinearGates, layer_states: dict[int, Tensor]) -> dict[ExpertKey, float]:
     """Row by row, layer by layer: the best score that any row gives an expert it picks."""
-    wishes: dict[ExpertKey, float] = {}
+    prefetches: dict[ExpertKey, float] = {}
     for layer, rows in layer_states.items():
         for row in rows:
             weights = (gates.weights[layer] @ row).exp()
             picked = sorted(range(EXPERTS), key=lambda e: -float(weights[e]))[:TOP_K]
             for expert in picked:
                 key = ExpertKey(layer, expert)
-                wishes[key] = max(wishes.get(key, 0.0), float(weights[expert] / weights[picked].sum()))
-    return wishes
+                prefetches[key] = max(prefetches.get(key, 0.0), float(weights[expert] / weights[picked].sum()))
+    return prefetches
 
 
-def check(wishes: list[Wish], expected: dict[ExpertKey, float]) -> None:
-    assert len({w.key for w in wishes}) == len(wishes)
-    assert {w.key: w.score for w in wishes} == pytest.approx(expected, abs=1e-5)
-    assert all(w.deadline == w.key.layer for w in wishes)
+def check(prefetches: list[PrefetchRequest], expected: dict[ExpertKey, float]) -> None:
+    assert len({w.key for w in prefetches}) == len(prefetches)
+    assert {w.key: w.score for w in prefetches} == pytest.approx(expected, abs=1e-5)
+    assert all(w.deadline == w.key.layer for w in prefetches)
 
 
-# --- wishes ---
+# --- prefetch requests ---
 
 
 @pytest.mark.parametrize("cutoff", [0, 1, 3, 5, 9])
 def test_wishes_for_what_the_targets_gates_pick_and_to_fetch_only_before_the_cutoff(cutoff: int) -> None:
     gates = LinearGates(range(5), 5)
     residual = states(5)
-    wishes = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_seen(seen(residual)))
-    check(wishes, expected_wishes(gates, {layer: residual[layer] for layer in range(5)}))
+    prefetches = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_chunk(seen(residual)))
+    check(prefetches, expected_wishes(gates, {layer: residual[layer] for layer in range(5)}))
     assert gates.asked == [[0, 1, 2, 3, 4]]  # in one call
-    assert all(0.0 <= w.score <= 1.0 for w in wishes)
-    assert all(w.fetch == (w.key.layer < cutoff) for w in wishes)
+    assert all(0.0 <= w.score <= 1.0 for w in prefetches)
+    assert all(w.fetch == (w.key.layer < cutoff) for w in prefetches)
 
 
 def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> None:
@@ -101,18 +101,18 @@ def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> 
         experts=[[[0, 3], [3, 0], [3, 1]], [[2, 0], [2, 0], [2, 0]]],
         scores=[[[0.7, 0.3], [0.6, 0.4], [0.9, 0.1]], [[0.8, 0.2], [0.55, 0.45], [0.6, 0.4]]],
     )
-    wishes = list(DraftGate(gates, draft_depth=2, cutoff=2).on_seen(seen(torch.zeros(2, 3, 1))))
-    assert {w.key: w.score for w in wishes} == pytest.approx(
+    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(seen(torch.zeros(2, 3, 1))))
+    assert {w.key: w.score for w in prefetches} == pytest.approx(
         {(0, 0): 0.7, (0, 3): 0.9, (0, 1): 0.1, (1, 2): 0.8, (1, 0): 0.45}
     )
-    assert len(wishes) == 5
-    assert all(w.deadline == w.key.layer for w in wishes)
+    assert len(prefetches) == 5
+    assert all(w.deadline == w.key.layer for w in prefetches)
 
 
 def test_an_expert_that_two_layers_want_is_two_keys() -> None:
     gates = FixedGates(experts=[[[4]], [[4]]], scores=[[[1.0]], [[1.0]]])
-    wishes = list(DraftGate(gates, draft_depth=2, cutoff=2).on_seen(seen(torch.zeros(2, 1, 1))))
-    assert wishes == [Wish(ExpertKey(0, 4), 1.0, 0), Wish(ExpertKey(1, 4), 1.0, 1)]
+    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(seen(torch.zeros(2, 1, 1))))
+    assert prefetches == [PrefetchRequest(ExpertKey(0, 4), 1.0, 0), PrefetchRequest(ExpertKey(1, 4), 1.0, 1)]
 
 
 @pytest.mark.parametrize("draft_depth", [2, 4, 6, 9])
@@ -120,20 +120,20 @@ def test_an_expert_that_two_layers_want_is_two_keys() -> None:
 def test_slabs_of_one_and_of_many_layers_give_the_same_wishes(draft_depth: int, sizes: list[int]) -> None:
     residual = states(draft_depth)
 
-    def wishes(slab_sizes: list[int]) -> list[Wish]:
+    def prefetches(slab_sizes: list[int]) -> list[PrefetchRequest]:
         policy = DraftGate(LinearGates(range(1, 6), 6), draft_depth, cutoff=4)
-        out: list[Wish] = []
+        out: list[PrefetchRequest] = []
         first = turn = 0
         while first < draft_depth:
             last = min(first + slab_sizes[turn % len(slab_sizes)], draft_depth)
-            out += policy.on_seen(seen(residual[first:last], first, draft_depth))
+            out += policy.on_chunk(seen(residual[first:last], first, draft_depth))
             first, turn = last, turn + 1
         return out
 
-    whole = wishes([draft_depth])
+    whole = prefetches([draft_depth])
     assert {w.key.layer for w in whole if w.fetch} == {0, 1, 2, 3}
     assert {w.key.layer for w in whole if not w.fetch} == {4}
-    pieces = wishes(sizes)
+    pieces = prefetches(sizes)
     assert [(w.key, w.deadline) for w in pieces] == [(w.key, w.deadline) for w in whole]
     assert [w.score for w in pieces] == pytest.approx([w.score for w in whole], rel=1e-5)
 
@@ -143,30 +143,30 @@ def test_each_layer_is_predicted_from_the_draft_layer_it_is_mapped_to(draft_dept
     gates = LinearGates(range(4), 4)
     residual = states(draft_depth)
     source = {2: [0, 0, 1, 1], 4: [0, 1, 2, 3], 8: [1, 3, 5, 7]}[draft_depth]
-    wishes = list(DraftGate(gates, draft_depth, cutoff=4).on_seen(seen(residual)))
-    check(wishes, expected_wishes(gates, {layer: residual[depth] for layer, depth in enumerate(source)}))
+    prefetches = list(DraftGate(gates, draft_depth, cutoff=4).on_chunk(seen(residual)))
+    check(prefetches, expected_wishes(gates, {layer: residual[depth] for layer, depth in enumerate(source)}))
 
 
 def test_dense_layers_of_the_target_are_not_wished_for_and_shift_nothing() -> None:
     gates = LinearGates([1, 3], 4)  # decoder layers 0 and 2 have no experts
     residual = states(4)
-    wishes = list(DraftGate(gates, draft_depth=4, cutoff=2).on_seen(seen(residual)))
-    check(wishes, expected_wishes(gates, {0: residual[1], 1: residual[3]}))
+    prefetches = list(DraftGate(gates, draft_depth=4, cutoff=2).on_chunk(seen(residual)))
+    check(prefetches, expected_wishes(gates, {0: residual[1], 1: residual[3]}))
 
 
 def test_a_slab_without_a_layer_to_predict_runs_no_gate() -> None:
     gates = LinearGates([0, 1], 4)  # decoder layers 2 and 3 have no experts
     policy = DraftGate(gates, draft_depth=4, cutoff=2)
-    assert list(policy.on_seen(seen(states(4)[2:], first=2, depth_count=4))) == []
+    assert list(policy.on_chunk(seen(states(4)[2:], first=2, depth_count=4))) == []
     assert gates.asked == []
 
 
 def test_what_was_accepted_changes_nothing() -> None:
     policy = DraftGate(LinearGates(range(3), 3), draft_depth=3, cutoff=3)
-    before = list(policy.on_seen(seen(states(3))))
-    policy.on_accept(Accepted(drafted=4, accepted=0))
+    before = list(policy.on_chunk(seen(states(3))))
+    policy.on_accept(DraftOutcome(drafted=4, accepted=0))
     assert before
-    assert list(policy.on_seen(seen(states(3)))) == before
+    assert list(policy.on_chunk(seen(states(3)))) == before
 
 
 def test_it_watches_the_draft_and_not_the_verification() -> None:
@@ -216,6 +216,6 @@ def test_a_deep_target_shares_the_layers_of_a_shallow_draft_evenly() -> None:
 def test_on_demand_wishes_for_nothing(stage: Stage) -> None:
     policy = OnDemand()
     assert policy.stages == frozenset()
-    assert list(policy.on_seen(seen(states(4), stage=stage))) == []
-    policy.on_accept(Accepted(drafted=4, accepted=2))
-    assert list(policy.on_seen(seen(states(4), stage=stage))) == []
+    assert list(policy.on_chunk(seen(states(4), stage=stage))) == []
+    policy.on_accept(DraftOutcome(drafted=4, accepted=2))
+    assert list(policy.on_chunk(seen(states(4), stage=stage))) == []

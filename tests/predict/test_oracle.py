@@ -10,12 +10,16 @@ from spmoe.predict.oracle import Oracle, Recording, RoutingRecorder
 STEPS: list[list[list[int]]] = [[[3, 1], [0, 2]], [[1], [2]], [[0], [0, 1, 3]]]
 
 
-def run(policy: PrefetchPolicy, request: int, steps: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int, int]]]:
+def run(
+    policy: PrefetchPolicy, sequence_id: int, steps: Sequence[Sequence[Sequence[int]]]
+) -> list[list[tuple[int, int]]]:
     found = []
     for layers in steps:
-        wishes = list(policy.begin_step(request))
-        assert all((wish.score, wish.deadline, wish.fetch) == (1.0, wish.key.layer, True) for wish in wishes)
-        found.append([tuple(wish.key) for wish in wishes])
+        prefetches = list(policy.begin_step(sequence_id))
+        assert all(
+            (request.score, request.deadline, request.fetch) == (1.0, request.key.layer, True) for request in prefetches
+        )
+        found.append([tuple(request.key) for request in prefetches])
         for layer, experts in enumerate(layers):
             assert list(policy.on_routed(layer, experts)) == []
     return found
@@ -23,7 +27,7 @@ def run(policy: PrefetchPolicy, request: int, steps: Sequence[Sequence[Sequence[
 
 def recorded() -> Recording:
     recorder = RoutingRecorder()
-    assert run(recorder, 5, STEPS) == [[], [], []], "it looks, and wishes for nothing"
+    assert run(recorder, 5, STEPS) == [[], [], []], "it looks, and prefetch requests for nothing"
     return recorder.recording
 
 

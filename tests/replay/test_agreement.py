@@ -46,7 +46,7 @@ def test_the_simulator_does_what_the_live_source_does(prefetch: str, eviction: s
     if prefetch == "draft-gate" and slots == 26:
         assert live.late > 0
         assert live.wasted_bytes > 0
-        assert live.wishes_stale > 0
+        assert live.prefetches_stale > 0
 
 
 @pytest.mark.parametrize("eviction", LIVE_RULES)

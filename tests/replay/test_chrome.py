@@ -55,11 +55,11 @@ def test_the_file_is_as_viewers_read_it(tmp_path: Path) -> None:
     assert {(event["pid"], event["tid"]) for event in shown} <= named, "every track has a name"
     processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert len(set(processes.values())) == len(processes) == 4, "two of each run"
-    opened = {event["id"]: event for event in shown if event["ph"] == "b"}
+    pinned = {event["id"]: event for event in shown if event["ph"] == "b"}
     closed = {event["id"]: event for event in shown if event["ph"] == "e"}
-    assert opened.keys() == closed.keys()
-    assert len(opened) == 3
-    assert all(opened[key]["ts"] <= closed[key]["ts"] for key in opened)
+    assert pinned.keys() == closed.keys()
+    assert len(pinned) == 3
+    assert all(pinned[key]["ts"] <= closed[key]["ts"] for key in pinned)
 
 
 def test_times_are_microseconds_from_the_first_span(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def test_what_is_recorded_is_what_ran(qwen_pair: Pair, home: None) -> None:
     later = trace.step_drafted > 0
     forwards = np.repeat(np.arange(len(trace)), trace.step_forwards)
     assert (trace.forward_rows[later[forwards]] == trace.step_drafted[later] + 1).all()
-    slabs = np.split(np.arange(len(trace.slab_pass)), np.cumsum(trace.step_slabs)[:-1])
+    chunks = np.split(np.arange(len(trace.slab_pass)), np.cumsum(trace.step_slabs)[:-1])
     for step in np.flatnonzero(later):
-        passes, rows = trace.slab_pass[slabs[step]], trace.slab_rows[slabs[step]]
+        passes, rows = trace.slab_pass[chunks[step]], trace.slab_rows[chunks[step]]
         assert set(passes) == set(range(trace.step_drafted[step])), "one pass for each draft token"
         whole = later[step - 1] and trace.step_accepted[step - 1] == trace.step_drafted[step - 1]
         assert set(rows[passes == 0]) == {2 if whole else 1}, "the draft has not read the last of what it proposed"
@@ -101,7 +101,7 @@ def test_a_perfect_draft_foretells_what_is_chosen(qwen_pair: Pair, home: None) -
     ]
     assert steps
     for step, rows in steps:
-        named = {key for slab in step.slabs for _, _, key in slab.wishes.by_rank}
+        named = {key for chunk in step.chunks for _, _, key in chunk.prefetches.by_rank}
         seen = rows[:-1] + np.arange(trace.shape.layers)[:, None] * width  # no pass has seen the last draft token
         needed = set(seen.ravel().tolist())
         assert len(named & needed) >= 0.9 * len(needed)

@@ -13,11 +13,11 @@ from spmoe.errors import UsageError
 from spmoe.observe.chrome import chrome_events
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.replay.evictions import LIVE_RULES, make_rule
-from spmoe.replay.foresight import POLICIES, make_foresight
+from spmoe.replay.foresight import POLICIES, make_replay_policy
 from spmoe.replay.moving import Machine
 from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
 from spmoe.replay.simulate import Simulation
-from spmoe.replay.steps import Foretold
+from spmoe.replay.steps import Prediction
 
 TRACE = make_trace(steps=40)
 REPLAYER = Replayer(TRACE)
@@ -78,17 +78,17 @@ def test_the_cutoff_bounds_and_auto_finds_one() -> None:
 
 
 def demand_behind_a_wish(chunk: float | None) -> float:
-    """How long a demand that comes in the middle of a wish's copy is waited for; copies take ten seconds."""
+    """How long a demand that comes in the middle of a prefetch request's copy is waited for; copies take ten seconds."""
     machine = Machine(slots=4, seconds_per_expert=10.0, depth=2, chunk_seconds=chunk, window=2)
     sim = Simulation(machine, make_rule("lru", (2, 2), []))
     sim.begin_step(0)
-    sim.wish(Foretold.of(np.array([3]), np.ones(1), 2), 2)
+    sim.prefetch(Prediction.of(np.array([3]), np.ones(1), 2), 2)
     sim.compute(2.5)
     sim.use(0, [0], 0.0)
     assert sim.counters.demand_loads == 1
     waited = sim.counters.stall_seconds
     sim.use(1, [3], 0.0)
-    assert sim.now == pytest.approx(20.0), "the rest of the wish moves when the demand has"
+    assert sim.now == pytest.approx(20.0), "the rest of the prefetch request moves when the demand has"
     assert (sim.counters.late, sim.counters.hits) == ((0, 1) if waited == 17.5 else (1, 0))
     return waited
 
@@ -137,19 +137,19 @@ def test_a_timeline_accounts_for_the_last_steps() -> None:
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_perfect_draft_names_what_rows_will_need_as_their_passes_end(k: int) -> None:
     layers, width = TRACE.shape.layers, max(TRACE.shape.experts)
-    seer, steps = make_foresight("perfect-draft", layers, width), Replayer(TRACE).steps(k)
+    seer, steps = make_replay_policy("perfect-draft", layers, width), Replayer(TRACE).steps(k)
     seer.prepare(steps)
     for step in steps:
         assert seer.at_begin(step) is None
         heard, passes, needed = set[int](), 0, {key for keys in step.forwards[-1].needed for key in keys}
-        for slab in step.slabs:
-            told = seer.at_slab(slab)
+        for chunk in step.chunks:
+            told = seer.at_slab(chunk)
             if not step.drafted:
-                assert told is slab.wishes
+                assert told is chunk.prefetches
                 continue
             assert told is not None
             heard |= {key for _, _, key in told.by_rank}
-            passes += slab.layers
+            passes += chunk.layers
             rows = step.forwards[-1].chosen[: passes // layers]  # of passes that are over
             named = {layer * width + int(e) for row in rows for layer, chosen in enumerate(row) for e in chosen}
             assert named <= heard <= needed
@@ -167,6 +167,6 @@ def test_between_the_draft_and_the_oracle_there_is_a_draft_that_is_never_wrong()
 def test_a_draft_that_does_not_speak_of_every_layer_is_not_called_perfect() -> None:
     steps = Replayer(TRACE).steps(4)
     drafted = next(step for step in steps if step.drafted)
-    del drafted.slabs[-1]
+    del drafted.chunks[-1]
     with pytest.raises(UsageError, match="perfect-draft cannot be replayed"):
-        make_foresight("perfect-draft", TRACE.shape.layers, 8).prepare(steps)
+        make_replay_policy("perfect-draft", TRACE.shape.layers, 8).prepare(steps)

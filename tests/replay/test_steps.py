@@ -32,7 +32,9 @@ def test_cut_steps_produce_the_same_tokens_from_the_same_rows(k: int) -> None:
         assert step.accepted <= step.drafted
         if step.drafted:
             assert step.forwards[0].rows == step.drafted + 1
-            assert sum(slab.layers for slab in step.slabs) == step.drafted * TRACE.shape.layers, "a pass for each draft"
+            assert sum(chunk.layers for chunk in step.chunks) == step.drafted * TRACE.shape.layers, (
+                "a pass for each draft"
+            )
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -40,10 +42,10 @@ def test_passes_beyond_the_drafted_ones_are_ignored(k: int) -> None:
     older = with_further_passes(TRACE)
     assert older.slab_pass.max() == 4 == TRACE.slab_pass.max() + 1
     for ours, theirs in zip(plan_steps(TRACE, k), plan_steps(older, k), strict=True):
-        assert [(slab.layers, slab.seconds, slab.wishes.by_rank) for slab in theirs.slabs] == [
-            (slab.layers, slab.seconds, slab.wishes.by_rank) for slab in ours.slabs
+        assert [(chunk.layers, chunk.seconds, chunk.prefetches.by_rank) for chunk in theirs.chunks] == [
+            (chunk.layers, chunk.seconds, chunk.prefetches.by_rank) for chunk in ours.chunks
         ]
-        assert bool(ours.slabs) == (ours.drafted > 0 or ours.forwards[0].rows > k + 1)
+        assert bool(ours.chunks) == (ours.drafted > 0 or ours.forwards[0].rows > k + 1)
 
 
 def test_where_a_step_is_cut() -> None:
@@ -80,7 +82,11 @@ def test_of_several_rows_an_expert_is_foretold_once_with_its_best_score() -> Non
     experts = np.array([[[3, 1], [1, 2]]])  # one layer, two rows
     scores = np.array([[[0.75, 0.25], [0.5, 0.5]]])
     told = foretell(np.array([2]), experts, scores, width=8)
-    assert {tuple(wish.key): wish.score for wish in told.wishes} == {(2, 3): 0.75, (2, 1): 0.5, (2, 2): 0.5}
+    assert {tuple(request.key): request.score for request in told.prefetches} == {
+        (2, 3): 0.75,
+        (2, 1): 0.5,
+        (2, 2): 0.5,
+    }
     assert told.by_rank == [(2, -0.75, 19), (2, -0.5, 17), (2, -0.5, 18)]
 
 

@@ -13,7 +13,7 @@ from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.replay.steps import Foretold, StepPlan
+from spmoe.replay.steps import Prediction, StepPlan
 from spmoe.replay.trace import Shape, Trace
 
 LINK = 1e9
@@ -101,7 +101,7 @@ def make_trace(
 def with_further_passes(trace: Trace) -> Trace:
     """As older traces are: each draft is followed by one pass more, which foretells what nobody else does."""
     layers, top_k = trace.shape.layers, trace.shape.top_k
-    at = np.cumsum(trace.step_slabs)[trace.step_drafted > 0]  # where each such step's slabs end
+    at = np.cumsum(trace.step_slabs)[trace.step_drafted > 0]  # where each such step's chunks end
     sizes = trace.slab_rows * (trace.slab_layers[:, 1] - trace.slab_layers[:, 0])
     rows = np.concatenate(([0], np.cumsum(sizes)))[at].repeat(layers)
     told = np.arange(top_k, dtype=np.int16)
@@ -146,25 +146,25 @@ def run_live(
     rule = make_eviction(eviction, trace.shape.experts)
     source = ExpertSource(NoWeights(slots), transfer, rule, 1, clock, counters, threaded=False)
     source.grants.step_budget = slots
-    clock.watch(transfer.link.next_event, source.pump)
+    clock.observer(transfer.link.next_event, source.pump)
 
-    def wish(told: Foretold, below: int) -> None:
-        source.wish(replace(told.wishes, fetch=told.wishes.layers < below))
+    def prefetch(told: Prediction, below: int) -> None:
+        source.prefetch(replace(told.prefetches, fetch=told.prefetches.layers < below))
 
     for step in steps:
         source.begin_step(step.request)
-        for slab in step.slabs:
-            clock.sleep(slab.seconds)
+        for chunk in step.chunks:
+            clock.sleep(chunk.seconds)
             if draft:
-                wish(slab.wishes, cutoff)
+                prefetch(chunk.prefetches, cutoff)
         for forward in step.forwards:
             for layer, needed in enumerate(forward.needed):
                 clock.sleep(forward.front[layer])
                 if ahead and (told := forward.ahead[layer]) is not None:
-                    sure = told.wishes.scores >= (1 / trace.shape.top_k if draft else 0.0)
-                    source.wish(told.wishes.where(sure))
-                for wave in source.use(layer, [key % width for key in needed], shares=forward.shares[layer]):
-                    clock.sleep(forward.per_expert[layer] * len(wave.experts))
+                    sure = told.prefetches.scores >= (1 / trace.shape.top_k if draft else 0.0)
+                    source.prefetch(told.prefetches.where(sure))
+                for batch in source.use(layer, [key % width for key in needed], shares=forward.shares[layer]):
+                    clock.sleep(forward.per_expert[layer] * len(batch.experts))
         clock.sleep(step.rest)
         source.end_step()
     seconds = clock.now()

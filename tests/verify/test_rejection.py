@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmoe.config import SamplingParams
-from spmoe.types import Draft, Sequence, Verdict
+from spmoe.types import Draft, Sequence, VerifyResult
 from spmoe.verify.base import Verifier
 from spmoe.verify.filters import probabilities
 from spmoe.verify.rejection import RejectionVerifier
@@ -139,10 +139,10 @@ def simulate(
             for _ in range(k):
                 context += dice.choices(tokens, cum_weights=cumulated[context[-1]])
             proposed = Draft(context[1:], draft_probs[context[:-1]])
-            verdict = verifier.judge(sequence, proposed, logits[context])
+            result = verifier.verify(sequence, proposed, logits[context])
             if len(text) == 1:
-                outcome.first_kept[int(verdict.accepted > 0)] += 1
-            text += [*proposed.tokens[: verdict.accepted], verdict.next_token]
+                outcome.first_kept[int(result.accepted > 0)] += 1
+            text += [*proposed.tokens[: result.accepted], result.next_token]
         outcome.first_two[text[1], text[2]] += 1
         last = max(k, 1) + 1
         outcome.last_two[text[last - 1], text[last]] += 1
@@ -246,14 +246,14 @@ class Plain:
     def __init__(self) -> None:
         self._dice = np.random.default_rng(71)
 
-    def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
         assert draft.probs is not None
         target = self.target(sequence, logits)
         for position, token in enumerate(draft.tokens):
             p, q = target[position + self.ahead], draft.probs[position].double().numpy()
             if self._dice.random() >= self.chance(p[token], q[token]):
-                return Verdict(position, self.draw(self.recovered(p, q)))
-        return Verdict(len(draft.tokens), self.draw(self.bonus(target, draft)))
+                return VerifyResult(position, self.draw(self.recovered(p, q)))
+        return VerifyResult(len(draft.tokens), self.draw(self.bonus(target, draft)))
 
     ahead = 0
 
@@ -358,25 +358,25 @@ def test_a_draft_with_the_targets_own_probabilities_is_always_kept() -> None:
         logits = 3 * torch.randn(5, 50, generator=rng)
         probs = probabilities(logits, sampling)
         tokens = torch.multinomial(probs[:4], 1, generator=rng).flatten().tolist()
-        verdict = RejectionVerifier().judge(sequence, Draft(tokens, probs[:4]), logits)
-        assert verdict.accepted == 4
-        assert probs[4, verdict.next_token] > 0
+        result = RejectionVerifier().verify(sequence, Draft(tokens, probs[:4]), logits)
+        assert result.accepted == 4
+        assert probs[4, result.next_token] > 0
 
 
 def test_a_token_the_target_never_says_is_never_kept_nor_recovered() -> None:
     logits = torch.tensor([[0.0, -math.inf, 1.0], [0.0, 0.0, 0.0]])
     sequence = make_sequence()
     for _ in range(500):
-        verdict = RejectionVerifier().judge(sequence, Draft([1], torch.tensor([[0.1, 0.9, 0.0]])), logits)
-        assert verdict.accepted == 0
-        assert verdict.next_token in (0, 2)
+        result = RejectionVerifier().verify(sequence, Draft([1], torch.tensor([[0.1, 0.9, 0.0]])), logits)
+        assert result.accepted == 0
+        assert result.next_token in (0, 2)
 
 
 def test_not_even_the_luckiest_throw_keeps_a_token_the_target_never_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros((), dtype=torch.float64))
     logits = torch.tensor([[0.0, -math.inf, 1.0], [0.0, 0.0, 0.0]])
-    verdict = RejectionVerifier().judge(make_sequence(), Draft([1], torch.tensor([[0.1, 0.9, 0.0]])), logits)
-    assert verdict.accepted == 0
+    result = RejectionVerifier().verify(make_sequence(), Draft([1], torch.tensor([[0.1, 0.9, 0.0]])), logits)
+    assert result.accepted == 0
 
 
 def test_where_rounding_leaves_nothing_to_recover_from_the_target_itself_is_used() -> None:
@@ -390,16 +390,16 @@ def test_where_rounding_leaves_nothing_to_recover_from_the_target_itself_is_used
 
 
 class _DoublesDraft(RejectionVerifier):
-    def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
         assert draft.probs is not None
-        return super().judge(sequence, Draft(draft.tokens, 2 * draft.probs), logits)
+        return super().verify(sequence, Draft(draft.tokens, 2 * draft.probs), logits)
 
 
 def test_the_same_seed_gives_the_same_verdicts_and_another_seed_others() -> None:
-    def verdicts(seed: int) -> list[Verdict]:
+    def verdicts(seed: int) -> list[VerifyResult]:
         sequence = make_sequence(seed=seed)
         draft = Draft([1, 2], torch.full((2, VOCABULARY), 0.2))
-        return [RejectionVerifier().judge(sequence, draft, FULL[:3]) for _ in range(40)]
+        return [RejectionVerifier().verify(sequence, draft, FULL[:3]) for _ in range(40)]
 
     assert verdicts(84) == verdicts(84)
     assert verdicts(84) != verdicts(85)
@@ -409,7 +409,7 @@ def test_what_it_is_given_stays_as_it_was() -> None:
     logits, probs = FULL[:3].clone(), torch.full((2, VOCABULARY), 0.2)
     draft = Draft([1, 2], probs)
     for seed in range(20):
-        RejectionVerifier().judge(make_sequence(seed=seed), draft, logits)
+        RejectionVerifier().verify(make_sequence(seed=seed), draft, logits)
     assert torch.equal(logits, FULL[:3])
     assert torch.equal(probs, torch.full((2, VOCABULARY), 0.2))
     assert draft.tokens == [1, 2]
@@ -417,9 +417,9 @@ def test_what_it_is_given_stays_as_it_was() -> None:
 
 def test_a_draft_without_probabilities_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the probabilities"):
-        RejectionVerifier().judge(make_sequence(), Draft([1]), FULL[:2])
+        RejectionVerifier().verify(make_sequence(), Draft([1]), FULL[:2])
 
 
 def test_an_empty_draft_needs_no_probabilities() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
-    assert RejectionVerifier().judge(make_sequence(), Draft([]), logits) == Verdict(0, 1)
+    assert RejectionVerifier().verify(make_sequence(), Draft([]), logits) == VerifyResult(0, 1)

@@ -1,4 +1,4 @@
-"""The contract of a backend: the arithmetic of a layer's experts, wave by wave."""
+"""The contract of a backend: the arithmetic of a layer's experts, batch by batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.waves import Wave
 from spmoe.types import PROMPT_ROWS
 
 MOST_ROWS = 64  # that a kernel runs an expert for at once
@@ -66,7 +66,7 @@ def kernel_failures() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
-class Port(Protocol):
+class ExpertsForward(Protocol):
     """What an experts module calls in place of its own forward."""
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Port(Protocol):
 class Backend(Protocol):
     """Runs experts on one kind of device."""
 
-    def port(self, layer: int, source: ExpertSource) -> Port:
+    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
         """What one layer's experts module is to call."""
         ...
 
@@ -87,32 +87,32 @@ class Backend(Protocol):
         ...
 
 
-class WaveArithmetic(Protocol):
+class ExpertArithmetic(Protocol):
     """Runs experts as they come."""
 
     def run_experts(
-        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
         """The weighted sum of each row's experts, whatever the order in which they arrive."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
         ...
 
 
-class SourcePort:
+class HostExperts:
     """Takes a layer's experts from an `ExpertSource`; the router's choice is read by the host first."""
 
-    def __init__(self, layer: int, source: ExpertSource, arithmetic: WaveArithmetic) -> None:
+    def __init__(self, layer: int, source: ExpertSource, arithmetic: ExpertArithmetic) -> None:
         self._layer = layer
         self._source = source
         self._arithmetic = arithmetic
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        needed, shares = chosen_by(index)
-        waves = self._source.use(self._layer, needed, shares=shares)
-        return self._arithmetic.run_experts(experts, hidden, index, weights, waves)
+        needed, shares = routed_experts(index)
+        batches = self._source.use(self._layer, needed, shares=shares)
+        return self._arithmetic.run_experts(experts, hidden, index, weights, batches)
 
 
-def chosen_by(index: Tensor) -> tuple[list[int], list[float]]:
+def routed_experts(index: Tensor) -> tuple[list[int], list[float]]:
     """The experts that some rows chose; of many rows also which share chose each. Waits for the device."""
     # index: [rows, top_k]
     if len(index) < PROMPT_ROWS:

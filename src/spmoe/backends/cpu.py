@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from spmoe.backends.base import Port, SourcePort
+from spmoe.backends.base import ExpertsForward, HostExperts
+from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.waves import Wave
 
 
 class CpuBackend:
@@ -22,19 +22,19 @@ class CpuBackend:
     not depend, in any bit, on which experts were resident.
     """
 
-    def port(self, layer: int, source: ExpertSource) -> Port:
-        return SourcePort(layer, source, self)
+    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
+        return HostExperts(layer, source, self)
 
     def synchronize(self) -> None:
         pass
 
     def run_experts(
-        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, waves: Iterable[Wave]
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
         rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
         shares = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
-        for wave in waves:
-            for expert, tensors in zip(wave.experts, wave.weights, strict=True):
+        for batch in batches:
+            for expert, tensors in zip(batch.experts, batch.weights, strict=True):
                 choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product care
                 out = run_expert(experts, parts(experts, tensors), hidden[rows]) * weights[rows, choice, None]
                 shares[rank[rows, choice], rows] = out.to(shares.dtype)

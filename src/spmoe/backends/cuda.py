@@ -10,33 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import MOST_ROWS, Port, chosen_by, gate_activation, kernel_name, kernel_rows
+from spmoe.backends.base import MOST_ROWS, ExpertsForward, gate_activation, kernel_name, kernel_rows, routed_experts
 from spmoe.backends.cpu import CpuBackend
-from spmoe.backends.cuda_driver import CudaDriver, Piece
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
-from spmoe.backends.devices import page_locked
-from spmoe.backends.graphs import Phase, Recorder
-from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_wave
-from spmoe.backends.kernels.inputs import take_wave
+from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
+from spmoe.backends.devices import pinned_zeros
+from spmoe.backends.graphs import GraphRecorder, Phase
+from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_expert_batch
+from spmoe.backends.kernels.inputs import take_batch
+from spmoe.experts.batches import ExpertBatch, PinnedLayer
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import Event
-from spmoe.experts.waves import Opened, Wave
 from spmoe.types import ExpertKey
 
-_RING = 4096  # waves that may be on their way to the device; a step has fewer, and ends when all have run
+_RING = 4096  # batches that may be on their way to the device; a step has fewer, and ends when all have run
 
 
-class CudaLane:
+class CudaCopyStream:
     """A stream for copies beside the stream that computes."""
 
-    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+    def __init__(self, driver: CudaRuntime, device: torch.device) -> None:
         self._driver = driver
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._compute = torch.cuda.current_stream(device)
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def copy(self, pieces: Sequence[Piece]) -> Event:
+    def copy(self, pieces: Sequence[CopyRange]) -> Event:
         self._driver.copy(pieces, self._stream)
         end = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         end.record(self._stream)
@@ -45,15 +45,15 @@ class CudaLane:
     def wait_for(self, event: Event) -> None:
         self._stream.wait_event(event)  # type: ignore[arg-type]
 
-    def stand_here(self) -> None:
+    def bind_compute_stream(self) -> None:
         self._compute = torch.cuda.current_stream(self._device)
 
-    def compute_point(self) -> Event:
+    def record_compute_event(self) -> Event:
         point = torch.cuda.Event()
         point.record(self._compute)
         return point
 
-    def compute_after(self, event: Event) -> None:
+    def compute_wait_event(self, event: Event) -> None:
         stream = torch.cuda.current_stream(self._device)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -72,7 +72,7 @@ class CudaLane:
         self._stream.synchronize()
 
 
-class CudaAddresses:
+class CudaBlobAddresses:
     """Blobs in the host store, slots on the device."""
 
     def __init__(self, store: HostStore, slots: DeviceSlots) -> None:
@@ -90,43 +90,43 @@ class CudaAddresses:
 class CudaBackend:
     """Experts on one CUDA device."""
 
-    def __init__(self, slots: DeviceSlots, recorder: Recorder) -> None:
+    def __init__(self, slots: DeviceSlots, recorder: GraphRecorder) -> None:
         self.slots = slots
         self.recorder = recorder
         self.all_resident = False
         self.plain = CpuBackend()
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
         self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
-        self.wave = torch.zeros_like(slots.table[0])  # [experts], the slots of the wave that runs
+        self.batch = torch.zeros_like(slots.table[0])  # [experts], the slots of the batch that runs
         self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)
-        self._ring = page_locked(_RING, len(self.wave), dtype=torch.int32)
+        self._ring = pinned_zeros(_RING, len(self.batch), dtype=torch.int32)
         self._places = self._ring.numpy()
         self._posted = 0
         self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
         self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and part
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
-    def port(self, layer: int, source: ExpertSource) -> Port:
-        return CudaPort(layer, source, self)
+    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
+        return CudaExperts(layer, source, self)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.slots.arena.device)
 
     def post(self, slots: np.ndarray | int = -1) -> None:
-        """Say where the experts of the next wave to run are; -1 for those that are not in it."""  # [experts]
+        """Say where the experts of the next batch to run are; -1 for those that are not in it."""  # [experts]
         self._places[self._posted % _RING] = slots
         self._posted += 1
 
-    def post_wave(self, wave: Wave) -> None:
-        """The same of a wave."""
+    def post_batch(self, batch: ExpertBatch) -> None:
+        """The same of a batch."""
         place = self._places[self._posted % _RING]
         place.fill(-1)
-        place[list(wave.experts)] = wave.slots
+        place[list(batch.experts)] = batch.slots
         self._posted += 1
 
-    def take_wave(self) -> None:
-        """On the device: the wave posted next is the one that runs."""
-        take_wave(self._ring, self._cursor, self.wave)
+    def take_batch(self) -> None:
+        """On the device: the batch posted next is the one that runs."""
+        take_batch(self._ring, self._cursor, self.batch)
 
     def stay_resident(self, slots: Mapping[ExpertKey, int]) -> None:
         """Every expert is in a slot for good: the device is told once, and the host need not know what is chosen."""
@@ -142,7 +142,7 @@ class CudaBackend:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around waves: whatever goes wrong inside, what is posted next is what the device takes next."""
+        """Around batches: whatever goes wrong inside, what is posted next is what the device takes next."""
         try:
             yield
         except BaseException:
@@ -151,10 +151,10 @@ class CudaBackend:
             raise
 
     def chosen(self, layer: int, rows: int, top_k: int) -> Tensor:
-        """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, page-locked
+        """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, pinned
         key = (layer, rows, top_k)
         if key not in self._chosen:
-            self._chosen[key] = page_locked(rows, top_k)
+            self._chosen[key] = pinned_zeros(rows, top_k)
         return self._chosen[key]
 
     def geometry(self, experts: Any) -> Geometry | None:
@@ -166,7 +166,7 @@ class CudaBackend:
         return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
 
 
-class CudaPort:
+class CudaExperts:
     """One layer's experts. While a forward is recorded, the host's part of the work goes between two graphs."""
 
     def __init__(self, layer: int, source: ExpertSource, backend: CudaBackend) -> None:
@@ -192,27 +192,27 @@ class CudaPort:
 
         def run(table: Tensor) -> None:
             for part, scratch in zip(parts, scratches, strict=True):
-                run_wave(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
+                run_expert_batch(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
 
-        def run_next_wave() -> None:
-            backend.take_wave()
-            run(backend.wave)
+        def run_next_batch() -> None:
+            backend.take_batch()
+            run(backend.batch)
 
         if backend.all_resident:
             run(self._table)
         elif recorder.phase is Phase.EAGER:
             needed, shares = self._wait_for_choice(index)
             with backend.in_step():
-                self._run_waves(run_next_wave, needed, shares=shares)
+                self._run_batches(run_next_batch, needed, shares=shares)
         else:
-            if recorder.phase is Phase.REHEARSAL:
+            if recorder.phase is Phase.WARMUP:
                 with backend.in_step():
-                    backend.post()  # no expert is in this wave; the kernels are compiled
-                    run_next_wave()
+                    backend.post()  # no expert is in this batch; the kernels are compiled
+                    run_next_batch()
             chosen = backend.chosen(self._layer, rows, top_k)
             chosen.copy_(index, non_blocking=True)
             here, known = chosen.view(-1).numpy(), recorder.new_event()
-            recorder.split_around(run_next_wave, lambda submit, notes: self._run_ahead(submit, here, known, notes))
+            recorder.split_around(run_next_batch, lambda submit, notes: self._run_ahead(submit, here, known, notes))
         for part, scratch in zip(parts, scratches, strict=True):
             add_up(scratch, out[part])
         return out
@@ -222,8 +222,8 @@ class CudaPort:
         if len(self._source.loads):
             known = self._backend.recorder.new_event()
             known.record()
-            self._source.transfer.sit_out(known)
-        return chosen_by(index)
+            self._source.transfer.wait_and_pump(known)
+        return routed_experts(index)
 
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
@@ -232,8 +232,8 @@ class CudaPort:
             needed, shares = self._wait_for_choice(index)
             for note in notes:
                 note()
-            waves = self._source.use(self._layer, needed, shares=shares)
-            return self._backend.plain.run_experts(experts, hidden, index, weights, waves)
+            batches = self._source.use(self._layer, needed, shares=shares)
+            return self._backend.plain.run_experts(experts, hidden, index, weights, batches)
 
         recorder = self._backend.recorder
         if recorder.phase is Phase.EAGER:
@@ -252,37 +252,37 @@ class CudaPort:
     ) -> None:
         """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
         known.record()
-        opened = self._source.open(self._layer)
+        pinned = self._source.open(self._layer)
         try:
             with self._backend.in_step():
-                self._run_opened(run, chosen, known, notes, opened)
+                self._run_pinned(run, chosen, known, notes, pinned)
         except BaseException:
-            self._source.shut(opened)
+            self._source.shut(pinned)
             raise
 
-    def _run_opened(
+    def _run_pinned(
         self,
         run: Callable[[], None],
         chosen: np.ndarray,
         known: Any,
         notes: list[Callable[[], None]],
-        opened: Opened,
+        pinned: PinnedLayer,
     ) -> None:
-        if (opened.slots >= 0).any():
-            self._backend.post(opened.slots)
+        if (pinned.slots >= 0).any():
+            self._backend.post(pinned.slots)
             run()
         self._catch_up(known)  # while the device is busy
-        self._source.transfer.sit_out(known)
+        self._source.transfer.wait_and_pump(known)
         needed = sorted(set(chosen.tolist()))
-        if self._source.use_opened(opened, needed):
+        if self._source.use_pinned(pinned, needed):
             self._backend.put_off = (self._layer, notes)
         else:
-            self._run_waves(run, needed, opened, notes)
+            self._run_batches(run, needed, pinned, notes)
 
     def _catch_up(self, known: Any) -> None:
-        """What the layer before has put off: its hits, what it foretells, and wishes that are to be submitted.
+        """What the layer before has put off: its hits, what it foretells, and prefetch requests that are to be submitted.
 
-        Those only until the router's choice is known: the device has a wave left then, and must not run dry.
+        Those only until the router's choice is known: the device has a batch left then, and must not run dry.
         """
         source, patient = self._source, self._source.patient
         source.patient = True
@@ -296,20 +296,20 @@ class CudaPort:
             source.patient = patient
         source.see_to_wishes(known)
 
-    def _run_waves(
+    def _run_batches(
         self,
         run: Callable[[], None],
         needed: list[int],
-        opened: Opened | None = None,
+        pinned: PinnedLayer | None = None,
         notes: Sequence[Callable[[], None]] = (),
         shares: Sequence[float] = (),
     ) -> None:
         """Run the experts that the router has chosen as they come."""
-        waves = self._source.use(self._layer, needed, opened, shares)
-        wave = next(waves, None)  # what is missing has been demanded by now
+        batches = self._source.use(self._layer, needed, pinned, shares)
+        batch = next(batches, None)  # what is missing has been demanded by now
         for note in notes:
             note()
-        while wave is not None:
-            self._backend.post_wave(wave)
+        while batch is not None:
+            self._backend.post_batch(batch)
             run()
-            wave = next(waves, None)
+            batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""Memory of the CUDA runtime: all experts in one page-locked arena of the host, and slots in one device allocation."""
+"""Memory of the CUDA runtime: all experts in one pinned arena of the host, and slots in one device allocation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmoe.backends.cuda_driver import CudaCallError, CudaDriver
+from spmoe.backends.cuda_runtime import CudaCallError, CudaRuntime
 from spmoe.config import format_bytes
 from spmoe.errors import BudgetError, StoreError
 from spmoe.experts.store import BlobLayout, FillBlob, StoreSpec
@@ -21,7 +21,7 @@ from spmoe.types import ExpertKey
 class HostStore:
     """Every expert's blob, in one run of host memory."""
 
-    def __init__(self, spec: StoreSpec, driver: CudaDriver, *, pinned: bool) -> None:
+    def __init__(self, spec: StoreSpec, driver: CudaRuntime, *, pinned: bool) -> None:
         self.spec = spec
         self.pinned = pinned
         self._driver = driver
@@ -69,7 +69,7 @@ class HostStore:
         except CudaCallError as error:
             self.pinned = False
             raise StoreError(
-                f"{format_bytes(self.spec.nbytes)} of host memory cannot be page-locked ({error}); raise `ulimit -l` "
+                f"{format_bytes(self.spec.nbytes)} of host memory cannot be pinned ({error}); raise `ulimit -l` "
                 f"(now {_locked_limit()}), free some memory ({format_bytes(available_memory())} are free), or pass "
                 "--pageable, which is several times slower"
             ) from error

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from spmoe.backends.cuda_driver import Piece
+from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyJob, Event, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob, Event
 from spmoe.types import ExpertKey
 
 CHUNK_BYTES = 16 * 2**20  # large enough for the link's full speed
@@ -29,10 +29,10 @@ def chunk_for(nbytes: int) -> int:
     return nbytes if CHUNK_BYTES < nbytes < 2 * CHUNK_BYTES else CHUNK_BYTES
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """The device as this file needs it: a stream for copies beside the one that computes."""
 
-    def copy(self, pieces: Sequence[Piece]) -> Event:
+    def copy(self, pieces: Sequence[CopyRange]) -> Event:
         """Submit copies; the event is their end."""
         ...
 
@@ -40,15 +40,15 @@ class Lane(Protocol):
         """Copies submitted from now on come after this event."""
         ...
 
-    def stand_here(self) -> None:
+    def bind_compute_stream(self) -> None:
         """The calling thread is the one that submits to compute, on its current stream."""
         ...
 
-    def compute_point(self) -> Event:
+    def record_compute_event(self) -> Event:
         """Everything that thread has submitted to compute so far."""
         ...
 
-    def compute_after(self, event: Event) -> None:
+    def compute_wait_event(self, event: Event) -> None:
         """What the calling thread submits to compute from now on comes after this event."""
         ...
 
@@ -61,7 +61,7 @@ class Lane(Protocol):
         ...
 
 
-class Addresses(Protocol):
+class BlobAddresses(Protocol):
     """Where blobs and slots are."""
 
     nbytes: int  # of a blob
@@ -77,7 +77,7 @@ class Submission:
     ordered = False  # compute is behind their end
 
 
-class CudaTicket:
+class CudaCopyHandle:
     """One copy."""
 
     def __init__(self, transfer: CudaTransfer, job: CopyJob) -> None:
@@ -93,7 +93,7 @@ class CudaTicket:
         return self.error is not None or self._submission.ordered or (self.end is not None and self.end.query())
 
     def wait(self) -> None:
-        self.hurry()
+        self.prioritize()
         if self.error is not None:
             raise self.error
         if self.end is not None and not self._submission.ordered:
@@ -101,14 +101,14 @@ class CudaTicket:
 
     def order(self) -> None:
         """Compute that is submitted next comes after this copy; the host goes on."""
-        self.hurry()
+        self.prioritize()
         if self.error is not None:
             raise self.error
         if self.end is not None and not self._submission.ordered and not self.end.query():
-            self._transfer.lane.compute_after(self.end)
+            self._transfer.copy_stream.compute_wait_event(self.end)
         self._submission.ordered = True
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         self._transfer.send_now(self)
 
     def fail(self, error: SpmoeError) -> None:
@@ -127,8 +127,10 @@ class CudaTicket:
 class CudaTransfer:
     """Host to device."""
 
-    def __init__(self, lane: Lane, addresses: Addresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW) -> None:
-        self.lane = lane
+    def __init__(
+        self, copy_stream: CopyStream, addresses: BlobAddresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW
+    ) -> None:
+        self.copy_stream = copy_stream
         self.batched = True  # copies may share a submission
         # the link must not run dry between the end of one copy and the prefetcher's next look
         self.depth = 1 + max(1, -(-2 * window * chunk // addresses.nbytes))
@@ -136,44 +138,44 @@ class CudaTransfer:
         self._chunk = chunk
         self._window = window
         self._lock = threading.Lock()
-        self._waiting: deque[CudaTicket] = deque()  # wishes not wholly on the stream
-        self._flying: deque[Event] = deque()  # chunks of wishes on the stream
+        self._waiting: deque[CudaCopyHandle] = deque()  # prefetch requests not wholly on the stream
+        self._flying: deque[Event] = deque()  # chunks of prefetch requests on the stream
         self._last_use: dict[int, int] = {}  # by slot, the last point before what reads it
         self._points = 1
         self._over = 0  # what was given to compute after this point, and before the next, is over
         self._closed = False
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
-        tickets = [CudaTicket(self, job) for job in jobs]
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
+        handles = [CudaCopyHandle(self, job) for job in jobs]
         with self._lock:
             if self._closed:
                 raise TransferError("the engine is closed")
             try:
                 if urgent:
-                    for group in self._groups(tickets):
+                    for group in self._groups(handles):
                         self._send(group)
                 else:
-                    self._waiting.extend(tickets)
+                    self._waiting.extend(handles)
                     self._advance()
             except BaseException as error:  # an interrupt: nobody will have these tickets
-                for ticket in tickets:
-                    ticket.fail(_as_transfer_error(ticket.job, error))
+                for handle in handles:
+                    handle.fail(_as_transfer_error(handle.job, error))
                 raise
-        return list(tickets)
+        return list(handles)
 
     def keep_full(self) -> None:
         if self._waiting:
             with self._lock:
                 self._advance()
 
-    def sit_out(self, event: Event) -> None:
+    def wait_and_pump(self, event: Event) -> None:
         while self._waiting and not event.query():
             self.keep_full()
             time.sleep(0)  # others may have the interpreter
         event.synchronize()
 
-    def attend(self) -> None:
-        self.lane.stand_here()
+    def bind_compute_stream(self) -> None:
+        self.copy_stream.bind_compute_stream()
 
     def mark(self) -> int:
         self._points += 1
@@ -189,14 +191,14 @@ class CudaTransfer:
             self._last_use.update(dict.fromkeys(slots, point))
 
     def stalled_seconds(self) -> float:
-        return self.lane.stalled_seconds()
+        return self.copy_stream.stalled_seconds()
 
-    def send_now(self, ticket: CudaTicket) -> None:
-        """Put the rest of a wish on the stream: it is demanded."""
+    def send_now(self, handle: CudaCopyHandle) -> None:
+        """Put the rest of a prefetch request on the stream: it is demanded."""
         with self._lock:
-            if not ticket.settled:
-                self._send([ticket])
-                self._waiting.remove(ticket)
+            if not handle.settled:
+                self._send([handle])
+                self._waiting.remove(handle)
 
     def close(self) -> None:
         with self._lock:
@@ -205,28 +207,28 @@ class CudaTransfer:
             self._closed = True
             while self._waiting:
                 self._waiting.popleft().fail(TransferError("the engine was closed"))
-        self.lane.drain()
+        self.copy_stream.drain()
 
     # ---- under the lock
 
-    def _groups(self, tickets: list[CudaTicket]) -> list[list[CudaTicket]]:
+    def _groups(self, handles: list[CudaCopyHandle]) -> list[list[CudaCopyHandle]]:
         """Small blobs share a submission, and an end, as long as that costs their first user little."""
         size = max(1, self._chunk // 4 // self._addresses.nbytes) if self.batched else 1
-        return [tickets[i : i + size] for i in range(0, len(tickets), size)]
+        return [handles[i : i + size] for i in range(0, len(handles), size)]
 
-    def _send(self, tickets: list[CudaTicket]) -> None:
+    def _send(self, handles: list[CudaCopyHandle]) -> None:
         """Put all that is left of these on the stream."""
-        self._submit([(ticket, self._addresses.nbytes) for ticket in tickets])
+        self._submit([(handle, self._addresses.nbytes) for handle in handles])
 
     def _advance(self) -> None:
-        """Fill the window with chunks of the wishes that wait."""
+        """Fill the window with chunks of the prefetch requests that wait."""
         try:
             self._fill_window()
         except Exception as error:  # the device is broken, and somebody may be waiting for these
             self._flying.clear()
             while self._waiting:
-                ticket = self._waiting.popleft()
-                ticket.fail(_as_transfer_error(ticket.job, error))
+                handle = self._waiting.popleft()
+                handle.fail(_as_transfer_error(handle.job, error))
 
     def _fill_window(self) -> None:
         while self._flying and self._flying[0].query():
@@ -236,48 +238,48 @@ class CudaTransfer:
                 self._flying.append(over)
             self._forget_settled()
 
-    def _next_chunk(self) -> list[tuple[CudaTicket, int]]:
+    def _next_chunk(self) -> list[tuple[CudaCopyHandle, int]]:
         """The first that wait, and up to which byte each. They stay until settled: an interrupt must lose none."""
         self._forget_settled()
-        room, parts = self._chunk, list[tuple[CudaTicket, int]]()
-        for ticket in self._waiting:
+        room, parts = self._chunk, list[tuple[CudaCopyHandle, int]]()
+        for handle in self._waiting:
             if room <= 0 or (parts and not self.batched):
                 break
-            if not ticket.settled:
-                end = min(ticket.sent + room, self._addresses.nbytes)
-                room -= end - ticket.sent
-                parts.append((ticket, end))
+            if not handle.settled:
+                end = min(handle.sent + room, self._addresses.nbytes)
+                room -= end - handle.sent
+                parts.append((handle, end))
         return parts
 
     def _forget_settled(self) -> None:
         while self._waiting and self._waiting[0].settled:
             self._waiting.popleft()
 
-    def _piece(self, ticket: CudaTicket, end: int) -> Piece:
+    def _piece(self, handle: CudaCopyHandle, end: int) -> CopyRange:
         """A copy's next part, up to this byte of the blob."""
-        key, slot = ticket.job
-        if ticket.sent == 0 and self._last_use.pop(slot, 0) > self._over:
-            self.lane.wait_for(self.lane.compute_point())  # later than need be, and rarely
-        size = end - ticket.sent
-        to, source = self._addresses.slot(slot) + ticket.sent, self._addresses.source(key) + ticket.sent
-        ticket.sent += size
-        return Piece(to, source, size)
+        key, slot = handle.job
+        if handle.sent == 0 and self._last_use.pop(slot, 0) > self._over:
+            self.copy_stream.wait_for(self.copy_stream.record_compute_event())  # later than need be, and rarely
+        size = end - handle.sent
+        to, source = self._addresses.slot(slot) + handle.sent, self._addresses.source(key) + handle.sent
+        handle.sent += size
+        return CopyRange(to, source, size)
 
-    def _submit(self, parts: list[tuple[CudaTicket, int]]) -> Event | None:
+    def _submit(self, parts: list[tuple[CudaCopyHandle, int]]) -> Event | None:
         """One submission of copies, each up to a byte; None when it is refused, and they have failed."""
-        tickets = [ticket for ticket, _ in parts]
+        handles = [handle for handle, _ in parts]
         try:
-            end = self.lane.copy([self._piece(*part) for part in parts])
+            end = self.copy_stream.copy([self._piece(*part) for part in parts])
         except BaseException as error:  # whatever it is, also an interrupt, somebody may wait for these copies
-            for ticket in tickets:
-                ticket.fail(_as_transfer_error(ticket.job, error))
+            for handle in handles:
+                handle.fail(_as_transfer_error(handle.job, error))
             if not isinstance(error, Exception):
                 raise
             return None
         submission = Submission()
-        for ticket in tickets:
-            if ticket.sent == self._addresses.nbytes:
-                ticket.sent_whole(end, submission)
+        for handle in handles:
+            if handle.sent == self._addresses.nbytes:
+                handle.sent_whole(end, submission)
         return end
 
 

@@ -64,7 +64,7 @@ def allocated_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def page_locked(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def pinned_zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Zeros in host memory that a device reads and writes where they are."""
     return torch.zeros(*size, dtype=dtype, pin_memory=True)
 
@@ -82,7 +82,7 @@ def forget_freed(device: torch.device) -> None:
 
 
 def link_bandwidth(device: torch.device, piece: int) -> float:
-    """Bytes per second from page-locked host memory to a CUDA device, in copies of about this size."""
+    """Bytes per second from pinned host memory to a CUDA device, in copies of about this size."""
     piece = min(max(piece, _LINK_PIECE), _LINK_BYTES // 2)
     host = torch.empty(_LINK_BYTES // piece, piece, dtype=torch.uint8, pin_memory=True)  # [copies, bytes]
     there = torch.empty(piece, dtype=torch.uint8, device=device)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from spmoe.collecting import no_collection
+from spmoe.gc_pause import gc_paused
 
 T = TypeVar("T")
 Between = Callable[[Callable[[], None], list[Callable[[], None]]], None]  # submit the work, and the notes
@@ -24,7 +24,7 @@ class Phase(Enum):
     """What becomes of kernels that are submitted now."""
 
     EAGER = "run, and count"
-    REHEARSAL = "run, for nothing"
+    WARMUP = "run, for nothing"
     RECORDING = "noted down"
 
 
@@ -91,7 +91,7 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Recorder:
+class GraphRecorder:
     """Records forwards of one device. They share memory for what they compute on the way: run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Recorder:
         self.stopwatch = Stopwatch()
         self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
         self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
-        self.sit_out: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize()  # how it waits
+        self.wait_and_pump: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize()  # how it waits
         self._stream = _recording_stream(device)
         self._spoilt = False  # the allocator takes its memory for one that is being recorded into
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -117,11 +117,11 @@ class Recorder:
         self._stream.wait_stream(outer)
         try:
             with torch.cuda.stream(self._stream):
-                self.phase = Phase.REHEARSAL
+                self.phase = Phase.WARMUP
                 forward()
                 self._stream.synchronize()
                 self.phase = Phase.RECORDING
-                with no_collection():  # graphs of an engine that is gone must not be freed while one is recorded
+                with gc_paused():  # graphs of an engine that is gone must not be freed while one is recorded
                     result = self._capture(forward)
         finally:
             self.phase = Phase.EAGER

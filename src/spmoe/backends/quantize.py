@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from spmoe.backends.base import gate_activation
 from spmoe.backends.cpu import CpuBackend
+from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
-from spmoe.experts.waves import Wave
 from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
@@ -164,7 +164,7 @@ class QuantizedExperts:
             return run_coded(hidden, index, weights, blobs, self.geometry(), activation)
         if self._kernels and index.numel() <= _TOGETHER:
             return self._run_at_once(layer, experts, hidden, index, weights)
-        return CpuBackend().run_experts(experts, hidden, index, weights, self._waves(layer, index))
+        return CpuBackend().run_experts(experts, hidden, index, weights, self._batches(layer, index))
 
     def geometry(self) -> CodedGeometry:
         """Where kernels find an expert's codes, if it is a gate and two products."""
@@ -189,9 +189,9 @@ class QuantizedExperts:
         out = _run_together(experts, self.tensors(layer, index.flatten()), x)
         return (out.view(*index.shape, -1) * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
-    def _waves(self, layer: int, index: Tensor) -> Iterator[Wave]:
+    def _batches(self, layer: int, index: Tensor) -> Iterator[ExpertBatch]:
         for expert in torch.unique(index).tolist():  # one at a time, so that weights of one exist at a time
-            yield Wave(layer, (expert,), (), (self.tensors(layer, expert),))
+            yield ExpertBatch(layer, (expert,), (), (self.tensors(layer, expert),))
 
 
 def _run_together(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:

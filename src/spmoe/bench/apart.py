@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from spmoe.engine.engine import Engine, Experience
+from spmoe.engine.engine import Engine, LearnedState
 
 
 class Apart:
@@ -19,7 +19,7 @@ class Apart:
         self._engine = engine
         self._idle = engine.slots >= engine.store.count
         self._whose: Hashable = None
-        self._experiences: dict[Hashable, Experience] = {}
+        self._experiences: dict[Hashable, LearnedState] = {}
 
     def enter(self, whose: Hashable, changes: dict[str, Any]) -> None:
         """The next requests are this one's, and the engine is so configured; what moves for that is not counted."""
@@ -27,4 +27,4 @@ class Apart:
             self._engine.reconfigure(**changes)
             return
         self._whose = whose
-        self._engine.reconfigure(self._experiences.setdefault(whose, Experience()), **changes)
+        self._engine.reconfigure(self._experiences.setdefault(whose, LearnedState()), **changes)

@@ -59,8 +59,8 @@ def _file_bandwidth(path: Path) -> float:
             started = time.perf_counter()
             for first in range(0, len(keys), slots.count):
                 jobs = [CopyJob(key, slot) for slot, key in enumerate(keys[first : first + slots.count])]
-                for ticket in transfer.copy(jobs, urgent=True):
-                    ticket.wait()
+                for handle in transfer.copy(jobs, urgent=True):
+                    handle.wait()
             times.append(time.perf_counter() - started)
     finally:
         transfer.close()

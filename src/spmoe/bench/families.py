@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spmoe import types
 from spmoe.config import SamplingParams
-from spmoe.draft.base import Drafter, OnSeen
+from spmoe.draft.base import ChunkObserver, Drafter
 from spmoe.engine.llm import LLM
 from spmoe.errors import reason
 from spmoe.models.checkpoint import quiet
@@ -39,7 +39,7 @@ _DISTINCT = 6
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What came of one family: `ok`, or why not, for each check."""
 
     family: str
@@ -67,15 +67,15 @@ class Replay:
         self._expected = [*PROMPT, *expected]
         self._vocabulary = vocabulary
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
-        self._inner.propose(sequences, k, on_seen)
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
+        self._inner.propose(sequences, k, on_chunk)
         return [types.Draft(self._tokens(len(sequence.tokens), k)) for sequence in sequences]
 
-    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
-        self._inner.begin(sequence, k, on_seen)
+    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
+        self._inner.begin(sequence, k, on_chunk)
 
-    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
-        self._inner.prepare(k, on_seen)
+    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
+        self._inner.prepare(k, on_chunk)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         self._inner.rewind(lengths)
@@ -93,7 +93,7 @@ def _is_wrong(place: int) -> bool:
     return (place * place + place // 3) % 5 == 1
 
 
-def prove(family: str, directory: Path, device: str = "cpu") -> Verdict:
+def prove(family: str, directory: Path, device: str = "cpu") -> VerifyResult:
     """Run every check on one family, in this process."""
     found = {"family": family}
     try:
@@ -104,7 +104,7 @@ def prove(family: str, directory: Path, device: str = "cpu") -> Verdict:
     names = {str(directory / "draft"): "the draft", **{str(directory / f"target-{seed}"): family for seed in _SEEDS}}
     for path, name in names.items():
         found = {check: answer.replace(path, name) for check, answer in found.items()}
-    return Verdict(**found)
+    return VerifyResult(**found)
 
 
 def _told(error: Exception) -> str:
@@ -195,7 +195,7 @@ def _prediction(llm: LLM) -> str:
     target = llm.engine.target
     if target.gated and (right := own_predictions(llm)) < 1.0:
         return f"the gates, asked alone, name {100 * right:.0f}% of the experts that are used"
-    routers, norms = (sum(getattr(site, end) is None for site in target.moe) for end in ("router", "norm"))
+    routers, norms = (sum(getattr(moe_layer, end) is None for moe_layer in target.moe) for end in ("router", "norm"))
     how = f"{IN_PART}: " if target.gated else ""
     if routers:
         return f"{how}no router was found for {routers} of {len(target.moe)} MoE layers"
@@ -208,10 +208,10 @@ def own_predictions(llm: LLM) -> float:
     seen: dict[int, Tensor] = {}
     used: dict[int, Tensor] = {}
     handles = []
-    for layer, site in enumerate(target.moe):
-        if site.norm is None or site.router is None:
+    for layer, moe_layer in enumerate(target.moe):
+        if moe_layer.norm is None or moe_layer.router is None:
             continue
-        tapped = site.router.router if isinstance(site.norm, nn.Identity) else site.norm
+        tapped = moe_layer.router.router if isinstance(moe_layer.norm, nn.Identity) else moe_layer.norm
 
         def tap(module: nn.Module, args: tuple[Tensor, ...], layer: int = layer) -> None:
             seen[layer] = args[0].reshape(-1, args[0].shape[-1])
@@ -220,7 +220,7 @@ def own_predictions(llm: LLM) -> float:
             used[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
 
         handles.append(tapped.register_forward_pre_hook(tap))
-        handles.append(site.experts.register_forward_pre_hook(note, with_kwargs=True))
+        handles.append(moe_layer.experts.register_forward_pre_hook(note, with_kwargs=True))
     try:
         target.forward(PROMPT, kv, keep=1)
     finally:
@@ -245,20 +245,20 @@ def _same(llm: LLM, expected: list[int], setting: str) -> str:
 def prove_all(
     families: Iterable[str],
     workers: int = 2,
-    on_done: Callable[[Verdict, float], None] = lambda verdict, seconds: None,
+    on_done: Callable[[VerifyResult, float], None] = lambda result, seconds: None,
     device: str = "cpu",
-) -> list[Verdict]:
+) -> list[VerifyResult]:
     """Every family's verdict, in the order asked for."""
-    waiting, running, verdicts = list(families), dict[str, _Job](), dict[str, Verdict]()
+    waiting, running, verdicts = list(families), dict[str, _Job](), dict[str, VerifyResult]()
     order = list(waiting)
     while waiting or running:
         while waiting and len(running) < workers:
             family = waiting.pop(0)
             running[family] = _Job(family, device)
         for family, job in list(running.items()):
-            if (verdict := job.verdict()) is not None:
-                verdicts[family] = verdict
-                on_done(verdict, time.monotonic() - job.started)
+            if (result := job.result()) is not None:
+                verdicts[family] = result
+                on_done(result, time.monotonic() - job.started)
                 del running[family]
         time.sleep(0.02)
     return [verdicts[family] for family in order]
@@ -278,20 +278,20 @@ class _Job:
         self._process.start()
         sender.close()
 
-    def verdict(self) -> Verdict | None:
+    def result(self) -> VerifyResult | None:
         """What came of it, when something has."""
         if self._receiver.poll():
             try:
-                verdict: Verdict = self._receiver.recv()
+                result: VerifyResult = self._receiver.recv()
             except EOFError:
                 self._process.join()
-                return Verdict(self.family, f"its process ended with exit code {self._process.exitcode}")
+                return VerifyResult(self.family, f"its process ended with exit code {self._process.exitcode}")
             self._process.join()
-            return verdict
+            return result
         if time.monotonic() - self.started > TIMEOUT:
             self._process.kill()
             self._process.join()
-            return Verdict(self.family, f"not done after {TIMEOUT:.0f} s")
+            return VerifyResult(self.family, f"not done after {TIMEOUT:.0f} s")
         return None
 
 

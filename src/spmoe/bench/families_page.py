@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmoe.backends.devices import choose_device, device_facts
-from spmoe.bench.families import CHECKS, COUNT, CUDA_CHECKS, IN_PART, OK, K, Verdict
+from spmoe.bench.families import CHECKS, COUNT, CUDA_CHECKS, IN_PART, OK, K, VerifyResult
 
 
 def checks_on(device: str) -> tuple[str, ...]:
@@ -18,7 +18,7 @@ def short(answer: str) -> str:
     return answer if answer == OK else IN_PART if answer.startswith(IN_PART) else "no"
 
 
-def markdown(verdicts: Sequence[Verdict], version: str, device: str = "cpu") -> str:
+def markdown(verdicts: Sequence[VerifyResult], version: str, device: str = "cpu") -> str:
     """The table as a page."""
     checks = checks_on(device)
     counts = ", ".join(f"{sum(getattr(v, check) == OK for v in verdicts)} {check}" for check in checks)
@@ -53,9 +53,9 @@ def markdown(verdicts: Sequence[Verdict], version: str, device: str = "cpu") -> 
         f"| family | {' | '.join(checks)} |",
         f"| --- |{' --- |' * len(checks)}",
     ]
-    for verdict in verdicts:
-        cells = [short(getattr(verdict, check)) for check in checks]
-        lines.append(f"| {verdict.family} | {' | '.join(cells)} |")
+    for result in verdicts:
+        cells = [short(getattr(result, check)) for check in checks]
+        lines.append(f"| {result.family} | {' | '.join(cells)} |")
     failures = [(v.family, c, getattr(v, c)) for v in verdicts for c in checks if getattr(v, c) != OK]
     if failures:
         lines += ["", "Why not:", ""]

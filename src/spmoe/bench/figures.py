@@ -92,7 +92,7 @@ def case_of(job: Job) -> dict[str, Any]:
         "model": "the pair that ships" if ships else model,
         "draft": None if ships else draft,
         **{name: job.engine.get(name) for name in ("shape", "link_gbps", "enforce_eager")},
-        "asked": {name: job.engine.get(name) for name in ("dtype", "device", "fitted")},
+        "asked": {name: job.engine.get(name) for name in ("dtype", "device", "projection")},
         "prompts": len(job.prompts),
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "output_len": job.output_len,

@@ -17,7 +17,7 @@ from spmoe.bench.predictability import chosen_of, draft_depths, read_windows, re
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
-from spmoe.predict.fitted import RIDGES, Fitted, LayerFit
+from spmoe.predict.projection import RIDGES, HiddenStateProjection, LayerFit
 
 _HELD_OUT = 5  # one window in so many
 
@@ -35,7 +35,7 @@ class LayerGain:
 class Fit:
     """What was fitted."""
 
-    maps: Fitted
+    maps: HiddenStateProjection
     tokens: int  # fitted on
     held_out: int
     layers: list[LayerGain] = field(default_factory=list)
@@ -56,8 +56,8 @@ def fit_predictor(
     drafter, target = engine.loop.drafter, engine.target
     if not isinstance(drafter, DraftModel) or engine.draft_checkpoint is None:
         raise UsageError("a predictor is fitted for a draft model; give one with --draft")
-    draft = drafter.network
-    if not (target.gates_found and draft.has_taps):
+    draft = drafter.runner
+    if not (target.gates_found and draft.has_hidden_states):
         raise UsageError("the target's gates, or the draft's hidden states, cannot be had alone; nothing can be fitted")
     pieces = read_windows(engine, text, window, windows)
     aside = set(range(_HELD_OUT - 1, len(pieces), _HELD_OUT)) or {len(pieces) - 1}
@@ -125,4 +125,4 @@ def _choose(fits: list[LayerFit], scores: Tensor, same: bool, tokens: int, held_
         weights.append(weight.float())
         biases.append(bias.float())
         layers.append(LayerGain(float(row[-1]) if same else None, float(row[best]), ridge))
-    return Fit(Fitted(torch.stack(weights), torch.stack(biases)), tokens, held_out, layers)
+    return Fit(HiddenStateProjection(torch.stack(weights), torch.stack(biases)), tokens, held_out, layers)

@@ -14,7 +14,7 @@ from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
 from spmoe.bench.settings import Setting, settings_of
 from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
-from spmoe.engine.materials import wide_shape
+from spmoe.engine.loading import wide_shape
 from spmoe.engine.plan import Plan, make_plan
 from spmoe.errors import UsageError
 from spmoe.models.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ class Case:
                 "link_gbps": self.link,
                 "dtype": self.matrix.dtype,
                 "device": self.matrix.device,
-                "fitted": self.matrix.fitted,
+                "projection": self.matrix.projection,
                 "enforce_eager": self.matrix.enforce_eager,
             }
         )

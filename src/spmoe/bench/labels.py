@@ -128,13 +128,13 @@ def model_name(machine: Row) -> str:
 
 def _parts(machine: Row) -> dict[str, str]:
     """What a case may be told by."""
-    link, draft, fitted = machine["link_gbps"], machine["draft"], (machine.get("asked") or {}).get("fitted")
+    link, draft, projection = machine["link_gbps"], machine["draft"], (machine.get("asked") or {}).get("projection")
     return {
         "scenario": str(machine.get("scenario") or ""),
         "matrix": str(machine.get("matrix") or ""),
         "model": model_name(machine),
         "draft": "" if draft is None else f"draft {Path(draft).name}",
-        "fitted": "no fitted maps" if fitted is False else "",
+        "projection": "no fitted maps" if projection is False else "",
         "dtype": str(machine["dtype"]),
         "link": "own link" if link is None else f"{link:g} GB/s",
         "eager": "eager" if machine["enforce_eager"] else "",

@@ -92,11 +92,11 @@ def figure(chart: str, caption: str, legend: str = "", data: str = "") -> str:
     return f"<figure><figcaption>{escape(caption)}</figcaption>{legend}{chart}{more}</figure>"
 
 
-def folded(name: str, content: str, opened: bool) -> str:
+def folded(name: str, content: str, pinned: bool) -> str:
     """Content under a name, to unfold; as it is where there is no name."""
     if not name:
         return content
-    return f"<details{' open' * opened} class='case'><summary>{escape(name)}</summary>{content}</details>"
+    return f"<details{' open' * pinned} class='case'><summary>{escape(name)}</summary>{content}</details>"
 
 
 def legend(entries: Sequence[tuple[str, int | str]]) -> str:

@@ -18,7 +18,7 @@ from torch.nn.functional import cosine_similarity, pad
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.predict.draft_gate import layers_by_draft_depth
 
 
@@ -71,12 +71,12 @@ def measure_predictability(
     drafter = engine.loop.drafter
     if not isinstance(drafter, DraftModel):
         raise UsageError("predictability needs a draft model; give one with --draft")
-    if not (engine.target.gates_found and drafter.network.has_taps):
+    if not (engine.target.gates_found and drafter.runner.has_hidden_states):
         raise UsageError(
             "the target's gates, or the draft's hidden states, cannot be had alone; nothing can be compared"
         )
     pieces = read_windows(engine, text, window, windows)
-    sums = _Sums(engine, drafter.network, span)
+    sums = _Sums(engine, drafter.runner, span)
     for done, tokens in enumerate(pieces):
         on_progress(done, len(pieces))
         sums.add(tokens)
@@ -100,7 +100,7 @@ def read_windows(engine: Engine, text: str, window: int, count: int) -> list[lis
 class _Sums:
     """Running totals over windows."""
 
-    def __init__(self, engine: Engine, draft: Network, span: int) -> None:
+    def __init__(self, engine: Engine, draft: ModelRunner, span: int) -> None:
         self._engine = engine
         self._target = engine.target
         self._draft = draft
@@ -144,8 +144,8 @@ class _Sums:
         )
 
     def _compare(self, layer: int, draft_taps: list[Tensor], target_taps: list[Tensor]) -> None:
-        site, figures, k = self._target.moe[layer], self._figures[layer], self._target.moe[layer].top_k
-        own = target_taps[site.depth]
+        moe_layer, figures, k = self._target.moe[layer], self._figures[layer], self._target.moe[layer].top_k
+        own = target_taps[moe_layer.depth]
         guess = draft_taps[self._draft_depth[layer]]
         real = self._target.rank(layer, own)  # [rows, experts], most likely first
         used = chosen_of(real, k)  # [rows, experts] bool
@@ -154,8 +154,8 @@ class _Sums:
         if layer:
             before = self._target.rank(layer, target_taps[self._target.moe[layer - 1].depth])
             figures.next_gate_recall += recall_of(used, chosen_of(before, k))
-        if self._engine.fitted is not None:
-            guess = self._engine.fitted([layer], guess[None])[0]
+        if self._engine.projection is not None:
+            guess = self._engine.projection([layer], guess[None])[0]
         elif self._draft.hidden_size != self._target.hidden_size:
             return  # nothing of the draft's fits the gate; the figures stay at zero
         predicted = self._target.rank(layer, guess)
@@ -169,20 +169,20 @@ class _Sums:
         figures.union_precision += recall_of(expected, together)
 
 
-def draft_depths(engine: Engine, draft: Network) -> list[int]:
+def draft_depths(engine: Engine, draft: ModelRunner) -> list[int]:
     """For each MoE layer, the draft's decoder layer that predicts it."""
     at = layers_by_draft_depth(engine.target.layer_depths, engine.target.depth_count, draft.depth_count)
     return [depth for depth, layers in enumerate(at) for _ in layers]
 
 
-def run_window(network: Network, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
+def run_window(runner: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
     """Every layer's residual stream after attention, and the logits of every position."""
-    taps: list[Tensor] = [torch.empty(0)] * network.depth_count
+    taps: list[Tensor] = [torch.empty(0)] * runner.depth_count
 
     def keep(depth: int, residual: Tensor) -> None:
         taps[depth] = residual  # [rows, hidden]
 
-    logits = network.forward(tokens, network.new_kv(len(tokens)), keep=len(tokens), on_tap=keep)
+    logits = runner.forward(tokens, runner.new_kv(len(tokens)), keep=len(tokens), on_hidden_states=keep)
     return taps, logits
 
 

@@ -13,7 +13,7 @@ from spmoe.config import Cutoff, CutoffMode, SamplingParams
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import Accepted, ExpertKey, Routing, Seen, Stage, Wishes
+from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Routing, Stage
 
 OBSERVED = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
 PROMPT = 32  # tokens of a prompt
@@ -21,7 +21,7 @@ _MARGIN = 4  # steps within which some text comes, so that a generation can be s
 _BY = (Stage.DRAFT, Stage.VERIFY)
 ALL_LAYERS = Cutoff(CutoffMode.NONE)
 
-Watch = Callable[[Generation], AbstractContextManager[None]]
+LayerObserver = Callable[[Generation], AbstractContextManager[None]]
 
 
 class Observer(PrefetchPolicy):
@@ -40,7 +40,7 @@ class Observer(PrefetchPolicy):
         self._by: dict[ExpertKey, Stage] = {}
         self._used: set[ExpertKey] = set()
 
-    def begin_step(self, request: int) -> Wishes:
+    def begin_step(self, request: int) -> PrefetchRequests:
         self._counted, self._request = request == self._request, request
         self._loaded = self._source.counters.useful_loads
         self._by, self._used = {}, set()
@@ -49,16 +49,16 @@ class Observer(PrefetchPolicy):
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         return self._inner.ask(stage, depths, residual)
 
-    def on_seen(self, seen: Seen) -> Wishes:
-        return self._note(self._inner.on_seen(seen), Stage.VERIFY if seen.stage is Stage.VERIFY else Stage.DRAFT)
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
+        return self._note(self._inner.on_chunk(seen), Stage.VERIFY if seen.stage is Stage.VERIFY else Stage.DRAFT)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._used.update(ExpertKey(layer, expert) for expert in experts)
         before, self._loaded = self._loaded, self._source.counters.useful_loads  # which counts this layer's by now
         self.missing[layer] += (self._loaded - before) * self._counted
         return self._note(self._inner.on_routed(layer, experts), Stage.VERIFY)
 
-    def on_accept(self, accepted: Accepted) -> None:
+    def on_accept(self, accepted: DraftOutcome) -> None:
         self._inner.on_accept(accepted)
         if not self._counted:
             return
@@ -67,11 +67,11 @@ class Observer(PrefetchPolicy):
             self.named[stage] += 1
             self.right[stage] += key in self._used
 
-    def _note(self, wishes: Wishes, stage: Stage) -> Wishes:
-        for key in map(ExpertKey, wishes.layers.tolist(), wishes.experts.tolist()):
+    def _note(self, prefetches: PrefetchRequests, stage: Stage) -> PrefetchRequests:
+        for key in map(ExpertKey, prefetches.layers.tolist(), prefetches.experts.tolist()):
             if self._source.cache.get(key) is None and key not in self._used:
                 self._by.setdefault(key, stage)
-        return wishes
+        return prefetches
 
 
 def observe(
@@ -79,7 +79,7 @@ def observe(
     draft_tokens: int,
     prompts: Sequence[list[int]],
     output_len: int,
-    watch: Watch = lambda generation: nullcontext(),
+    watch: LayerObserver = lambda generation: nullcontext(),
     policies: Sequence[str] = OBSERVED,
 ) -> tuple[Behaviour, ...]:
     """Run every prompt under each policy, in turns, after one to warm up; one that comes to another is left out."""
@@ -104,7 +104,7 @@ def observe(
     return tuple(_behaviour(engine, policy, draft_tokens, runs) for policy, runs in found.items())
 
 
-def generate(llm: LLM, prompt: list[int], output_len: int, watch: Watch) -> Completion:
+def generate(llm: LLM, prompt: list[int], output_len: int, watch: LayerObserver) -> Completion:
     """Greedy, to a length or a little beyond: drafts cut short at the end would be steps of another K."""
     engine = llm.engine
     room = min(output_len + _MARGIN * (engine.loop.draft_tokens + 1), engine.max_model_len - len(prompt))

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
 from spmoe.bench.apart import Apart
-from spmoe.bench.profile_behaviour import Watch, generate
+from spmoe.bench.profile_behaviour import LayerObserver, generate
 from spmoe.bench.profile_predict import Predictor
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.engine.llm import LLM, Completion
 from spmoe.predict.cutoff import ENOUGH_STEPS
 from spmoe.predict.latency import Costs
-from spmoe.predict.next_gate import draft_gate_of
+from spmoe.predict.next_gate import draft_gate_part
 
 _DRAFTED = "draft-gate"
 
@@ -141,19 +141,19 @@ def check_engine(
     output_len: int,
     repeat: int,
     tell: Callable[[str], None],
-    watch: Watch,
+    observer: LayerObserver,
 ) -> Check:
     """Run an engine's part of the sweep; `depths` None is every one."""
     found = Check([], [])
     layers, apart = len(llm.engine.store.experts), Apart(llm.engine)
     for k in draft_tokens:
-        chosen = _choices(llm, apart, k, prompts, output_len, watch) if k else None
+        chosen = _choices(llm, apart, k, prompts, output_len, observer) if k else None
         wanted = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
         cases = [Case(policy, k, None) for policy in ("on-demand", "next-gate") if _can(llm, policy, k)]
         if chosen is not None:
             cases += [Case(_DRAFTED, k, depth) for depth in sorted({*wanted, *chosen})]
         say = lambda words: tell(f"{memory}, {words}")  # noqa: E731
-        runs = _take_turns(llm, apart, cases, prompts, output_len, repeat, watch, say)
+        runs = _take_turns(llm, apart, cases, prompts, output_len, repeat, observer, say)
         rows = [_checked(llm, predictor, memory, case, runs[case]) for case in cases]
         found.rows.extend(rows)
         if chosen is not None:
@@ -171,19 +171,19 @@ def _can(llm: LLM, policy: str, k: int) -> bool:
 
 
 def _choices(
-    llm: LLM, apart: Apart, k: int, prompts: Sequence[list[int]], output_len: int, watch: Watch
+    llm: LLM, apart: Apart, k: int, prompts: Sequence[list[int]], output_len: int, observer: LayerObserver
 ) -> tuple[int, int] | None:
     """The depths that the two forms of the cutoff choose, once enough has been seen; None where no draft prefetches."""
     engine = llm.engine
     changes = {"prefetch": _DRAFTED, "num_speculative_tokens": k, "cutoff": Cutoff(CutoffMode.AUTO)}
     apart.enter(("choices", k), changes)
-    if draft_gate_of(engine.loop.policy) is None:
+    if draft_gate_part(engine.loop.policy) is None:
         return None
     before = engine.loop.counters.verified
     for number in range(ENOUGH_STEPS):
         if engine.loop.counters.verified - before >= ENOUGH_STEPS:
             break
-        generate(llm, prompts[number % len(prompts)], output_len, watch)
+        generate(llm, prompts[number % len(prompts)], output_len, observer)
     engine.learn_cutoff()
     analytic = engine.cutoff
     engine.reconfigure(cutoff=Cutoff(CutoffMode.JUST_IN_TIME))
@@ -203,7 +203,7 @@ def _take_turns(
     prompts: Sequence[list[int]],
     output_len: int,
     repeat: int,
-    watch: Watch,
+    observer: LayerObserver,
     tell: Callable[[str], None],
 ) -> dict[Case, list[Completion]]:
     """Every case on every prompt, one after the other, each turn beginning with another; the first turn warms up."""
@@ -214,7 +214,7 @@ def _take_turns(
         first = turn % len(cases)
         for case in [*cases[first:], *cases[:first]]:
             apart.enter(case, _changes(case))
-            completion = generate(llm, prompt, output_len, watch)
+            completion = generate(llm, prompt, output_len, observer)
             if turn:
                 found[case].append(completion)
             else:

@@ -14,14 +14,14 @@ from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.engine.profiling import Timed, Timer, expert_share, time_load, time_passes
 from spmoe.errors import UsageError
-from spmoe.experts.link import Link
+from spmoe.experts.link import EmulatedLink
 from spmoe.experts.store import ExpertFile
 from spmoe.files import read_into
 from spmoe.models.load import expert_file_path
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.shipped import sample_text
 from spmoe.predict.latency import evenly_needed
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 DRAFT_ROWS = (1, 2, 4, 8)
 VERIFY_ROWS = (1, 2, 3, 5, 9)
@@ -40,7 +40,7 @@ def measure_profile(engine: Engine, behave: Callable[[], tuple[Behaviour, ...]],
     if not engine.target.moe:
         raise UsageError("the model has no experts, so that there is nothing to profile")
     timer, text = Timer(engine.source, engine.clock, engine.room.backend.synchronize), text_tokens(engine)
-    spec, inner = engine.store, engine.draft.network if isinstance(engine.draft, DraftModel) else None
+    spec, inner = engine.store, engine.draft.runner if isinstance(engine.draft, DraftModel) else None
     with _undisturbed(engine):
         tell("timing the draft")
         draft = tuple(_pass_time(inner, rows, timer, text)[0] for rows in DRAFT_ROWS) if inner is not None else ()
@@ -62,7 +62,7 @@ def measure_profile(engine: Engine, behave: Callable[[], tuple[Behaviour, ...]],
 
 @contextmanager
 def _undisturbed(engine: Engine) -> Iterator[None]:
-    """No policy of its own, and eviction that any wish may claim a slot of."""
+    """No policy of its own, and eviction that any prefetch request may claim a slot of."""
     before = engine.config
     engine.reconfigure(prefetch="on-demand", eviction="lru", synchronous=False)
     try:
@@ -77,11 +77,11 @@ def text_tokens(engine: Engine) -> list[int]:
     found = engine.tokenizer(sample_text()[:_TEXT])["input_ids"] if engine.tokenizer is not None else []
     most = engine.target.vocab_size
     if isinstance(engine.draft, DraftModel):
-        most = min(most, engine.draft.network.vocab_size)
+        most = min(most, engine.draft.runner.vocab_size)
     return [token for token in found if token < most] or list(range(most))
 
 
-def _subject(engine: Engine, draft: Network | None) -> Subject:
+def _subject(engine: Engine, draft: ModelRunner | None) -> Subject:
     config, spec = engine.config, engine.store
     return Subject(
         config.model, config.draft, str(engine.dtype).removeprefix("torch."), engine.device.type, config.shape,
@@ -97,13 +97,13 @@ def _verify_rows(engine: Engine) -> list[int]:
 
 
 def _pass_time(
-    network: Network, rows: int, timer: Timer, text: Sequence[int], layers: int | None = None
+    runner: ModelRunner, rows: int, timer: Timer, text: Sequence[int], layers: int | None = None
 ) -> tuple[PassTime, list[Timed]]:
     """Of one network; per MoE layer of a target, else per decoder layer."""
-    found = time_passes(network, rows, timer, text, _PASSES)
+    found = time_passes(runner, rows, timer, text, _PASSES)
     times = [one.own_seconds for one in found]
     typical = median(times)
-    return PassTime(rows, min(times), typical, typical / (layers or network.depth_count)), found
+    return PassTime(rows, min(times), typical, typical / (layers or runner.depth_count)), found
 
 
 def _copies(engine: Engine) -> tuple[CopyTime, ...]:
@@ -133,7 +133,7 @@ def _mover(engine: Engine, most: int) -> Iterator[Callable[[int], list[float]]]:
         return several
 
     if engine.config.link_gbps is not None:
-        link = Link(engine.config.link_gbps * 1e9, clock)
+        link = EmulatedLink(engine.config.link_gbps * 1e9, clock)
         yield timed(lambda size: link.wait(link.enter(size, urgent=True)))
     elif engine.device.type == "cuda":
         yield lambda size: copy_seconds(engine.device, size, _TRIES, pinned=not engine.config.pageable)
@@ -187,12 +187,12 @@ def _make_absent(engine: Engine, layer: int, count: int) -> list[int]:
     return absent()
 
 
-def _contention(engine: Engine, network: Network, text: Sequence[int]) -> Contention | None:
+def _contention(engine: Engine, runner: ModelRunner, text: Sequence[int]) -> Contention | None:
     """Passes while wished-for experts move, and their copies, against each of them alone; in turns."""
     blobs = _Blobs(engine)
     if blobs.room < 2:
         return None
-    passing = _Passes(engine, network, text)
+    passing = _Passes(engine, runner, text)
     moved, seconds = blobs.fetch()
     once = passing.run(1)
     if not moved or not once:
@@ -203,7 +203,7 @@ def _contention(engine: Engine, network: Network, text: Sequence[int]) -> Conten
         alone.append(passing.run(passes) / passes)
         moved, seconds = blobs.fetch()
         loads += [seconds / moved] if moved else []
-        since, wished = engine.clock.now(), blobs.wish()
+        since, wished = engine.clock.now(), blobs.prefetch()
         together.append(passing.run(passes) / passes)
         took = engine.clock.now() - since
         engine.source.pump()  # which settles what has arrived
@@ -218,23 +218,23 @@ def _contention(engine: Engine, network: Network, text: Sequence[int]) -> Conten
 class _Passes:
     """Passes of one row, within whatever step has begun."""
 
-    def __init__(self, engine: Engine, network: Network, text: Sequence[int]) -> None:
-        self._engine, self._network, self._text = engine, network, text
+    def __init__(self, engine: Engine, runner: ModelRunner, text: Sequence[int]) -> None:
+        self._engine, self._network, self._text = engine, runner, text
 
     def run(self, count: int) -> float:
         """Seconds that they take, waiting for experts not included."""
-        engine, network = self._engine, self._network
-        kv = network.new_kv(count + 2)
-        network.forward([self._text[0]], kv, keep=1)
+        engine, runner = self._engine, self._network
+        kv = runner.new_kv(count + 2)
+        runner.forward([self._text[0]], kv, keep=1)
         engine.room.backend.synchronize()
         stalled, started = engine.source.counters.stall_seconds, engine.clock.now()
         for number in range(count):
-            network.forward([self._text[number % len(self._text)]], kv, keep=1)
+            runner.forward([self._text[number % len(self._text)]], kv, keep=1)
             _wait(engine)
             engine.source.pump()  # where nobody else keeps copies going
         took = engine.clock.now() - started
         engine.source.book_stalls()
-        network.give_back(kv)
+        runner.release_kv(kv)
         return max(0.0, took - (engine.source.counters.stall_seconds - stalled))
 
 
@@ -245,11 +245,11 @@ def _wait(engine: Engine) -> None:
         return
     point = cuda.recorder.new_event()
     point.record()
-    engine.source.transfer.sit_out(point)
+    engine.source.transfer.wait_and_pump(point)
 
 
 class _Blobs:
-    """Wishes for experts that no slot holds, as many at once as slots can be had for."""
+    """Prefetch requests for experts that no slot holds, as many at once as slots can be had for."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._source = engine, engine.source
@@ -257,8 +257,8 @@ class _Blobs:
         self.room = min(engine.slots - 1, engine.store.count - engine.slots)
         self._next = 0
 
-    def wish(self) -> list[ExpertKey]:
-        """Begin a step, and wish for some."""
+    def prefetch(self) -> list[ExpertKey]:
+        """Begin a step, and prefetch request for some."""
         self._source.begin_step()
         found: list[ExpertKey] = []
         for _ in self._keys:
@@ -266,7 +266,7 @@ class _Blobs:
             if len(found) < self.room and self._source.cache.get(self._keys[self._next]) is None:
                 found.append(self._keys[self._next])
         beyond = len(self._engine.store.experts)  # a deadline that no layer reaches
-        self._source.wish(Wishes.of(Wish(key, 1.0, beyond) for key in found))
+        self._source.prefetch(PrefetchRequests.of(PrefetchRequest(key, 1.0, beyond) for key in found))
         self._source.see_to_wishes()
         return found
 
@@ -278,7 +278,7 @@ class _Blobs:
     def fetch(self) -> tuple[int, float]:
         """Copy some with nothing else going on: how many, and how long that took."""
         self._source.synchronous = True
-        wished, started = self.wish(), self._engine.clock.now()
+        wished, started = self.prefetch(), self._engine.clock.now()
         self.settle()
         return self.arrived(wished), self._engine.clock.now() - started
 

@@ -170,7 +170,7 @@ def _speedups(found: Comparison) -> str:
             if any(found.bound(column) for column in columns):
                 rows.append([f"{ours} / oracle", *(_to_bound(found, ours, column) for column in columns)])
         grid = page.table(["", *(column.within for column in columns)], rows, ours, raw=True)
-        parts.append(page.folded(case, grid, opened=number == 0))
+        parts.append(page.folded(case, grid, pinned=number == 0))
     return "".join(parts)
 
 
@@ -319,7 +319,7 @@ def _by_budget(
             numbers = page.table(head, ([found.label(row), *data(row)] for row in rows))
             title = ", ".join(word for word in (what, case, name) if word)
             figures.append(page.figure(bar_chart(title, [bar(row) for row in rows], end), name, data=numbers))
-        parts.append(page.folded(case, "".join(figures), opened=number == 0))
+        parts.append(page.folded(case, "".join(figures), pinned=number == 0))
     return "".join(parts)
 
 

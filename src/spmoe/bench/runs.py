@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ALL = Size(share=1.0)
 _SAME_MACHINE = ("device", "processor", "torch", "transformers", "spmoe", "commit")  # or figures do not belong together
 
-Watch = Callable[[Generation], AbstractContextManager[None]]
+LayerObserver = Callable[[Generation], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Bench:
         self,
         job: Job,
         tell: Callable[[str], None],
-        watch: Watch = lambda generation: nullcontext(),
+        observer: LayerObserver = lambda generation: nullcontext(),
         stored: Stored | None = None,
         keep: Callable[[], None] = lambda: None,
     ) -> None:
@@ -127,7 +127,7 @@ class Bench:
         self.resident: list[Run] = []  # with every expert in a slot
         self.facts: Facts | None = None
         self._tell = tell
-        self._watch = watch
+        self._watch = observer
         self._keep = keep
         self._told: set[str] = set()
         self._store: HostStore | None = None
@@ -219,7 +219,7 @@ class Bench:
                 _require_same(self.stored.machine, machine(engine.device))
             self._tell("measuring the link and the memory")
             ceilings = measure_ceilings(engine)
-            draft = engine.draft.network.resident_bytes if isinstance(engine.draft, DraftModel) else 0
+            draft = engine.draft.runner.resident_bytes if isinstance(engine.draft, DraftModel) else 0
             self.facts = Facts(
                 engine.device, engine.dtype, engine.store, engine.target.top_k, engine.memory, ceilings,
                 engine.target.resident_bytes, draft,

@@ -57,7 +57,7 @@ class Matrix:
     warmup: int = 1
     dtype: str = "auto"
     device: str = "auto"
-    fitted: bool = True
+    projection: bool = True
     enforce_eager: bool = False
 
 
@@ -273,6 +273,6 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
     "warmup": _whole(0),
     "dtype": _one_of(*DTYPES),
     "device": _one_of(*DEVICES),
-    "fitted": _flag,
+    "projection": _flag,
     "enforce_eager": _flag,
 }

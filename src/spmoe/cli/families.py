@@ -16,7 +16,7 @@ from spmoe.errors import UsageError
 from spmoe.files import write_text
 
 if TYPE_CHECKING:
-    from spmoe.bench.families import Verdict
+    from spmoe.bench.families import VerifyResult
 
 
 def families(
@@ -46,14 +46,14 @@ def families(
     if unknown := [name for name in names or () if name not in there]:
         raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(there)}")
     chosen, checks = list(dict.fromkeys(names or there)), page.checks_on(device)
-    told: list[Verdict] = []
+    told: list[VerifyResult] = []
     stderr().print(f"{len(chosen)} families of transformers {version} on {name}", soft_wrap=True)
 
-    def tell(verdict: Verdict, seconds: float) -> None:
-        told.append(verdict)
-        said = "ok" if verdict.holds else "no"
-        stderr().print(f"[{len(told)}/{len(chosen)}] {verdict.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
-        for line in _reasons([verdict], checks):
+    def tell(result: VerifyResult, seconds: float) -> None:
+        told.append(result)
+        said = "ok" if result.holds else "no"
+        stderr().print(f"[{len(told)}/{len(chosen)}] {result.family}: {said} ({seconds:.1f} s)", soft_wrap=True)
+        for line in _reasons([result], checks):
             stderr().print(f"  {line}", soft_wrap=True, markup=False)
         if markdown is not None:  # what is known is kept, however this ends
             write_text(markdown, page.markdown(sorted(told, key=lambda one: one.family), version, device))
@@ -68,24 +68,24 @@ def families(
         console.print(_table(verdicts, checks))
         for line in _reasons(verdicts, checks):
             console.print(line, soft_wrap=True)
-    if names and not all(verdict.holds for verdict in verdicts):
+    if names and not all(result.holds for result in verdicts):
         raise typer.Exit(1)
 
 
-def _table(verdicts: list[Verdict], checks: tuple[str, ...]) -> Table:
+def _table(verdicts: list[VerifyResult], checks: tuple[str, ...]) -> Table:
     from spmoe.bench.families_page import short
 
     table = Table(box=None, pad_edge=False)
     for heading in ("family", *checks):
         table.add_column(heading, no_wrap=True)
-    for verdict in verdicts:
-        answers = verdict.to_dict()
-        table.add_row(verdict.family, *(short(answers[check]) for check in checks))
-    counts = [sum(verdict.to_dict()[check] == "ok" for verdict in verdicts) for check in checks]
+    for result in verdicts:
+        answers = result.to_dict()
+        table.add_row(result.family, *(short(answers[check]) for check in checks))
+    counts = [sum(result.to_dict()[check] == "ok" for result in verdicts) for check in checks]
     table.add_row("", *(f"{count} of {len(verdicts)}" for count in counts))
     return table
 
 
-def _reasons(verdicts: list[Verdict], checks: tuple[str, ...]) -> list[str]:
+def _reasons(verdicts: list[VerifyResult], checks: tuple[str, ...]) -> list[str]:
     answers = [(v.family, check, v.to_dict()[check]) for v in verdicts for check in checks]
     return [f"{family}, {check}: {answer}" for family, check, answer in answers if answer != "ok"]

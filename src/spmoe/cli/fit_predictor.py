@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
 
 
-@takes_shared_options_but("prefetch", "cutoff", "synchronous", "fitted")  # nothing is fetched ahead
+@takes_shared_options_but("prefetch", "cutoff", "synchronous", "projection")  # nothing is fetched ahead
 def fit_predictor(
     engine: dict[str, Any],
     text: Annotated[Path, typer.Option(help="Text to fit on, of the kind that the model is to write.")],
@@ -27,7 +27,7 @@ def fit_predictor(
 ) -> None:
     """Fit the maps through which a draft's hidden states go to the target's gates, and keep them for this pair.
 
-    From then on every verb uses them, unless told --no-fitted. Runs through the offloading engine.
+    From then on every verb uses them, unless told --no-projection. Runs through the offloading engine.
     """
     from spmoe.bench.fit_predictor import fit_predictor as fit
     from spmoe.models.predictors import write_predictor
@@ -35,7 +35,7 @@ def fit_predictor(
 
     words = read_text_file(text)
     with (
-        load({**engine, "prefetch": "on-demand", "fitted": False}, progress=not as_json) as llm,
+        load({**engine, "prefetch": "on-demand", "projection": False}, progress=not as_json) as llm,
         progress_bar("Fitting", not as_json and sys.stderr.isatty()) as report,
     ):
         result = fit(llm.engine, words, window, windows, report)

@@ -59,7 +59,7 @@ def _table(plan: Plan) -> Table:
     if plan.device == "cpu":
         table.add_row("expert file", f"{plan.expert_file} ({'built' if plan.expert_file_built else 'not built yet'})")
     else:
-        table.add_row("expert store", "page-locked host memory, filled when the model is loaded")
+        table.add_row("expert store", "pinned host memory, filled when the model is loaded")
     table.add_row("", "")
     table.add_row("device", plan.device)
     table.add_row("resident", f"{format_bytes(plan.resident_bytes)} target without experts")

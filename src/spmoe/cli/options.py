@@ -48,8 +48,9 @@ def _engine(
     cutoff: Annotated[
         str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
     ] = "auto",
-    fitted: Annotated[
-        bool, typer.Option("--fitted/--no-fitted", help="Predict through maps that `spmoe fit-predictor` fitted.")
+    projection: Annotated[
+        bool,
+        typer.Option("--projection/--no-projection", help="Predict through maps that `spmoe fit-predictor` fitted."),
     ] = True,
     eviction: Annotated[
         str, typer.Option(help=f"What leaves full slots: {', '.join(EVICTIONS)}; auto: what suits the policy.")

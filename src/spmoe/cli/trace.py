@@ -66,7 +66,7 @@ def record_trace(
     chosen, bar, stopped = find_prompts(prompts).first(max_prompts).prompts, not as_json and sys.stderr.isatty(), False
 
     @contextmanager
-    def watch(generation: Generation) -> Iterator[None]:
+    def observer(generation: Generation) -> Iterator[None]:
         nonlocal stopped
         with ctrl_c_stops(generation):
             yield
@@ -76,7 +76,7 @@ def record_trace(
         load({**engine, "enforce_eager": True}, progress=not as_json) as llm,
         progress_bar("Recording", bar) as report,
     ):
-        made = record(llm, list(chosen), params, watch, report)
+        made = record(llm, list(chosen), params, observer, report)
     made.save(output)
     size = output.stat().st_size
     facts = {"file": str(output), "bytes": size, "steps": len(made), "verified_steps": made.verified}
@@ -119,7 +119,10 @@ def replay_trace(
         float | None, typer.Option(min=0, help="As if a layer of the target took this long, its experts resident.")
     ] = None,
     transfer: Annotated[
-        str, typer.Option(help="How copies move: 'recorded', or 'cuda' (wishes in chunks that a demand overtakes).")
+        str,
+        typer.Option(
+            help="How copies move: 'recorded', or 'cuda' (prefetch requests in chunks that a demand overtakes)."
+        ),
     ] = "recorded",
     chrome: Annotated[
         Path | None, typer.Option(help="Write the last steps as Chrome trace events (for Perfetto) to this file.")

@@ -10,27 +10,27 @@ from torch import Tensor
 from spmoe import types
 
 
-class OnSeen(Protocol):
-    """Who looks on: `ask` is what to compute about a slab of layers, a call hands the slab and the answer over."""
+class ChunkObserver(Protocol):
+    """Who looks on: `ask` is what to compute about a chunk of layers, a call hands the chunk and the answer over."""
 
     def ask(self, depths: range, residual: Tensor) -> types.Routing | None:  # residual: [depths, rows, hidden]
         ...
 
-    def __call__(self, seen: types.Seen) -> None: ...
+    def __call__(self, seen: types.LayerChunk) -> None: ...
 
 
 class Drafter(Protocol):
     """Proposes up to k tokens per sequence. It keeps its own state of every sequence until told to release it."""
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
         """Catch up with the sequences' tokens and propose k more each; k = 0 only catches up with a new prompt."""
         ...
 
-    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
         """k tokens of this sequence will be asked for next: let the device find them already, if it can by itself."""
         ...
 
-    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
         """Greedy drafts of up to k tokens will be asked for: have recorded what can be."""
         ...
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from spmoe import types
-from spmoe.draft.base import OnSeen
+from spmoe.draft.base import ChunkObserver
 
 LONGEST, SHORTEST = 4, 2  # of the n-grams looked for; one token alone says too little, and a wrong guess costs loads
 
@@ -43,13 +43,13 @@ class NgramDraft:
         self._device = device
         self._indexes: dict[int, _Index] = {}
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
         return [self._propose(sequence, k) for sequence in sequences]
 
-    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
         pass
 
-    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
         pass
 
     def rewind(self, lengths: Mapping[int, int]) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmoe import types
-from spmoe.draft.base import OnSeen
+from spmoe.draft.base import ChunkObserver
 
 
 class NoDraft:
     """Proposes nothing."""
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_seen: OnSeen | None) -> list[types.Draft]:
+    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
         return [types.Draft([]) for _ in sequences]
 
-    def begin(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> None:
+    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
         pass
 
-    def prepare(self, k: int, on_seen: OnSeen | None) -> None:
+    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
         pass
 
     def rewind(self, lengths: Mapping[int, int]) -> None:

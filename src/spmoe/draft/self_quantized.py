@@ -16,30 +16,30 @@ from torch import Tensor, nn
 
 from spmoe import types
 from spmoe.backends.quantize import QuantizedExperts
-from spmoe.draft.base import OnSeen
+from spmoe.draft.base import ChunkObserver
 from spmoe.draft.model import DraftModel
-from spmoe.models.experts_port import attach
+from spmoe.models.experts_seam import attach
+from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
-from spmoe.models.network import Network
-from spmoe.models.taps import OnSlab, Watch
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 
 if TYPE_CHECKING:
-    from spmoe.backends.graphs import Recorder
+    from spmoe.backends.graphs import GraphRecorder
 
 
-class SelfNetwork(Network):
+class QuantizedSelfRunner(ModelRunner):
     """A target's modules, which see quantized experts while a forward of this network runs."""
 
     def __init__(self, target: Target, experts: QuantizedExperts) -> None:
         super().__init__(target.model)
-        self.anatomy = replace(self.anatomy, kv_bytes_per_token=0)  # there is but the target's own state
+        self.inspection = replace(self.inspection, kv_bytes_per_token=0)  # there is but the target's own state
         self._target = target
         self._experts = experts
-        self._sites = [(site.experts, _Port(self, layer)) for layer, site in enumerate(self.anatomy.moe)]
-        self._on_slab: OnSlab | None = None
-        self._slab = 0  # layers that are told of together
-        self._routed: list[tuple[Tensor, Tensor]] = []  # by MoE layer, since the last slab
+        self._sites = [(moe_layer.experts, _Port(self, layer)) for layer, moe_layer in enumerate(self.inspection.moe)]
+        self._capture_chunk: OnChunk | None = None
+        self._chunk_size = 0  # layers that are told of together
+        self._routed: list[tuple[Tensor, Tensor]] = []  # by MoE layer, since the last chunk
 
     @property
     def spare_states(self) -> list[KvState]:
@@ -51,35 +51,35 @@ class SelfNetwork(Network):
         """Of the quantized experts; all else is the target's."""
         return self._experts.nbytes
 
-    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
+    def capture_forwards(self, recorder: GraphRecorder, rows: int, positions: int) -> str | None:
         """As any network's; but the modules are the target's, which comes first."""
         if not self._target.records:
             return "those of the target are not"
-        return super().record_forwards(recorder, rows, positions)
+        return super().capture_forwards(recorder, rows, positions)
 
     def run(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """One layer's experts, after telling of the choice."""
-        if self._on_slab is not None:
+        if self._capture_chunk is not None:
             self._routed.append((index, weights))
-            if len(self._routed) == self._slab or layer == len(self._sites) - 1:
-                self._tell(self._on_slab, layer)
+            if len(self._routed) == self._chunk_size or layer == len(self._sites) - 1:
+                self._tell(self._capture_chunk, layer)
         return self._experts.run(layer, experts, hidden, index, weights)
 
-    def _tell(self, on_slab: OnSlab, layer: int) -> None:
-        sites, count = self.anatomy.moe, len(self._routed)
-        depths = range(sites[layer + 1 - count].depth, sites[layer].depth + 1)
+    def _tell(self, on_layers: OnChunk, layer: int) -> None:
+        moe_layers, count = self.inspection.moe, len(self._routed)
+        depths = range(moe_layers[layer + 1 - count].depth, moe_layers[layer].depth + 1)
         scores = torch.stack([weights for _, weights in self._routed]).float()
         scores = scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)
         routing = types.Routing(torch.stack([index for index, _ in self._routed]), scores)
         self._routed.clear()
-        on_slab(depths, scores.new_empty(0), routing)
+        on_layers(depths, scores.new_empty(0), routing)
 
     @contextmanager
-    def watching(self, watch: Watch | None, on_slab: OnSlab | None = None) -> Iterator[None]:
+    def observing(self, observer: LayerObserver | None, on_layers: OnChunk | None = None) -> Iterator[None]:
         """Run with quantized experts inside; nothing is asked of a watch, and states are not shown: routers choose."""
-        before: list[Any] = [experts.spmoe_port for experts, _ in self._sites]
-        if watch is not None:
-            self._on_slab, self._slab = on_slab or watch.tell, -(-len(self._sites) // watch.slabs)
+        before: list[Any] = [experts.spmoe_forward for experts, _ in self._sites]
+        if observer is not None:
+            self._capture_chunk, self._chunk_size = on_layers or observer.tell, -(-len(self._sites) // observer.chunks)
         self._routed.clear()
         try:  # from here on: an interrupt must not leave the target with what is the draft's
             for experts, port in self._sites:
@@ -94,14 +94,14 @@ class SelfNetwork(Network):
                     break
                 except KeyboardInterrupt as error:  # first all of them
                     interrupt = error
-            self._on_slab = None
+            self._capture_chunk = None
             if interrupt is not None:
                 raise interrupt
 
 
 class _Port:
-    def __init__(self, network: SelfNetwork, layer: int) -> None:
-        self._network = network
+    def __init__(self, runner: QuantizedSelfRunner, layer: int) -> None:
+        self._network = runner
         self._layer = layer
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class _Port:
 class SelfDraft(DraftModel):
     """Drafts with a target's quantized self, where the target is in the sequence."""
 
-    def __init__(self, network: SelfNetwork, prefill_chunk: int, states: MutableMapping[int, KvState]) -> None:
-        super().__init__(network, network.vocab_size, prefill_chunk)
+    def __init__(self, runner: QuantizedSelfRunner, prefill_chunk: int, states: MutableMapping[int, KvState]) -> None:
+        super().__init__(runner, runner.vocab_size, prefill_chunk)
         self._states = states  # the target's, which the loop makes, rolls back and releases
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
@@ -121,13 +121,13 @@ class SelfDraft(DraftModel):
     def release(self, sequence_id: int) -> None:
         self._begun = None
 
-    def _propose(self, sequence: types.Sequence, k: int, on_seen: OnSeen | None) -> types.Draft:
+    def _propose(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> types.Draft:
         if k == 0:
             return types.Draft([])
         kv = self._states[sequence.id]
         length = kv.length
         kv.mark()
         try:
-            return super()._propose(sequence, k, on_seen)
+            return super()._propose(sequence, k, on_chunk)
         finally:
             kv.rewind(length)  # the target writes the same positions again

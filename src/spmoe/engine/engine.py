@@ -18,7 +18,7 @@ from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
 from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.engine.profiling import write_profile
-from spmoe.engine.room import Room
+from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction
 from spmoe.experts.filling import exchange, residents
@@ -31,16 +31,16 @@ from spmoe.observe.ledger import Counters
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff
 from spmoe.predict.draft_length import DraftLength
-from spmoe.predict.fitted import Fitted
-from spmoe.predict.next_gate import draft_gate_of
+from spmoe.predict.next_gate import draft_gate_part
 from spmoe.predict.oracle import Recording, RoutingRecorder
+from spmoe.predict.projection import HiddenStateProjection
 from spmoe.types import ExpertKey
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
 
 
 @dataclass
-class Experience:
+class LearnedState:
     """What requests leave to the next: experts in slots, and what rules and policies have learnt."""
 
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
@@ -65,14 +65,14 @@ class Engine:
     clock: Clock
     max_model_len: int
     device: torch.device
-    room: Room
+    room: ExpertRuntime
     memory: MemoryPlan
     checkpoint: Checkpoint
     draft_checkpoint: Checkpoint | None
     draft: Drafter | None  # the loop has it while K > 0
     make_policy: Callable[[Engine], PrefetchPolicy]
-    experience: Experience
-    fitted: Fitted | None = None  # maps from the draft's states to the target's
+    learned: LearnedState
+    projection: HiddenStateProjection | None = None  # maps from the draft's states to the target's
     profile: Profile | None = None
     cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
@@ -81,7 +81,7 @@ class Engine:
     recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
-    def reconfigure(self, experience: Experience | None = None, **changes: Any) -> None:
+    def reconfigure(self, learned: LearnedState | None = None, **changes: Any) -> None:
         """Change any of `CHANGEABLE` between two requests, without a reload; what was learnt for either is kept.
 
         With the experience of other requests, of this eviction rule, go on as if those had been the last.
@@ -95,15 +95,15 @@ class Engine:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if self.recording is None:
             config.refuse_oracle()
-        if config == self.config and experience is None:
+        if config == self.config and learned is None:
             return
         self._keep_learnt()
-        rule, known = config.eviction_rule, (experience or self.experience).evictions
+        rule, known = config.eviction_rule, (learned or self.learned).evictions
         if new := rule not in known:
             known[rule] = make_eviction(rule, self.store.experts)
-        if experience is not None:
-            self.experience.residents, self.experience = residents(self.source), experience
-            exchange(self.source, known[rule], [] if new else experience.residents)  # a new rule knows of nobody there
+        if learned is not None:
+            self.learned.residents, self.learned = residents(self.source), learned
+            exchange(self.source, known[rule], [] if new else learned.residents)  # a new rule knows of nobody there
         elif rule != self.config.eviction_rule:
             self.source.change_eviction(known[rule])
         self.config = config
@@ -127,7 +127,7 @@ class Engine:
 
     def learn_cutoff(self) -> None:
         """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
-        counters, policy = self.loop.counters.minus(self.since), draft_gate_of(self.loop.policy)
+        counters, policy = self.loop.counters.minus(self.since), draft_gate_part(self.loop.policy)
         if self.profile is None or policy is None or counters.verified < ENOUGH_STEPS:
             return
         layers = len(self.target.moe)
@@ -140,7 +140,7 @@ class Engine:
         """Who chooses how many tokens are drafted, with what it has learnt, where that is left open."""
         if config.num_speculative_tokens != "auto" or self.draft is None:
             return None
-        known, name = self.experience.lengths, config.prefetch
+        known, name = self.learned.lengths, config.prefetch
         if name not in known:
             known[name] = DraftLength(max(self.store.experts), self.target.top_k, config.most_draft_tokens)
         return known[name]
@@ -161,4 +161,4 @@ class Engine:
         self.learn_cutoff()
         if self.profile_file is not None and self.profile is not None:
             self.learnt[self.profile_file] = self.profile
-            self.experience.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))
+            self.learned.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))

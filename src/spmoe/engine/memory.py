@@ -13,8 +13,8 @@ from spmoe.config import EngineConfig, format_bytes
 from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
-from spmoe.models.network import Network, state_capacity
 from spmoe.models.rotary_table import table_bytes
+from spmoe.models.runner import ModelRunner, state_capacity
 
 _AUTO_SHARE = 0.95  # of the free memory of a device
 _USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-model-len is not given
@@ -23,7 +23,7 @@ _USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-mode
 def divide_memory(
     config: EngineConfig,
     device: torch.device,
-    networks: Sequence[Network],
+    runners: Sequence[ModelRunner],
     spec: StoreSpec,
     top_k: int,
     limit: int,
@@ -31,10 +31,10 @@ def divide_memory(
 ) -> MemoryPlan:
     """Divide a device's memory among weights, attention states, workspace and, with the rest, slots."""
     # limit: positions that a sequence may have; maps: bytes of a fitted predictor
-    weights = sum(network.resident_bytes for network in networks) + maps
-    per_token = sum(network.anatomy.kv_bytes_per_token for network in networks)
-    tables = sum(table_bytes(model, limit, model.dtype) for model in {n.model for n in networks})
-    positions = min(n.max_positions for n in networks)
+    weights = sum(runner.resident_bytes for runner in runners) + maps
+    per_token = sum(runner.inspection.kv_bytes_per_token for runner in runners)
+    tables = sum(table_bytes(model, limit, model.dtype) for model in {n.model for n in runners})
+    positions = min(n.max_positions for n in runners)
     return plan_memory(config, device, spec, top_k, weights, per_token, positions, tables)
 
 

@@ -11,12 +11,12 @@ from torch import nn
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
-from spmoe.engine.materials import quantized_experts
+from spmoe.engine.loading import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
-from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.checkpoint import Checkpoint, building
-from spmoe.models.experts_port import experts_modules, take_over
+from spmoe.models.experts_seam import experts_modules, take_over
+from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import find_predictor
 from spmoe.models.rotary_table import table_bytes
@@ -70,9 +70,9 @@ def make_plan(config: EngineConfig) -> Plan:
     checkpoint = Checkpoint.find(config.model)
     dtype = checkpoint.dtype(config.dtype)
     model = load_skeleton(checkpoint)
-    anatomy = _dissect(checkpoint, model)
-    spec = store_spec(checkpoint, model, [site.path for site in anatomy.moe], dtype)
-    top_k = max(site.top_k for site in anatomy.moe)
+    inspection = _inspect(checkpoint, model)
+    spec = store_spec(checkpoint, model, [moe_layer.path for moe_layer in inspection.moe], dtype)
+    top_k = max(moe_layer.top_k for moe_layer in inspection.moe)
     path = expert_file_path(checkpoint, dtype)
     text = checkpoint.config.get_text_config(decoder=True)
 
@@ -81,15 +81,15 @@ def make_plan(config: EngineConfig) -> Plan:
     if draft_model is not None and any(True for _ in experts_modules(draft_model)):
         take_over(draft_model)  # experts cannot run without weights
     draft_tokens = config.most_draft_tokens if config.draft is not None else 0
-    networks = [(model, anatomy)] + ([(draft_model, _dissect(draft, draft_model))] if draft is not None else [])
-    device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in networks)
-    per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in networks)
+    runners = [(model, inspection)] + ([(draft_model, _inspect(draft, draft_model))] if draft is not None else [])
+    device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in runners)
+    per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in runners)
     predictor = _predictor(config, checkpoint, draft)
-    own = quantized_experts(spec, anatomy.moe, config.own_draft).nbytes if config.own_draft else 0
-    maps = len(anatomy.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
+    own = quantized_experts(spec, inspection.moe, config.own_draft).nbytes if config.own_draft else 0
+    maps = len(inspection.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
     positions: int = text.max_position_embeddings
     context = min(config.max_model_len or positions, positions)
-    tables = sum(table_bytes(m, context, dtype) for m, _ in networks)
+    tables = sum(table_bytes(m, context, dtype) for m, _ in runners)
     memory = plan_memory(config, device, spec, top_k, weights + maps + own, per_token, positions, tables)
     slots = memory.slots
     profile, layers = None, None
@@ -104,8 +104,8 @@ def make_plan(config: EngineConfig) -> Plan:
         model=config.model,
         architecture=type(model).__name__,
         dtype=str(dtype).removeprefix("torch."),
-        decoder_layers=anatomy.depth_count,
-        moe_layers=len(anatomy.moe),
+        decoder_layers=inspection.depth_count,
+        moe_layers=len(inspection.moe),
         experts_per_layer=max(spec.experts),
         top_k=top_k,
         context=context,
@@ -120,7 +120,7 @@ def make_plan(config: EngineConfig) -> Plan:
         workspace_bytes=memory.workspace,
         planned_context=memory.context,
         device_memory_limit=memory.limit,
-        kv_bytes_per_token=anatomy.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
+        kv_bytes_per_token=inspection.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
         expert_file=str(path),
         expert_file_built=path.exists(),
         draft=config.draft if draft_tokens else None,
@@ -144,13 +144,13 @@ def _prefetch(config: EngineConfig, fits: bool) -> str:
     return "next-gate" if own_signals else "on-demand"
 
 
-def _dissect(checkpoint: Checkpoint, model: Any) -> Anatomy:
+def _inspect(checkpoint: Checkpoint, model: Any) -> Inspection:
     with building(checkpoint):
-        return dissect(model)
+        return inspect_model(model)
 
 
 def _predictor(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:
-    if draft is None or not config.fitted or config.shape is not None:
+    if draft is None or not config.projection or config.shape is not None:
         return None
     return find_predictor(checkpoint, draft)
 

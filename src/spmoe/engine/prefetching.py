@@ -7,11 +7,11 @@ from collections.abc import Callable
 from spmoe.config import CutoffMode
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
-from spmoe.draft.self_quantized import SelfNetwork
+from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.activation import Activation
@@ -19,18 +19,18 @@ from spmoe.predict.adaptive import Adaptive
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import choose_cutoff
 from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.fitted import Fitted
-from spmoe.predict.next_gate import Both, NextGate
+from spmoe.predict.next_gate import CombinedPolicy, NextGate
 from spmoe.predict.on_demand import OnDemand
 from spmoe.predict.oracle import Oracle
+from spmoe.predict.projection import HiddenStateProjection
 
 
 def make_policy(engine: Engine) -> PrefetchPolicy:
     """The policy asked for, or what is left of it; what is missing becomes a notice."""
     wanted, target = engine.config.prefetch, engine.target
-    own_signals = bool(target.gated) and target.has_taps
+    own_signals = bool(target.gated) and target.has_hidden_states
     if wanted == "oracle":
-        return Oracle(lambda: engine.recording or [])  # without a budget: what it wishes for is needed
+        return Oracle(lambda: engine.recording or [])  # without a budget: what it prefetch requests for is needed
     if wanted == "activation":
         policy = _kept(engine, lambda: Activation(engine.store.experts))
     elif wanted == "adaptive" and own_signals:
@@ -47,7 +47,7 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
 def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
     """A policy with what it learnt when it ran before."""
     name = (engine.config.prefetch, engine.config.num_speculative_tokens)
-    policies = engine.experience.policies
+    policies = engine.learned.policies
     if name not in policies:
         policies[name] = make()
     return policies[name]
@@ -68,14 +68,14 @@ def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
     elif "next-gate" in wanted or wanted == "adaptive":
         _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
     if first is not None and second is not None:
-        return Both(first, second)
+        return CombinedPolicy(first, second)
     return first or second or OnDemand()
 
 
 def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
     """Prediction from the draft, its cutoff taken from a profile that is made if there is none yet."""
     config, target = engine.config, engine.target
-    if (reason := _no_prediction(target, drafter.network, engine.fitted)) is not None:
+    if (reason := _no_prediction(target, drafter.runner, engine.projection)) is not None:
         _note(engine, f"{reason}; experts are loaded on demand")
         return None
     usual = usual_draft_tokens(config.num_speculative_tokens)
@@ -83,22 +83,22 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
     if config.cutoff.mode is not CutoffMode.FIXED:
         file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
         engine.profile_file = file
-        engine.profile, steps = engine.experience.learnt.get(file, (read_profile(file), Counters()))
+        engine.profile, steps = engine.learned.learnt.get(file, (read_profile(file), Counters()))
         if engine.profile is None:
             wait = engine.room.backend.synchronize
-            engine.profile = measure(target, drafter.network, engine.source, inputs, engine.clock, wait)
+            engine.profile = measure(target, drafter.runner, engine.source, inputs, engine.clock, wait)
             write_profile(file, engine.profile)
         engine.since = engine.loop.counters.minus(steps)
     engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
-    only = None if isinstance(drafter.network, SelfNetwork) else target.gated  # its own routers answer for all
-    return DraftGate(target, drafter.network.depth_count, engine.cutoff, engine.fitted, only)
+    only = None if isinstance(drafter.runner, QuantizedSelfRunner) else target.gated  # its own routers answer for all
+    return DraftGate(target, drafter.runner.depth_count, engine.cutoff, engine.projection, only)
 
 
 def _note_silent_layers(engine: Engine, policy: PrefetchPolicy) -> None:
     """Say so where gates are asked and some layers have none that can be."""
     target, drafter = engine.target, engine.loop.drafter
-    own_routers = isinstance(drafter, DraftModel) and isinstance(drafter.network, SelfNetwork)
-    asks = isinstance(policy, (NextGate, Both)) or (isinstance(policy, DraftGate) and not own_routers)
+    own_routers = isinstance(drafter, DraftModel) and isinstance(drafter.runner, QuantizedSelfRunner)
+    asks = isinstance(policy, (NextGate, CombinedPolicy)) or (isinstance(policy, DraftGate) and not own_routers)
     if asks and not target.gates_found:
         count, layers = len(target.moe) - len(target.gated), len(target.moe)
         _note(
@@ -112,15 +112,15 @@ def _note(engine: Engine, notice: str) -> None:
         engine.notices.append(notice)
 
 
-def _no_prediction(target: Target, draft: Network, fitted: Fitted | None) -> str | None:
+def _no_prediction(target: Target, draft: ModelRunner, projection: HiddenStateProjection | None) -> str | None:
     """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
-    if isinstance(draft, SelfNetwork):
+    if isinstance(draft, QuantizedSelfRunner):
         return None  # its own routers answer
     if not target.gated:
         return "the target's gates cannot be called alone"
-    if not draft.has_taps:
+    if not draft.has_hidden_states:
         return "the draft's hidden states cannot be tapped"
-    if draft.hidden_size != target.hidden_size and fitted is None:
+    if draft.hidden_size != target.hidden_size and projection is None:
         return (
             f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate "
             "unless `spmoe fit-predictor` fits maps between them"

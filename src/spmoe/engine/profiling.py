@@ -18,7 +18,7 @@ import torch
 from spmoe.config import home
 from spmoe.experts.source import ExpertSource
 from spmoe.files import replacing
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
@@ -58,7 +58,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def measure(
     target: Target,
-    draft: Network,
+    draft: ModelRunner,
     source: ExpertSource,
     inputs: CutoffInputs,
     clock: Clock,
@@ -141,21 +141,21 @@ class Timer:
 
 
 def time_passes(
-    network: Network, rows: int, timer: Timer, text: Sequence[int] | None = None, passes: int = PASSES
+    runner: ModelRunner, rows: int, timer: Timer, text: Sequence[int] | None = None, passes: int = PASSES
 ) -> list[Timed]:
     """Passes of so many rows, each continuing the one before, over a text or any tokens; one before does not count."""
-    text = text or range(network.vocab_size)
-    kv = network.new_kv(rows * (passes + 2) + 1)
+    text = text or range(runner.vocab_size)
+    kv = runner.new_kv(rows * (passes + 2) + 1)
     found = []
     try:
-        network.forward(
+        runner.forward(
             [text[0]], kv, keep=1
         )  # a state that has begun: only such a one is continued by recorded forwards
         for number in range(passes + 1):
             tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
-            found.append(timer.time(lambda tokens=tokens: network.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
+            found.append(timer.time(lambda tokens=tokens: runner.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
     finally:
-        network.give_back(kv)
+        runner.release_kv(kv)
     return found[1:]
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmoe.experts.batches import PinnedLayer
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.transfer import Ticket
-from spmoe.experts.valued import Valued
-from spmoe.experts.waves import Opened
+from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.transfer import CopyHandle
 from spmoe.types import ExpertKey, Residency
 
 
@@ -26,9 +26,9 @@ class Entry:
 
     key: ExpertKey
     slot: int
-    prefetched: bool  # came by a wish and has not been needed yet
+    prefetched: bool  # came by a prefetch request and has not been needed yet
     state: Residency = Residency.LOADING
-    ticket: Ticket | None = None  # while LOADING, and after a failure
+    handle: CopyHandle | None = None  # while LOADING, and after a failure
     pins: int = 0
 
 
@@ -61,8 +61,8 @@ class ExpertCache:
     def change_eviction(self, eviction: Eviction) -> None:
         """Another rule decides from now on; the old one is told that everything left, the new one that it came."""
         for key in self._entries:
-            self.eviction.removed(key)
-            eviction.inserted(key)
+            self.eviction.on_remove(key)
+            eviction.on_insert(key)
         self.eviction = eviction
 
     def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[Entry]:
@@ -70,7 +70,7 @@ class ExpertCache:
 
         Neither that rule nor the one before is told of it: each knows what it left.
         """
-        self.eviction = Valued([self.present.shape[1]] * self.present.shape[0])
+        self.eviction = ScoredEviction([self.present.shape[1]] * self.present.shape[0])
         for key in [key for key in self._entries if key not in keys]:
             self._remove(key)
         loading = [self._place(key, False, None).entry for key in keys if key not in self._entries]
@@ -85,16 +85,16 @@ class ExpertCache:
         """Everything that has a slot."""
         return list(self._entries.values())
 
-    def open(self, layer: int) -> Opened:
+    def open(self, layer: int) -> PinnedLayer:
         """What a layer has READY; nothing of it leaves until it is shut."""
         self._open[layer] += 1
-        return Opened(layer, self._ready[layer].copy())
+        return PinnedLayer(layer, self._ready[layer].copy())
 
-    def shut(self, opened: Opened) -> None:
+    def shut(self, pinned: PinnedLayer) -> None:
         """Let go of it. Idempotent."""
-        if opened.is_open:
-            opened.is_open = False
-            self._open[opened.layer] -= 1
+        if pinned.is_open:
+            pinned.is_open = False
+            self._open[pinned.layer] -= 1
 
     def reserve(self, key: ExpertKey) -> Reservation | None:
         """Take a slot for a wished ABSENT key, which is LOADING from then on; None when no slot may be taken.
@@ -140,12 +140,12 @@ class ExpertCache:
             self._held[entry.key] = False
 
     def needed(self, entry: Entry) -> None:
-        """What came by a wish has been needed."""
+        """What came by a prefetch request has been needed."""
         entry.prefetched = self.prefetched[entry.key] = False
 
     def loaded(self, entry: Entry) -> None:
         """The copy ended well: READY."""
-        entry.state, entry.ticket = Residency.READY, None
+        entry.state, entry.handle = Residency.READY, None
         self._ready[entry.key] = entry.slot
         self._held[entry.key] = entry.pins > 0
 
@@ -170,7 +170,7 @@ class ExpertCache:
         entry = self._entries[key] = Entry(key, self._free.pop(), prefetched)
         self.present[key] = self._held[key] = True
         self.prefetched[key] = prefetched
-        self.eviction.inserted(key)
+        self.eviction.on_insert(key)
         self.peak = max(self.peak, len(self._entries))
         return Reservation(entry, evicted)
 
@@ -179,6 +179,6 @@ class ExpertCache:
         self.present[key] = self._held[key] = self.prefetched[key] = False
         self._ready[key] = -1
         entry.state = Residency.ABSENT
-        self.eviction.removed(key)
+        self.eviction.on_remove(key)
         self._free.append(entry.slot)
         return entry

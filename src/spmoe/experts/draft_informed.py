@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.valued import Valued
-from spmoe.types import Wishes
+from spmoe.experts.scored import ScoredEviction
+from spmoe.types import PrefetchRequests
 
 
 class Reliability:
@@ -61,23 +61,23 @@ _STEP_ROWS = 4  # rows of a step that choose for themselves: it has a few more, 
 _PROMPT_WEIGHT = 0.7  # of what a prompt says of its request, against the habits of those before
 
 
-class DraftInformed(Valued):
+class DraftInformed(ScoredEviction):
     """Expected use at the next turn and, if not then, at later ones, discounted by the distance to them.
 
     The expectation of the next turn starts from habit, the decayed frequency of use, which a prompt sets by how many of
     its rows chose each expert. For a layer that this step has still to run and the draft has spoken of, its word counts
     instead, as much as its words have lately turned out to be true: what it names is needed that often, and what it
-    does not name that much less than usual, the more so the more of its passes are over. `reluctance` is what a wish
+    does not name that much less than usual, the more so the more of its passes are over. `reluctance` is what a prefetch request
     must overcome: a swap among two equally likely experts only costs bytes.
     """
 
     def __init__(
-        self, experts: Sequence[int], decay: float = 0.9, discount: float = 0.8, reluctance: float = 0.8
+        self, experts: Sequence[int], decay: float = 0.9, discount: float = 0.8, swap_margin: float = 0.8
     ) -> None:
         super().__init__(experts)
         self._decay = decay
         self._discount = discount
-        self._reluctance = reluctance
+        self._swap_margin = swap_margin
         self._frequency = np.zeros(self.shape)  # decayed share of steps in which the expert was used
         self._marks = bytearray(self._recency.size)
         self._used = np.frombuffer(self._marks, dtype=bool).reshape(self.shape)  # in this step; the same memory
@@ -99,38 +99,38 @@ class DraftInformed(Valued):
         # the discount until the next turn, by position: each [layers, experts], faster to multiply than [layers, 1]
         self._near = [np.repeat(to_turn, self.shape[1], axis=1) for to_turn in near]
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
         ages, marks, start = self._ages, self._marks, layer * self.shape[1]
         for tick, expert in enumerate(experts, start=self._ticks + 1):
             ages[start + expert] = tick
             marks[start + expert] = True
         self._ticks += len(experts)
 
-    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+    def on_prompt(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
         self._shares[layer, experts] += shares
         self._parts[layer] += 1
 
-    def wished(self, wishes: Wishes) -> None:
-        if not len(wishes):
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
+        if not len(prefetches):
             return
-        places = wishes.numbers(self.shape[1])
-        named, score = self._named.ravel()[places] + 1, np.maximum(self._score.ravel()[places], wishes.scores)
+        places = prefetches.numbers(self.shape[1])
+        named, score = self._named.ravel()[places] + 1, np.maximum(self._score.ravel()[places], prefetches.scores)
         self._named.ravel()[places] = named
         self._score.ravel()[places] = score
         self._word.ravel()[places] = self._reliability.of(named, score)
-        self._passes[wishes.layers] += 1  # once, however many of its experts are named
-        first, last = wishes.span()
+        self._passes[prefetches.layers] += 1  # once, however many of its experts are named
+        first, last = prefetches.span()
         self._renew(first, last + 1)
 
-    def reached(self, layer: int) -> None:
+    def on_layer(self, layer: int) -> None:
         before = self._position
-        super().reached(layer)
+        super().on_layer(layer)
         if layer > before:  # what was foretold of layers that have had their turn counts no more
             self._turns[before + 1 : layer + 1] = self._habitual[before + 1 : layer + 1]
         else:  # another pass over the layers, in the same step
             self._renew(layer + 1, self.shape[0])
 
-    def begin_step(self, request: int = 0) -> None:
+    def begin_step(self, sequence_id: int = 0) -> None:
         if len(spoken := np.flatnonzero(self._passes)):
             seen = (self._named, self._score, self._used, self._frequency)
             self._reliability.learn(*(figure[spoken] for figure in seen))

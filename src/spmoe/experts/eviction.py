@@ -12,7 +12,7 @@ from spmoe.experts.draft_informed import DraftInformed
 from spmoe.experts.frequency import FrequencyOverRecency, LeastFrequentlyUsed
 from spmoe.experts.lru import LeastRecentlyUsed
 from spmoe.experts.quotas import AdaptiveQuotas, EqualQuotas
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import ExpertKey, PrefetchRequests
 
 
 class Eviction(Protocol):
@@ -20,27 +20,27 @@ class Eviction(Protocol):
 
     shape: tuple[int, int]  # layers, and experts of the layer that has most
 
-    def inserted(self, key: ExpertKey) -> None: ...
+    def on_insert(self, key: ExpertKey) -> None: ...
 
-    def removed(self, key: ExpertKey) -> None: ...
+    def on_remove(self, key: ExpertKey) -> None: ...
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
         """These of a layer, one at least, which have slots, are needed."""
         ...
 
-    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+    def on_prompt(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
         """These of a layer were chosen by such shares of many rows, a prompt or a part of it."""
         ...
 
-    def wished(self, wishes: Wishes) -> None:
-        """What one pass of the draft says of a slab of layers."""
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
+        """What one pass of the draft says of a chunk of layers."""
         ...
 
-    def reached(self, layer: int) -> None:
+    def on_layer(self, layer: int) -> None:
         """The pass is about to run this layer."""
         ...
 
-    def begin_step(self, request: int = 0) -> None:
+    def begin_step(self, sequence_id: int = 0) -> None:
         """A step of this request begins; its first one reads the prompt."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.loads import wait_for
+from spmoe.experts.inflight import wait_for
 from spmoe.experts.source import ExpertSource
 from spmoe.types import ExpertKey
 
@@ -23,7 +23,7 @@ def load_all(source: ExpertSource, experts: Sequence[int]) -> None:
 
 def residents(source: ExpertSource) -> list[ExpertKey]:
     """What is in slots, once all copies have ended."""
-    wait_for(source.loads.tickets)
+    wait_for(source.loads.handles)
     with source.lock:
         source.loads.reap()
         return [entry.key for entry in source.cache.entries()]
@@ -36,11 +36,11 @@ def exchange(source: ExpertSource, eviction: Eviction, keys: Sequence[ExpertKey]
     """
     with source.lock:
         source.loads.exchange(eviction, frozenset(keys))
-        tickets = source.loads.tickets
+        handles = source.loads.handles
     try:
-        for ticket in tickets:
-            ticket.wait()
+        for handle in handles:
+            handle.wait()
     finally:
-        wait_for(tickets)
+        wait_for(handles)
         with source.lock:
             source.loads.reap()

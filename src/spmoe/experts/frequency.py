@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.valued import Valued
-from spmoe.types import ExpertKey, Wishes
+from spmoe.experts.scored import ScoredEviction
+from spmoe.types import ExpertKey, PrefetchRequests
 
 _ANY = float(np.finfo(float).max)  # above whatever counts come to
 
 
-class Counting(Valued):
+class Counting(ScoredEviction):
     """Counts the steps that used each expert. What was wished for in this step stays until its turn, if
-    anything else can go; a wish may push out anything else.
+    anything else can go; a prefetch request may push out anything else.
     """
 
     def __init__(self, experts: Sequence[int]) -> None:
@@ -22,24 +22,24 @@ class Counting(Valued):
         self._used = np.zeros(self.shape, dtype=bool)  # in this step
         self._promised = np.zeros(self.shape, dtype=bool)  # wished for in this step, and not had its turn
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
-        super().used(layer, experts)
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
+        super().on_use(layer, experts)
         self._used[layer, experts] = True
         self._promised[layer, experts] = False
         self._worths = None
 
-    def wished(self, wishes: Wishes) -> None:
-        self._promised[wishes.layers, wishes.experts] = True
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
+        self._promised[prefetches.layers, prefetches.experts] = True
         self._worths = None
 
-    def reached(self, layer: int) -> None:
+    def on_layer(self, layer: int) -> None:
         self._promised[: max(0, layer)] = False
-        super().reached(layer)
+        super().on_layer(layer)
 
-    def begin_step(self, request: int = 0) -> None:
+    def begin_step(self, sequence_id: int = 0) -> None:
         self._used[:] = False
         self._promised[:] = False
-        super().begin_step(request)
+        super().begin_step(sequence_id)
 
     def worth(self, key: ExpertKey) -> float:
         return _ANY
@@ -60,9 +60,9 @@ class LeastFrequentlyUsed(Counting):
         self._decay = decay
         self._frequency = np.zeros(self.shape)
 
-    def begin_step(self, request: int = 0) -> None:
+    def begin_step(self, sequence_id: int = 0) -> None:
         self._frequency = self._count()
-        super().begin_step(request)
+        super().begin_step(sequence_id)
 
     def _count(self) -> np.ndarray:
         return self._decay * self._frequency + (1 - self._decay) * self._used
@@ -77,11 +77,11 @@ class FrequencyOverRecency(Counting):
         self._last = np.zeros(self.shape)  # the step that used it last
         self._step = 0
 
-    def begin_step(self, request: int = 0) -> None:
+    def begin_step(self, sequence_id: int = 0) -> None:
         self._uses += self._used
         self._last[self._used] = self._step
         self._step += 1
-        super().begin_step(request)
+        super().begin_step(sequence_id)
 
     def _count(self) -> np.ndarray:
         age = np.where(self._used, 0, self._step - self._last)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyJob, Event, HostPaced, Ticket, Transfer
+from spmoe.experts.transfer import CopyHandle, CopyJob, Event, HostPaced, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey
 
 
-class _Passage:
+class _LinkCopy:
     """One copy's way over an emulated link."""
 
     def __init__(self, nbytes: int, asked_at: float, order: tuple[bool, int]) -> None:
@@ -23,51 +23,51 @@ class _Passage:
         self.order = order  # (can wait, sequence)
         self.done_at: float | None = None  # None until it has started
 
-    def __lt__(self, other: _Passage) -> bool:
+    def __lt__(self, other: _LinkCopy) -> bool:
         return self.order < other.order
 
 
-class Link:
+class EmulatedLink:
     """An emulated link: one copy at a time, at a fixed rate, urgent ones before those not started."""
 
     def __init__(self, bytes_per_second: float, clock: Clock) -> None:
         self._rate = bytes_per_second
         self._clock = clock
-        self._waiting: list[_Passage] = []
+        self._waiting: list[_LinkCopy] = []
         self._free_at = 0.0
         self._sequence = 0
         self._lock = threading.Lock()
 
-    def enter(self, nbytes: int, urgent: bool) -> _Passage:
+    def enter(self, nbytes: int, urgent: bool) -> _LinkCopy:
         """Queue a copy."""
         with self._lock:
             now = self._clock.now()
             self._advance(now)
             self._sequence += 1
-            passage = _Passage(nbytes, now, (not urgent, self._sequence))
-            heapq.heappush(self._waiting, passage)
+            link_copy = _LinkCopy(nbytes, now, (not urgent, self._sequence))
+            heapq.heappush(self._waiting, link_copy)
             self._advance(now)
-            return passage
+            return link_copy
 
-    def passed(self, passage: _Passage) -> bool:
+    def passed(self, link_copy: _LinkCopy) -> bool:
         """Whether the copy is over."""
         with self._lock:
             now = self._clock.now()
             self._advance(now)
-            return passage.done_at is not None and passage.done_at <= now
+            return link_copy.done_at is not None and link_copy.done_at <= now
 
-    def wait(self, passage: _Passage) -> None:
+    def wait(self, link_copy: _LinkCopy) -> None:
         """Sleep until the copy is over."""
-        while not self.passed(passage):
-            until = passage.done_at if passage.done_at is not None else self._free_at
+        while not self.passed(link_copy):
+            until = link_copy.done_at if link_copy.done_at is not None else self._free_at
             self._clock.sleep(until - self._clock.now())
 
-    def hurry(self, passage: _Passage) -> None:
+    def prioritize(self, link_copy: _LinkCopy) -> None:
         """Move a waiting copy before all that are not urgent."""
         with self._lock:
             self._advance(self._clock.now())
-            if passage.done_at is None:
-                passage.order = (False, passage.order[1])
+            if link_copy.done_at is None:
+                link_copy.order = (False, link_copy.order[1])
                 heapq.heapify(self._waiting)
 
     def next_event(self) -> float | None:
@@ -79,17 +79,19 @@ class Link:
 
     def _advance(self, now: float) -> None:
         while self._waiting and self._free_at <= now:
-            passage = heapq.heappop(self._waiting)
-            passage.done_at = max(self._free_at, passage.asked_at) + passage.nbytes / self._rate
-            self._free_at = passage.done_at
+            link_copy = heapq.heappop(self._waiting)
+            link_copy.done_at = max(self._free_at, link_copy.asked_at) + link_copy.nbytes / self._rate
+            self._free_at = link_copy.done_at
 
 
-class _LinkTicket:
+class _LinkHandle:
     """Ready when both the emulated link and the real copy (if there is one) are done."""
 
-    def __init__(self, link: Link, passage: _Passage, finish: Callable[[], None], inner: Ticket | None = None) -> None:
+    def __init__(
+        self, link: EmulatedLink, link_copy: _LinkCopy, finish: Callable[[], None], inner: CopyHandle | None = None
+    ) -> None:
         self._link = link
-        self._passage = passage
+        self._passage = link_copy
         self._finish = finish
         self._inner = inner
         self._lock = threading.Lock()
@@ -115,10 +117,10 @@ class _LinkTicket:
         if self._inner is not None:
             self._inner.order()
 
-    def hurry(self) -> None:
-        self._link.hurry(self._passage)
+    def prioritize(self) -> None:
+        self._link.prioritize(self._passage)
         if self._inner is not None:
-            self._inner.hurry()
+            self._inner.prioritize()
 
 
 class ThrottledTransfer:
@@ -137,7 +139,7 @@ class ThrottledTransfer:
         self._inner = inner
         self._blob_bytes = blob_bytes
         self._rate = gigabytes_per_second * 1e9
-        self._link = Link(self._rate, clock)
+        self._link = EmulatedLink(self._rate, clock)
         self._timeline = timeline or Timeline()
 
     @property
@@ -148,29 +150,29 @@ class ThrottledTransfer:
     def batched(self, batched: bool) -> None:
         self._inner.batched = batched
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
-        tickets = self._inner.copy(jobs, urgent=urgent)
-        return [self._over_link(ticket, job.key, urgent) for ticket, job in zip(tickets, jobs, strict=True)]
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
+        handles = self._inner.copy(jobs, urgent=urgent)
+        return [self._over_link(handle, job.key, urgent) for handle, job in zip(handles, jobs, strict=True)]
 
-    def _over_link(self, ticket: Ticket, key: ExpertKey, urgent: bool) -> Ticket:
-        passage = self._link.enter(self._blob_bytes, urgent)
+    def _over_link(self, handle: CopyHandle, key: ExpertKey, urgent: bool) -> CopyHandle:
+        link_copy = self._link.enter(self._blob_bytes, urgent)
         kind = Activity.COPY if urgent else Activity.PREFETCH
 
         def note() -> None:
-            if passage.done_at is not None:
-                started = passage.done_at - self._blob_bytes / self._rate
-                self._timeline.add(kind, started, passage.done_at, f"{key.layer}.{key.expert}")
+            if link_copy.done_at is not None:
+                started = link_copy.done_at - self._blob_bytes / self._rate
+                self._timeline.add(kind, started, link_copy.done_at, f"{key.layer}.{key.expert}")
 
-        return _LinkTicket(self._link, passage, note, ticket)
+        return _LinkHandle(self._link, link_copy, note, handle)
 
     def keep_full(self) -> None:
         self._inner.keep_full()
 
-    def sit_out(self, event: Event) -> None:
-        self._inner.sit_out(event)
+    def wait_and_pump(self, event: Event) -> None:
+        self._inner.wait_and_pump(event)
 
-    def attend(self) -> None:
-        self._inner.attend()
+    def bind_compute_stream(self) -> None:
+        self._inner.bind_compute_stream()
 
     def mark(self) -> int:
         return self._inner.mark()
@@ -204,23 +206,23 @@ class VirtualTransfer(HostPaced):
         on_done: Callable[[CopyJob], None] = lambda job: None,
     ) -> None:
         self.depth = depth
-        self.link = Link(bytes_per_second, clock)
+        self.link = EmulatedLink(bytes_per_second, clock)
         self.submissions: list[tuple[CopyJob, ...]] = []
         self.closed = False
         self._blob_bytes = blob_bytes
         self._on_start = on_start
         self._on_done = on_done
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         if self.closed:
             raise TransferError("the engine is closed")
         self.submissions.append(tuple(jobs))
-        tickets: list[Ticket] = []
+        handles: list[CopyHandle] = []
         for job in jobs:
             self._on_start(job)
-            passage = self.link.enter(self._blob_bytes, urgent)
-            tickets.append(_LinkTicket(self.link, passage, lambda job=job: self._on_done(job)))  # type: ignore[misc]
-        return tickets
+            link_copy = self.link.enter(self._blob_bytes, urgent)
+            handles.append(_LinkHandle(self.link, link_copy, lambda job=job: self._on_done(job)))  # type: ignore[misc]
+        return handles
 
     def close(self) -> None:
         self.closed = True

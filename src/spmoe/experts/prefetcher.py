@@ -1,4 +1,4 @@
-"""The prefetcher: the queue of wishes, how they are granted, and the worker thread that sees to it."""
+"""The prefetcher: the queue of prefetch requests, how they are granted, and the worker thread that sees to it."""
 
 from __future__ import annotations
 
@@ -8,70 +8,72 @@ from collections.abc import Callable
 
 from spmoe.errors import SpmoeError
 from spmoe.experts.cache import Entry, ExpertCache
-from spmoe.experts.loads import Loads
-from spmoe.experts.transfer import Ticket
+from spmoe.experts.inflight import InflightLoads
+from spmoe.experts.transfer import CopyHandle
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Wish
+from spmoe.types import ExpertKey, PrefetchRequest
 
 _CHUNK_BYTES = 16 * 2**20  # small experts share a submission; others wait while one has the lock, not while many do
 
 
-class WishQueue:
-    """Wishes by deadline, then score. Not thread-safe: its owner holds a lock."""
+class PrefetchQueue:
+    """Prefetch requests by deadline, then score. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._wishes: dict[ExpertKey, Wish] = {}
+        self._wishes: dict[ExpertKey, PrefetchRequest] = {}
         self._heap: list[tuple[int, float, ExpertKey]] = []  # may hold entries that no longer count
 
     def __len__(self) -> int:
         return len(self._wishes)
 
-    def put(self, wish: Wish) -> None:
-        """Add a wish; of two for one expert the higher score counts."""
-        known = self._wishes.get(wish.key)
-        if known is None or known.score < wish.score:
-            self._wishes[wish.key] = wish
-            heapq.heappush(self._heap, _rank(wish))
+    def put(self, request: PrefetchRequest) -> None:
+        """Add a prefetch request; of two for one expert the higher score counts."""
+        known = self._wishes.get(request.key)
+        if known is None or known.score < request.score:
+            self._wishes[request.key] = request
+            heapq.heappush(self._heap, _rank(request))
 
-    def first(self) -> Wish | None:
-        """The wish whose turn it is; it stays in the queue until discarded."""
+    def first(self) -> PrefetchRequest | None:
+        """The prefetch request whose turn it is; it stays in the queue until discarded."""
         while self._heap:
-            wish = self._wishes.get(self._heap[0][2])
-            if wish is not None and _rank(wish) == self._heap[0]:
-                return wish
+            request = self._wishes.get(self._heap[0][2])
+            if request is not None and _rank(request) == self._heap[0]:
+                return request
             heapq.heappop(self._heap)
         return None
 
     def discard(self, key: ExpertKey) -> None:
-        """Take a wish out, whether granted or not."""
+        """Take a prefetch request out, whether granted or not."""
         self._wishes.pop(key, None)
 
     def drop_passed(self, layer: int) -> None:
-        """Forget wishes for layers up to this one: their experts are there, or asked for, by now."""
-        while (wish := self.first()) is not None and wish.deadline <= layer:
-            self.discard(wish.key)
-            self._counters.wishes_stale += 1
+        """Forget prefetch requests for layers up to this one: their experts are there, or asked for, by now."""
+        while (request := self.first()) is not None and request.deadline <= layer:
+            self.discard(request.key)
+            self._counters.prefetches_stale += 1
 
     def drop_all(self, *, over_budget: bool = False) -> None:
         """Forget everything."""
         if over_budget:
-            self._counters.wishes_over_budget += len(self._wishes)
+            self._counters.prefetches_over_budget += len(self._wishes)
         else:
-            self._counters.wishes_stale += len(self._wishes)
+            self._counters.prefetches_stale += len(self._wishes)
         self._wishes.clear()
         self._heap.clear()
 
 
-def _rank(wish: Wish) -> tuple[int, float, ExpertKey]:
-    return (wish.deadline, -wish.score, wish.key)
+def _rank(request: PrefetchRequest) -> tuple[int, float, ExpertKey]:
+    return (request.deadline, -request.score, request.key)
 
 
-class Granting:
-    """Gives wishes slots and submits them, within a budget per step. Not thread-safe: its owner holds a lock."""
+class PrefetchScheduler:
+    """Gives prefetch requests slots and submits them, within a budget per step. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, queue: WishQueue, cache: ExpertCache, loads: Loads, blob_bytes: int, counters: Counters) -> None:
-        self.step_budget: int | None = None  # bytes that wishes may move in one step; None: no bound
+    def __init__(
+        self, queue: PrefetchQueue, cache: ExpertCache, loads: InflightLoads, blob_bytes: int, counters: Counters
+    ) -> None:
+        self.step_budget: int | None = None  # bytes that prefetch requests may move in one step; None: no bound
         self._queue = queue
         self._cache = cache
         self._loads = loads
@@ -80,34 +82,34 @@ class Granting:
         self._issued = 0  # bytes, in this step
 
     def begin_step(self) -> None:
-        """Wishes of the last step are void."""
+        """Prefetch requests of the last step are void."""
         self._queue.drop_all()
         self._issued = 0
 
     @property
     def depth(self) -> int:
-        """Copies outstanding at most, for wishes to be added; one slot is left to demands, which would else wait."""
+        """Copies outstanding at most, for prefetch requests to be added; one slot is left to demands, which would else wait."""
         return min(self._loads.depth, max(1, self._cache.slot_count - 1))
 
     def grant(self) -> bool:
-        """Submit wishes, as one batch of a chunk's size at most, while the transfer has room; whether there was one."""
+        """Submit prefetch requests, as one batch of a chunk's size at most, while the transfer has room; whether there was one."""
         room = self.depth
         batch: list[Entry] = []
         most = max(1, _CHUNK_BYTES // self._blob_bytes)
-        while len(batch) < most and (wish := self._queue.first()) is not None:
+        while len(batch) < most and (request := self._queue.first()) is not None:
             if len(self._loads) + len(batch) >= room:
                 break
-            if self._cache.get(wish.key) is not None:
-                self._counters.wishes_resident += 1
-                self._queue.discard(wish.key)
+            if self._cache.get(request.key) is not None:
+                self._counters.prefetches_resident += 1
+                self._queue.discard(request.key)
                 continue
             if self.step_budget is not None and self._issued + self._blob_bytes > self.step_budget:
                 self._queue.drop_all(over_budget=True)
                 break
-            reservation = self._cache.reserve(wish.key)
+            reservation = self._cache.reserve(request.key)
             if reservation is None:
                 break  # every slot is worth more; asked again as the pass proceeds
-            self._queue.discard(wish.key)
+            self._queue.discard(request.key)
             self._issued += self._blob_bytes
             self._counters.prefetch_loads += 1
             self._counters.issued_bytes += self._blob_bytes
@@ -122,7 +124,7 @@ class PrefetchWorker:
     `pump` submits what it can; it returns a ticket when more could follow once that ticket's copy has ended.
     """
 
-    def __init__(self, pump: Callable[[], Ticket | None]) -> None:
+    def __init__(self, pump: Callable[[], CopyHandle | None]) -> None:
         self._pump = pump
         self._work = threading.Event()
         self._closed = False
@@ -143,9 +145,9 @@ class PrefetchWorker:
         while True:
             self._work.wait()
             self._work.clear()
-            while not self._closed and (ticket := self._pump()) is not None:
+            while not self._closed and (handle := self._pump()) is not None:
                 try:
-                    ticket.wait()
+                    handle.wait()
                 except SpmoeError:
                     continue  # told where the expert is used, if it ever is
             if self._closed:

@@ -1,7 +1,7 @@
 """Eviction by quota: every layer has slots of its own, and least recently used decides within them.
 
 A quota is a right, not a wall: a layer that needs more at once than its own borrows from what others have least
-recently used, and gives back when they ask. What was wished for in this step goes last, and never for another wish.
+recently used, and gives back when they ask. What was wished for in this step goes last, and never for another prefetch request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from spmoe.experts.allocation import best_quotas, equal_quotas
 from spmoe.experts.lru import LeastRecentlyUsed
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import ExpertKey, PrefetchRequests
 
 
 class EqualQuotas(LeastRecentlyUsed):
@@ -26,7 +26,7 @@ class EqualQuotas(LeastRecentlyUsed):
         self._slots = 0
         self.quotas = [0] * len(experts)
 
-    def inserted(self, key: ExpertKey) -> None:
+    def on_insert(self, key: ExpertKey) -> None:
         layer, expert = key
         number = layer * self.shape[1] + expert
         self._there[number] = True
@@ -37,7 +37,7 @@ class EqualQuotas(LeastRecentlyUsed):
         if self._total > self._slots:
             self._grow()
 
-    def removed(self, key: ExpertKey) -> None:
+    def on_remove(self, key: ExpertKey) -> None:
         layer, expert = key
         self._there[layer * self.shape[1] + expert] = False
         self._over[layer] -= 1
@@ -134,8 +134,8 @@ class AdaptiveQuotas(EqualQuotas):
         self._steps = 0
         self._next = self._FIRST
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
-        super().used(layer, experts)
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
+        super().on_use(layer, experts)
         stack, start = self._stacks[layer], layer * self.shape[1]
         by_place, names, foretold = self._by_place, self._names, self._foretold.item(layer)
         for expert in experts:
@@ -148,12 +148,12 @@ class AdaptiveQuotas(EqualQuotas):
         self._foretold[layer] = foretold
         self._uses[layer] += len(experts)
 
-    def wished(self, wishes: Wishes) -> None:
-        super().wished(wishes)
-        self._named.ravel()[wishes.numbers(self.shape[1])] = True
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
+        super().on_prefetches(prefetches)
+        self._named.ravel()[prefetches.numbers(self.shape[1])] = True
 
-    def begin_step(self, request: int = 0) -> None:
-        super().begin_step(request)
+    def begin_step(self, sequence_id: int = 0) -> None:
+        super().begin_step(sequence_id)
         self._named[:] = False
         self._steps += 1
         if self._steps >= self._next:

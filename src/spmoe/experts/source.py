@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from spmoe.errors import SpmoeError, TransferError
+from spmoe.experts.batches import ExpertBatch, PinnedLayer
 from spmoe.experts.cache import Entry, ExpertCache
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.loads import Loads, wait_for
-from spmoe.experts.prefetcher import Granting, PrefetchWorker, WishQueue
+from spmoe.experts.inflight import InflightLoads, wait_for
+from spmoe.experts.prefetcher import PrefetchQueue, PrefetchScheduler, PrefetchWorker
 from spmoe.experts.slots import Slots
-from spmoe.experts.transfer import Event, Ticket, Transfer
-from spmoe.experts.waves import Opened, Wave
+from spmoe.experts.transfer import CopyHandle, Event, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.types import ExpertKey, Residency, Wishes
+from spmoe.types import ExpertKey, PrefetchRequests, Residency
 
-OnRouted = Callable[[int, Sequence[int]], Wishes]  # layer, experts that its router has chosen
+OnRouted = Callable[[int, Sequence[int]], PrefetchRequests]  # layer, experts that its router has chosen
 
 
 class ExpertSource:
     """Experts on demand and ahead of demand, in a fixed number of slots.
 
-    A worker submits wishes while compute keeps the calling thread busy. With `threaded=False` the caller does, when it
-    wishes and with `pump` when it would else wait: beside a device, two threads take the interpreter from each other.
+    A worker submits prefetch requests while compute keeps the calling thread busy. With `threaded=False` the caller does, when it
+    prefetch requests and with `pump` when it would else wait: beside a device, two threads take the interpreter from each other.
     """
 
     def __init__(
@@ -49,50 +49,50 @@ class ExpertSource:
         self.blob_bytes = blob_bytes
         self.timeline = timeline or Timeline()
         self.counters = counters
-        self.synchronous = False  # copies of wishes are waited for: nothing overlaps with them
+        self.synchronous = False  # copies of prefetch requests are waited for: nothing overlaps with them
         self.patient = False  # what is wished for waits until `see_to_wishes` is called, or a layer runs
         self.cache = ExpertCache(slots.count, eviction)
         self._slots, self._clock = slots, clock
         self.transfer = transfer
-        self._queue = WishQueue(counters)
+        self._queue = PrefetchQueue(counters)
         self.lock = threading.RLock()
-        self.loads = Loads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
-        self.grants = Granting(self._queue, self.cache, self.loads, blob_bytes, counters)
+        self.loads = InflightLoads(transfer, self.cache, blob_bytes, counters, clock, self.timeline)
+        self.grants = PrefetchScheduler(self._queue, self.cache, self.loads, blob_bytes, counters)
         self._unplaced = 0  # demanded experts that no slot could be had for yet
         self._position = -1  # the layer that runs; -1 while the draft does
         self._on_routed: OnRouted | None = None
-        self._unbooked: tuple[Opened, Sequence[int]] | None = None
+        self._unbooked: tuple[PinnedLayer, Sequence[int]] | None = None
         self._closed = False
         self._worker = PrefetchWorker(self.pump) if threaded else None
 
     # ---- the step, as the loop tells it
 
-    def begin_step(self, request: int = 0, on_routed: OnRouted | None = None) -> None:
+    def begin_step(self, sequence_id: int = 0, on_routed: OnRouted | None = None) -> None:
         """A draft is about to start. `on_routed` will be told what each layer's router chose, once that is demanded."""
         self.book()
-        self.transfer.attend()
+        self.transfer.bind_compute_stream()
         with self.lock:
             self.grants.begin_step()
             self._on_routed = on_routed
-            self.cache.eviction.begin_step(request)
+            self.cache.eviction.begin_step(sequence_id)
             self._position = -1
 
-    def wish(self, wishes: Wishes) -> None:
+    def prefetch(self, prefetches: PrefetchRequests) -> None:
         """Take note of guesses; they start to move as soon as the transfer has room."""
-        if not len(wishes):
+        if not len(prefetches):
             return
         with self.lock:
             if self._closed:
                 return
-            self.counters.wishes += len(wishes)
-            if not (timely := wishes.deadlines > self._position).all():
-                self.counters.wishes_stale += int(np.count_nonzero(~timely))
-                wishes = wishes.where(timely)
-            self.cache.eviction.wished(wishes)
-            there = self.cache.present[wishes.layers, wishes.experts]
-            self.counters.wishes_resident += int(np.count_nonzero(there))
-            for wish in wishes.where(wishes.fetch & ~there):
-                self._queue.put(wish)
+            self.counters.prefetches_requested += len(prefetches)
+            if not (timely := prefetches.deadlines > self._position).all():
+                self.counters.prefetches_stale += int(np.count_nonzero(~timely))
+                prefetches = prefetches.where(timely)
+            self.cache.eviction.on_prefetches(prefetches)
+            there = self.cache.present[prefetches.layers, prefetches.experts]
+            self.counters.prefetches_resident += int(np.count_nonzero(there))
+            for request in prefetches.where(prefetches.fetch & ~there):
+                self._queue.put(request)
             drafting = self._position < 0
         if len(self._queue) and self.synchronous and not drafting:
             self._fetch_all()
@@ -109,7 +109,7 @@ class ExpertSource:
         with self.lock:
             self.cache.change_eviction(eviction)
 
-    def open(self, layer: int) -> Opened:
+    def open(self, layer: int) -> PinnedLayer:
         """Keep what a layer has READY. Compute may be given it at once; `use`, `book` or `shut` lets go of it.
 
         Whoever uses it knows the router's choice by then: all that compute was given before the opening is over.
@@ -118,40 +118,40 @@ class ExpertSource:
             if self._closed:
                 raise TransferError("the engine was closed")
             self.loads.reap()
-            opened = self.cache.open(layer)
-            opened.since = self.transfer.mark()
-            return opened
+            pinned = self.cache.open(layer)
+            pinned.since = self.transfer.mark()
+            return pinned
 
-    def shut(self, opened: Opened) -> None:
+    def shut(self, pinned: PinnedLayer) -> None:
         """Let go of what was opened. Idempotent."""
         with self.lock:
-            self.cache.shut(opened)
+            self.cache.shut(pinned)
 
-    def use_opened(self, opened: Opened, experts: Sequence[int]) -> bool:
+    def use_pinned(self, pinned: PinnedLayer, experts: Sequence[int]) -> bool:
         """Whether these are all among what was opened; then they are booked later, before anything else is."""
-        self.transfer.passed(opened.since)
-        if (opened.slots[list(experts)] < 0).any():
+        self.transfer.passed(pinned.since)
+        if (pinned.slots[list(experts)] < 0).any():
             return False
         self.book()
-        self._unbooked = (opened, experts)
+        self._unbooked = (pinned, experts)
         return True
 
     def book(self) -> None:
-        """Account for what `use_opened` has put off."""
+        """Account for what `use_pinned` has put off."""
         if self._unbooked is None:
             return
-        (opened, experts), self._unbooked = self._unbooked, None
+        (pinned, experts), self._unbooked = self._unbooked, None
         with self.lock:
             self.loads.reap()
-            self._reach(opened.layer)
-            self._book_opened(opened, experts)
+            self._reach(pinned.layer)
+            self._commit_pinned(pinned, experts)
         if self._on_routed is not None:
-            self.wish(self._on_routed(opened.layer, experts))
+            self.prefetch(self._on_routed(pinned.layer, experts))
 
     def use(
-        self, layer: int, experts: Sequence[int], opened: Opened | None = None, shares: Sequence[float] = ()
-    ) -> Iterator[Wave]:
-        """Yield all these experts, wave by wave: those READY first, the others as they arrive.
+        self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None = None, shares: Sequence[float] = ()
+    ) -> Iterator[ExpertBatch]:
+        """Yield all these experts, batch by batch: those READY first, the others as they arrive.
 
         Those of `opened`, which compute has, are booked and not yielded. `shares`: of many rows, that chose each.
         """
@@ -162,33 +162,33 @@ class ExpertSource:
                 self.loads.reap()
                 self._reach(layer)
                 if shares:
-                    self.cache.eviction.read(layer, experts, shares)
+                    self.cache.eviction.on_prompt(layer, experts, shares)
                 rest = list(dict.fromkeys(experts))
-                if opened is not None:
-                    given = np.flatnonzero(opened.slots >= 0).tolist()
-                    self._book_opened(opened, [expert for expert in rest if expert in given])
+                if pinned is not None:
+                    given = np.flatnonzero(pinned.slots >= 0).tolist()
+                    self._commit_pinned(pinned, [expert for expert in rest if expert in given])
                     rest = [expert for expert in rest if expert not in given]
                 ready, waiting, absent = self.loads.claim([ExpertKey(layer, e) for e in rest], self.cache.eviction)
                 held += ready + waiting
                 self._unplaced += len(absent)
                 self._demand(absent, waiting, held)
             if self._on_routed is not None:
-                self.wish(self._on_routed(layer, experts))
+                self.prefetch(self._on_routed(layer, experts))
             if ready:
-                yield self._wave(layer, ready)
+                yield self._batch(layer, ready)
                 self._release(ready, held)
             while waiting or absent:
                 arrived = self._arrivals(waiting, absent, held)
                 if arrived:
-                    yield self._wave(layer, arrived)
+                    yield self._batch(layer, arrived)
                     self._release(arrived, held)
         finally:
             self._release(list(held), held)
             self.timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
             with self.lock:
                 self._unplaced -= len(absent)
-                if opened is not None:
-                    self.cache.shut(opened)
+                if pinned is not None:
+                    self.cache.shut(pinned)
 
     def computed(self) -> None:
         """All that compute has been given so far is over."""
@@ -207,8 +207,8 @@ class ExpertSource:
         with self.lock:
             self.counters.stall_seconds += self.transfer.stalled_seconds()
 
-    def pump(self, until: Event | None = None) -> Ticket | None:
-        """Submit wishes, until an event is over; the ticket to wait for where the transfer's depth holds some back."""
+    def pump(self, until: Event | None = None) -> CopyHandle | None:
+        """Submit prefetch requests, until an event is over; the ticket to wait for where the transfer's depth holds some back."""
         if not len(self._queue) and not self.loads.entries:
             return None
         granted = True
@@ -222,17 +222,17 @@ class ExpertSource:
                 except SpmoeError:
                     return None  # booked as failed; the error is raised where an expert is used
                 full = len(self.loads) >= self.grants.depth
-                ticket = self.loads.entries[0].ticket if full and len(self._queue) else None
+                handle = self.loads.entries[0].handle if full and len(self._queue) else None
             if self._worker is not None:
                 time.sleep(0)  # whoever waits for the lock may have it
             granted = granted and (until is None or not until.query())
-        return ticket
+        return handle
 
     def see_to_wishes(self, until: Event | None = None) -> None:
         """Something may be submitted: by the worker, or else now, until an event is over."""
         if self._worker is not None and not self.synchronous:
             self._worker.poke()
-        elif not self.synchronous:  # where nothing overlaps, whoever wishes waits for it
+        elif not self.synchronous:  # where nothing overlaps, whoever prefetch requests waits for it
             self.pump(until)
 
     def close(self) -> None:
@@ -253,13 +253,13 @@ class ExpertSource:
     def _reach(self, layer: int) -> None:
         self._position = layer
         self._queue.drop_passed(layer)
-        self.cache.eviction.reached(layer)
+        self.cache.eviction.on_layer(layer)
 
-    def _book_opened(self, opened: Opened, experts: Sequence[int]) -> None:
+    def _commit_pinned(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:
         """These of what was opened are needed, and compute has them; nothing is kept any more but by a fence."""
-        self.loads.book_hits(opened.layer, experts, self.cache.eviction)
-        self.transfer.fence(opened.slots[list(experts)].tolist(), opened.since)
-        self.cache.shut(opened)
+        self.loads.book_hits(pinned.layer, experts, self.cache.eviction)
+        self.transfer.fence(pinned.slots[list(experts)].tolist(), pinned.since)
+        self.cache.shut(pinned)
 
     def _demand(self, absent: list[ExpertKey], waiting: list[Entry], held: list[Entry]) -> None:
         """Submit demand loads for as many absent keys as slots can be had for; the rest stay absent."""
@@ -278,7 +278,7 @@ class ExpertSource:
                 self.loads.submit(batch, urgent=True)
         self.loads.submit(batch[1:], urgent=True)
         if batch:
-            self.cache.eviction.used(batch[0].key.layer, [entry.key.expert for entry in batch])
+            self.cache.eviction.on_use(batch[0].key.layer, [entry.key.expert for entry in batch])
         waiting += batch
 
     # ---- the compute thread, outside the lock
@@ -294,13 +294,13 @@ class ExpertSource:
             arrived = [e for e in waiting if e.state is Residency.READY]
             own = [e for e in self.loads.entries if e in waiting] or waiting  # the next, else one that failed
             blocking = next(iter(own or self.loads.entries), None)
-            ticket = blocking.ticket if blocking is not None else None
+            handle = blocking.handle if blocking is not None else None
         if not arrived:
-            if blocking is None or ticket is None:
-                raise AssertionError("every slot is pinned by a wave that was never given back")
+            if blocking is None or handle is None:
+                raise AssertionError("every slot is pinned by a batch that was never given back")
             started = self._clock.now()
             try:
-                ticket.order()
+                handle.order()
             except SpmoeError:
                 with self.lock:
                     self.loads.give_up(blocking)
@@ -323,13 +323,13 @@ class ExpertSource:
         while full:
             full = self.pump() is not None
             with self.lock:
-                tickets = self.loads.tickets
-            wait_for(tickets)
+                handles = self.loads.handles
+            wait_for(handles)
         now = self._clock.now()
         self.counters.stall_seconds += now - started
         self.timeline.add(Activity.STALL, started, now)
 
-    def _wave(self, layer: int, entries: list[Entry]) -> Wave:
+    def _batch(self, layer: int, entries: list[Entry]) -> ExpertBatch:
         if len(self._queue):
             self.see_to_wishes()
         slots = tuple(e.slot for e in entries)
@@ -337,7 +337,7 @@ class ExpertSource:
             if self._closed:
                 raise TransferError("the engine was closed")
             weights = tuple(self._slots.weights(slot) for slot in slots)
-        return Wave(layer, tuple(e.key.expert for e in entries), slots, weights)
+        return ExpertBatch(layer, tuple(e.key.expert for e in entries), slots, weights)
 
     def _release(self, entries: list[Entry], held: list[Entry]) -> None:
         if not entries:

@@ -25,7 +25,7 @@ class CopyJob(NamedTuple):
     slot: int
 
 
-class Ticket(Protocol):
+class CopyHandle(Protocol):
     """A handle on one submitted copy."""
 
     def ready(self) -> bool:
@@ -43,7 +43,7 @@ class Ticket(Protocol):
         """
         ...
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         """Somebody waits for this copy now: it goes before every copy that has not started."""
         ...
 
@@ -62,7 +62,7 @@ class Transfer(Protocol):
     depth: int  # how many copies keep it busy; more than that only makes later ones wait
     batched: bool  # whether copies may share a submission
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         """Submit a batch, return at once with one ticket per job."""
         ...
 
@@ -70,11 +70,11 @@ class Transfer(Protocol):
         """Submit what waits behind a window of copies, as far as there is room by now."""
         ...
 
-    def sit_out(self, event: Event) -> None:
+    def wait_and_pump(self, event: Event) -> None:
         """Wait for a point of compute, and keep full meanwhile."""
         ...
 
-    def attend(self) -> None:
+    def bind_compute_stream(self) -> None:
         """The calling thread is the one that gives work to compute, as it does now, until another says so."""
         ...
 
@@ -110,11 +110,11 @@ class HostPaced:
     def keep_full(self) -> None:
         """Others do."""
 
-    def sit_out(self, event: Event) -> None:
+    def wait_and_pump(self, event: Event) -> None:
         """Nothing else is to be done."""
         event.synchronize()
 
-    def attend(self) -> None:
+    def bind_compute_stream(self) -> None:
         """Whoever it is."""
 
     def mark(self) -> int:
@@ -132,7 +132,7 @@ class HostPaced:
         return 0.0
 
 
-class FutureTicket:
+class FutureHandle:
     """A ticket on a copy that another thread runs at once."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -146,7 +146,7 @@ class FutureTicket:
 
     order = wait
 
-    def hurry(self) -> None:
+    def prioritize(self) -> None:
         """Nothing to do: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
 
 
@@ -167,11 +167,11 @@ class FileTransfer(HostPaced):
         for thread in self._threads:
             thread.start()
 
-    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         with self._lock:
             if self._closed:
                 raise TransferError("the engine is closed")
-            return [FutureTicket(self._put(0 if urgent else 1, job)) for job in jobs]
+            return [FutureHandle(self._put(0 if urgent else 1, job)) for job in jobs]
 
     def close(self) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spmoe.errors import UsageError
 from spmoe.models.checkpoint import quiet
-from spmoe.models.experts_port import experts_modules
+from spmoe.models.experts_seam import experts_modules
 
 __all__ = ["families", "reference_tokens", "save", "tiny_config", "tiny_draft", "tiny_model", "transformers_version"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmoe.backends.base import kernel_failures
 from spmoe.errors import reason
-from spmoe.models.anatomy import MoeSite, RouterCall
+from spmoe.models.inspection import MoeLayer, RouterCall
 
 _PROBE_ROWS = 16
 _log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class FusedGates:
         self._top_k = int(routers[0].top_k)
 
     @classmethod
-    def of(cls, sites: Sequence[MoeSite]) -> Self | None:
+    def of(cls, moe_layers: Sequence[MoeLayer]) -> Self | None:
         """The gates; None where a kernel cannot run, or does not pick what each pair of norm and router does."""
-        norms = [site.norm for site in sites if site.norm is not None]
-        calls = [site.router for site in sites if site.router is not None]
-        if not len(norms) == len(calls) == len(sites) > 1:
+        norms = [moe_layer.norm for moe_layer in moe_layers if moe_layer.norm is not None]
+        calls = [moe_layer.router for moe_layer in moe_layers if moe_layer.router is not None]
+        if not len(norms) == len(calls) == len(moe_layers) > 1:
             return None
         try:
             return cls._proved(norms, calls)

@@ -13,8 +13,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
 from spmoe.backends.base import kernel_name
+from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
-from spmoe.models.siblings import Siblings, siblings_of
 
 _ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
 _SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
@@ -68,12 +68,12 @@ def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | Non
 
 def _proved_siblings(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
     """Linear layers that are fed alike, with forwards of which the first that is called computes all of them."""
-    layers = siblings_of(module)
+    layers = parallel_linears(module)
     if not layers or not all(_is_plain(layer.weight) for layer in layers):
         return []
     try:
-        group, states = Siblings(layers), _states(layers[0].weight)
-        found, first = group.together(states), group.together(states[:1])
+        group, states = FusedProjections(layers), _states(layers[0].weight)
+        found, first = group.merge_prefetches(states), group.merge_prefetches(states[:1])
         for number, layer in enumerate(layers):
             if not torch.equal(group.alone(number, states[:1]), first[number]):
                 return []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from spmoe.models.anatomy import MoeSite
+from spmoe.models.inspection import MoeLayer
 
 
 class StackedGates:
@@ -27,11 +27,11 @@ class StackedGates:
         self._ask = vmap(ask)
 
     @classmethod
-    def of(cls, sites: Sequence[MoeSite]) -> Self | None:
+    def of(cls, moe_layers: Sequence[MoeLayer]) -> Self | None:
         """The stacked gates; None where they are not all of one kind, or do not answer as each does alone."""
-        norms = [site.norm for site in sites if site.norm is not None]
-        calls = [site.router for site in sites if site.router is not None]
-        if len(norms) < len(sites) or len(calls) < len(sites) or len(sites) < 2:
+        norms = [moe_layer.norm for moe_layer in moe_layers if moe_layer.norm is not None]
+        calls = [moe_layer.router for moe_layer in moe_layers if moe_layer.router is not None]
+        if len(norms) < len(moe_layers) or len(calls) < len(moe_layers) or len(moe_layers) < 2:
             return None
         if any(call.args or call.kwargs or not call.flat or call.order != (0, 1, 2) for call in calls):
             return None
@@ -41,8 +41,10 @@ class StackedGates:
         try:
             gates = cls(norms, [call.router for call in calls])
             rng = torch.Generator(weight.device).manual_seed(0)
-            probe = torch.randn(len(sites), 3, weight.shape[0], generator=rng, device=weight.device, dtype=weight.dtype)
-            together, _ = gates(range(len(sites)), probe)
+            probe = torch.randn(
+                len(moe_layers), 3, weight.shape[0], generator=rng, device=weight.device, dtype=weight.dtype
+            )
+            together, _ = gates(range(len(moe_layers)), probe)
             with torch.inference_mode():
                 alone = [call(norm(states))[0] for norm, call, states in zip(norms, calls, probe, strict=True)]
         except (RuntimeError, ValueError, TypeError):  # an operation that cannot be batched, or modules that differ

@@ -75,7 +75,7 @@ class KvState:
     def __init__(self, config: Any, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.programs: dict[Any, Any] = {}  # forwards recorded over this state's memory
+        self.decode_graphs: dict[Any, Any] = {}  # forwards recorded over this state's memory
         self.can_rewind = can_rewind(config)
         self._mark: _Mark | None = None
         self.cache: Any = _new_cache(config)

@@ -27,7 +27,7 @@ from spmoe.config import home
 from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, building
-from spmoe.models.experts_port import experts_modules, take_over
+from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.stored import StoredTensors
 from spmoe.types import ExpertKey
 

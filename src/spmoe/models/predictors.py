@@ -14,9 +14,9 @@ from spmoe.config import home
 from spmoe.errors import CheckpointError, UsageError, reason
 from spmoe.files import replacing
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
-from spmoe.predict.fitted import Fitted
+from spmoe.predict.projection import HiddenStateProjection
 
 FORMAT = "spmoe-predictor-1"
 
@@ -36,11 +36,13 @@ def find_predictor(target: Checkpoint, draft: Checkpoint) -> Path | None:
         return None
 
 
-def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts: dict[str, Any]) -> Path:
+def write_predictor(
+    target: Checkpoint, draft: Checkpoint, projection: HiddenStateProjection, facts: dict[str, Any]
+) -> Path:
     """Keep the maps fitted for a pair; `facts` go with them, for people to read."""
     path = predictor_path(target, draft)
     meta = {"format": FORMAT, "target": target.fingerprint, "draft": draft.fingerprint, "facts": json.dumps(facts)}
-    tensors = {"weights": fitted.weights.cpu().contiguous(), "biases": fitted.biases.cpu().contiguous()}
+    tensors = {"weights": projection.weights.cpu().contiguous(), "biases": projection.biases.cpu().contiguous()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as place:
@@ -50,11 +52,13 @@ def write_predictor(target: Checkpoint, draft: Checkpoint, fitted: Fitted, facts
     return path
 
 
-def read_predictor(target: Checkpoint, draft: Checkpoint, model: Target, network: Network) -> Fitted | None:
+def read_predictor(
+    target: Checkpoint, draft: Checkpoint, model: Target, runner: ModelRunner
+) -> HiddenStateProjection | None:
     """The maps fitted for a pair; None where there are none, an error where there is something else in their place."""
     if (path := find_predictor(target, draft)) is None:
         return None
-    wanted = [len(model.moe), network.hidden_size, model.hidden_size]
+    wanted = [len(model.moe), runner.hidden_size, model.hidden_size]
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
@@ -71,4 +75,4 @@ def read_predictor(target: Checkpoint, draft: Checkpoint, model: Target, network
             f"the fitted predictor {path} is not used ({reason(error)}); delete it, or fit it again with `spmoe "
             "fit-predictor`"
         ) from error
-    return Fitted(weights, biases).to(model.model.device, model.model.dtype)
+    return HiddenStateProjection(weights, biases).to(model.model.device, model.model.dtype)

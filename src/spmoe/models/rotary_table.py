@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe.models.attention import current_length
-from spmoe.models.rotary_change import changes_in, names_in, rotary_modules
+from spmoe.models.longrope import changes_in, names_in, rotary_modules
 
 _BLOCK = 4096  # positions computed at once: what they take on the way is small beside the table
 _SAMPLES = 8  # random positions that a table is proved on, beside first, last and those around changes

@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 
 from spmoe.backends.base import Backend
-from spmoe.backends.graphs import Recorder
+from spmoe.backends.graphs import GraphRecorder
 from spmoe.experts.source import ExpertSource
-from spmoe.models.anatomy import MoeSite
-from spmoe.models.experts_port import attach
+from spmoe.models.experts_seam import attach
 from spmoe.models.fused_gates import FusedGates
 from spmoe.models.gates import StackedGates
-from spmoe.models.network import Network
+from spmoe.models.inspection import MoeLayer
+from spmoe.models.runner import ModelRunner
 from spmoe.types import Routing
 
 
-class Target(Network):
+class Target(ModelRunner):
     """The MoE model whose output counts. Its experts are silent until `connect`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.moe: tuple[MoeSite, ...] = self.anatomy.moe
-        self.layer_depths: Sequence[int] = [site.depth for site in self.moe]
-        self.top_k = max(site.top_k for site in self.moe)
-        gated = [layer for layer, site in enumerate(self.moe) if site.norm is not None and site.router is not None]
+        self.moe: tuple[MoeLayer, ...] = self.inspection.moe
+        self.layer_depths: Sequence[int] = [moe_layer.depth for moe_layer in self.moe]
+        self.top_k = max(moe_layer.top_k for moe_layer in self.moe)
+        gated = [
+            layer
+            for layer, moe_layer in enumerate(self.moe)
+            if moe_layer.norm is not None and moe_layer.router is not None
+        ]
         self._places = {layer: place for place, layer in enumerate(gated)}  # among the stacked gates
         self._gated = [self.moe[layer] for layer in gated]
         self._stacked: StackedGates | FusedGates | None = StackedGates.of(self._gated)
@@ -42,16 +46,16 @@ class Target(Network):
         """Whether that is all of them."""
         return len(self._gated) == len(self.moe)
 
-    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
-        reason = super().record_forwards(recorder, rows, positions)
+    def capture_forwards(self, recorder: GraphRecorder, rows: int, positions: int) -> str | None:
+        reason = super().capture_forwards(recorder, rows, positions)
         if reason is None:  # kernels run here, and predictions will be recorded too
             self._stacked = FusedGates.of(self._gated) or self._stacked
         return reason
 
     def connect(self, source: ExpertSource, backend: Backend) -> None:
         """From now on experts come from this source."""
-        for layer, site in enumerate(self.moe):
-            attach(site.experts, backend.port(layer, source))
+        for layer, moe_layer in enumerate(self.moe):
+            attach(moe_layer.experts, backend.port(layer, source))
 
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         """The layers' own norms and routers on hidden states of any origin."""
@@ -79,8 +83,8 @@ class Target(Network):
         return torch.cat((chosen.gather(1, order), rest), dim=1)
 
     def _ask_gate(self, layer: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        site = self.moe[layer]
-        if site.norm is None or site.router is None:
+        moe_layer = self.moe[layer]
+        if moe_layer.norm is None or moe_layer.router is None:
             raise ValueError(f"layer {layer} has no gate that can be called alone")
         with torch.inference_mode():
-            return site.router(site.norm(states))
+            return moe_layer.router(moe_layer.norm(states))

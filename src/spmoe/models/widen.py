@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spmoe.errors import UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint, quiet
-from spmoe.models.experts_port import experts_modules, take_over
+from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.load import store_spec
 from spmoe.types import ExpertKey
 

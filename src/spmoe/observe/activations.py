@@ -34,17 +34,17 @@ class Activations:
     def __len__(self) -> int:
         return len(self._places)
 
-    def begin_step(self, request: int) -> None:
+    def begin_step(self, sequence_id: int) -> None:
         """The last step is over and joins its request's matrix; one of this request begins."""
         if self._here is not None and self._counts and self._uses:
             here, steps = self._here, self._steps[self._here]
             self._matrices[here] = (self._matrices[here] * steps + self._step) / (steps + 1)
             self._squares[here] = np.square(self._matrices[here], dtype=float).sum(axis=1)
             self._steps[here] += 1
-        self._counts = request in self._places
+        self._counts = sequence_id in self._places
         if not self._counts:
-            self._places[request] = self._make_room()
-        self._here = self._places[request]
+            self._places[sequence_id] = self._make_room()
+        self._here = self._places[sequence_id]
         self._step[:] = False
         self._uses = 0
         self._layers.clear()
@@ -105,7 +105,7 @@ class Activations:
         alike = unit @ unit.T
         np.fill_diagonal(alike, -np.inf)
         pair = divmod(int(alike.argmax()), len(alike))
-        request, place = next((request, place) for request, place in self._places.items() if place in pair)
-        del self._places[request]
+        sequence_id, place = next((sequence_id, place) for sequence_id, place in self._places.items() if place in pair)
+        del self._places[sequence_id]
         self._matrices[place], self._squares[place], self._steps[place] = 0.0, 0.0, 0
         return place

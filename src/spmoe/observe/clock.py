@@ -33,7 +33,7 @@ class VirtualClock:
         self._now = 0.0
         self._watched: list[tuple[Callable[[], float | None], Callable[[], object]]] = []
 
-    def watch(self, next_event: Callable[[], float | None], on_event: Callable[[], object]) -> None:
+    def observer(self, next_event: Callable[[], float | None], on_event: Callable[[], object]) -> None:
         """Call `on_event` at each time that `next_event` announces (None: nothing is coming)."""
         self._watched.append((next_event, on_event))
 

@@ -21,7 +21,7 @@ class Counters:
     missing: int = 0  # in those, experts that were needed and in no slot when the step began
     # experts asked for by the router, once per layer and pass; hits + late + demand_loads is all of them
     hits: int = 0  # READY when asked for
-    late: int = 0  # LOADING by a wish when asked for
+    late: int = 0  # LOADING by a prefetch request when asked for
     demand_loads: int = 0  # ABSENT when asked for
     demand_bytes: int = 0
     # prefetched experts: issued = used + wasted + failed + still held
@@ -32,11 +32,11 @@ class Counters:
     late_bytes: int = 0  # the part of used that was still on its way when needed
     wasted_bytes: int = 0  # evicted before it was needed
     failed_bytes: int = 0
-    # wishes that cost no bytes
-    wishes: int = 0
-    wishes_resident: int = 0
-    wishes_stale: int = 0
-    wishes_over_budget: int = 0
+    # prefetch requests that cost no bytes
+    prefetches_requested: int = 0
+    prefetches_resident: int = 0
+    prefetches_stale: int = 0
+    prefetches_over_budget: int = 0
     # time
     stall_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -13,7 +13,7 @@ class Activity(Enum):
     VERIFY = "verify"
     LAYER = "layer"  # of the target, within VERIFY
     COPY = "copy"  # a copy that was demanded
-    PREFETCH = "prefetch"  # a copy for a wish
+    PREFETCH = "prefetch"  # a copy for a prefetch request
     STALL = "stall"
 
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from spmoe.observe.activations import Activations
 from spmoe.predict.base import PrefetchPolicy
-from spmoe.types import Wishes
+from spmoe.types import PrefetchRequests
 
 
 class Activation(PrefetchPolicy):
-    """Wishes, for each layer to come, for as many of its likeliest experts as a step uses of it, each once a step.
+    """Prefetch requests, for each layer to come, for as many of its likeliest experts as a step uses of it, each once a step.
 
     An expert's score is the share of steps that are expected to use it, the less the more layers come before.
     """
@@ -27,16 +27,16 @@ class Activation(PrefetchPolicy):
         self._activations = Activations(experts)
         self._wished = np.zeros((len(experts), max(experts)), dtype=bool)  # in this step
 
-    def begin_step(self, request: int) -> Wishes:
-        self._activations.begin_step(request)
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
+        self._activations.begin_step(sequence_id)
         self._wished[:] = False
         return self._wishes(0)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._activations.note([layer] * len(experts), experts)
         return self._wishes(layer + 1)
 
-    def _wishes(self, start: int) -> Wishes:
+    def _wishes(self, start: int) -> PrefetchRequests:
         """For the layers from this one on, which is the next to run."""
         expected = self._activations.expected(start)  # [layers to come, experts]
         likely, rows = np.zeros(expected.shape, dtype=bool), np.arange(len(expected))[:, None]
@@ -47,4 +47,4 @@ class Activation(PrefetchPolicy):
         count = len(self._wished)
         ahead, experts = np.nonzero(new)
         layers, scores = start + ahead, expected[ahead, experts] * (1 - ahead / count)
-        return Wishes(layers, experts, scores, layers, np.ones(len(layers), dtype=bool))
+        return PrefetchRequests(layers, experts, scores, layers, np.ones(len(layers), dtype=bool))

@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from spmoe.predict.base import Gates
-from spmoe.predict.draft_gate import wishes
-from spmoe.predict.next_gate import NextGate, together
-from spmoe.types import NO_WISHES, Seen, Stage, Wishes
+from spmoe.predict.draft_gate import prefetches
+from spmoe.predict.next_gate import NextGate, merge_prefetches
+from spmoe.types import NO_PREFETCHES, LayerChunk, PrefetchRequests, Stage
 
 
 class Adaptive(NextGate):
-    """Wishes for the next layer and, as far as guesses over that distance came true of late, for those behind it.
+    """Prefetch requests for the next layer and, as far as guesses over that distance came true of late, for those behind it.
 
-    The queue serves nearer layers first, so deeper wishes only move while all that is nearer is there or on its way.
+    The queue serves nearer layers first, so deeper prefetch requests only move while all that is nearer is there or on its way.
     """
 
     name = "adaptive"
@@ -37,36 +37,36 @@ class Adaptive(NextGate):
         good[0] = True
         return int(np.logical_and.accumulate(good).sum())
 
-    def begin_step(self, request: int) -> Wishes:
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
         self._guessed.clear()
         self._given *= self._MEMORY
         self._true *= self._MEMORY
-        return NO_WISHES
+        return NO_PREFETCHES
 
-    def on_seen(self, seen: Seen) -> Wishes:
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
         if seen.stage is not Stage.VERIFY:
-            return NO_WISHES
+            return NO_PREFETCHES
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         if routing is None:
-            return NO_WISHES
-        depth, start, found = self.depth, 0, NO_WISHES
+            return NO_PREFETCHES
+        depth, start, found = self.depth, 0, NO_PREFETCHES
         for place in seen.depths:
             layers = self._next[place]
             part = type(routing)(*(answer[start : start + len(layers)] for answer in routing))
             start += len(layers)
-            guessed = wishes(layers, part, fetch_below=len(self._next))
+            guessed = prefetches(layers, part, fetch_below=len(self._next))
             ends = guessed.layers.searchsorted(layers, side="right").tolist()  # they are named layer after layer
             experts, begin = guessed.experts.tolist(), 0
             for distance, (layer, end) in enumerate(zip(layers, ends, strict=True)):
                 known = self._guessed.setdefault(layer, {})
                 known[distance] = known.get(distance, frozenset()).union(experts[begin:end])
                 begin = end
-            found = together(found, guessed.where(slice(0, ends[min(depth, len(ends)) - 1] if ends else 0)))
+            found = merge_prefetches(found, guessed.where(slice(0, ends[min(depth, len(ends)) - 1] if ends else 0)))
         return found
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         chosen = frozenset(experts)
         for distance, guess in self._guessed.pop(layer, {}).items():
             self._given[distance] += len(guess)
             self._true[distance] += len(guess & chosen)
-        return NO_WISHES
+        return NO_PREFETCHES

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
+from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
 
 
 class Gates(Protocol):
@@ -23,27 +23,27 @@ class Gates(Protocol):
 
 
 class PrefetchPolicy:
-    """Turns what has been seen into wishes. As it stands it looks at nothing and wishes for nothing."""
+    """Turns what has been seen into prefetch requests. As it stands it looks at nothing and prefetch requests for nothing."""
 
     name: str  # as options and reports call it
     stages: frozenset[Stage] = frozenset()  # the stages it wants to see; nothing is tapped for the others
 
-    def begin_step(self, request: int) -> Wishes:
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
         """Called before anything of a step runs; a request's first step reads its prompt."""
-        return NO_WISHES
+        return NO_PREFETCHES
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
-        """The tensor work behind `on_seen`, apart from it so that it can run where the states are."""
+        """The tensor work behind `on_chunk`, apart from it so that it can run where the states are."""
         # residual: [depths, rows, hidden]
         return None
 
-    def on_seen(self, seen: Seen) -> Wishes:
-        """Called for every slab of layers, in order."""
-        return NO_WISHES
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
+        """Called for every chunk of layers, in order."""
+        return NO_PREFETCHES
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         """Called as the target runs: its own router has chosen these experts, and what is missing is on its way."""
-        return NO_WISHES
+        return NO_PREFETCHES
 
-    def on_accept(self, accepted: Accepted) -> None:
+    def on_accept(self, accepted: DraftOutcome) -> None:
         """Called when a step has been judged."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates, PrefetchPolicy
-from spmoe.predict.fitted import Fitted
-from spmoe.types import NO_WISHES, Routing, Seen, Stage, Wishes
+from spmoe.predict.projection import HiddenStateProjection
+from spmoe.types import NO_PREFETCHES, LayerChunk, PrefetchRequests, Routing, Stage
 
 
 class DraftGate(PrefetchPolicy):
-    """Wishes for what the draft's states route to; beyond the cutoff only to be kept, not to be fetched."""
+    """Prefetch requests for what the draft's states route to; beyond the cutoff only to be kept, not to be fetched."""
 
     name = "draft-gate"
     stages = frozenset({Stage.PREFILL, Stage.DRAFT})
@@ -30,12 +30,12 @@ class DraftGate(PrefetchPolicy):
         gates: Gates,
         draft_depth: int,
         cutoff: int,
-        fitted: Fitted | None = None,
+        projection: HiddenStateProjection | None = None,
         only: Collection[int] | None = None,  # the layers that are predicted; None: all
     ) -> None:
         self.cutoff = cutoff  # layers, counted from the first, that may be prefetched for
         self._gates = gates
-        self._fitted = fitted
+        self._projection = projection
         by_depth = layers_by_draft_depth(gates.layer_depths, gates.depth_count, draft_depth)
         self._layers_at = [[layer for layer in layers if only is None or layer in only] for layers in by_depth]
 
@@ -46,16 +46,16 @@ class DraftGate(PrefetchPolicy):
         rows = [row for row, depth in enumerate(depths) for _ in self._layers_at[depth]]
         if rows != list(range(len(depths))):
             residual = torch.stack([residual[row] for row in rows])
-        return self._gates.route(layers, residual if self._fitted is None else self._fitted(layers, residual))
+        return self._gates.route(layers, residual if self._projection is None else self._projection(layers, residual))
 
-    def on_seen(self, seen: Seen) -> Wishes:
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
         routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
-        return NO_WISHES if routing is None else wishes(layers, routing, self.cutoff)
+        return NO_PREFETCHES if routing is None else prefetches(layers, routing, self.cutoff)
 
 
-def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Wishes:
-    """One wish per expert that any row is sent to, with the best score; from that layer on only to be kept."""
+def prefetches(layers: Sequence[int], routing: Routing, fetch_below: int) -> PrefetchRequests:
+    """One prefetch request per expert that any row is sent to, with the best score; from that layer on only to be kept."""
     experts, scores = routing.experts.numpy(force=True), routing.scores.numpy(force=True)  # [layers, rows, top_k]
     count, rows, top_k = experts.shape
     each = np.repeat(np.asarray(layers, dtype=np.int64), rows * top_k)
@@ -69,7 +69,7 @@ def wishes(layers: Sequence[int], routing: Routing, fetch_below: int) -> Wishes:
         first[places[::-1]] = np.arange(len(places) - 1, -1, -1)  # of several that name an expert the first stays
         first = np.sort(first[first >= 0])  # as they were named
         each, named, score = each[first], named[first], best[places[first]]
-    return Wishes(each, named, score, each, each < fetch_below)
+    return PrefetchRequests(each, named, score, each, each < fetch_below)
 
 
 def layers_by_draft_depth(layer_depths: Iterable[int], depth_count: int, draft_depth: int) -> list[list[int]]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from spmoe.predict.base import Gates, PrefetchPolicy
-from spmoe.predict.draft_gate import DraftGate, wishes
-from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
+from spmoe.predict.draft_gate import DraftGate, prefetches
+from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
 
 
 class NextGate(PrefetchPolicy):
-    """Wishes for what the next layers' gates make of this layer's states."""
+    """Prefetch requests for what the next layers' gates make of this layer's states."""
 
     name = "next-gate"
     stages = frozenset({Stage.VERIFY})
@@ -43,16 +43,16 @@ class NextGate(PrefetchPolicy):
         # stacked, not indexed by a list, which would be copied to the device while a forward is recorded
         return self._gates.route(self._layers(depths), torch.stack([residual[row] for row in rows]))
 
-    def on_seen(self, seen: Seen) -> Wishes:
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
         if seen.stage is not Stage.VERIFY:
-            return NO_WISHES
+            return NO_PREFETCHES
         routing = seen.routing or self.ask(seen.stage, seen.depths, seen.residual)
         if routing is None:
-            return NO_WISHES
+            return NO_PREFETCHES
         least = even_share(routing.experts.shape[-1]) if self._sure else -np.inf
         if len(layers := self._layers(seen.depths)) == 1:
-            return wishes_of_one(layers[0], routing, least)
-        found = wishes(layers, routing, fetch_below=len(self._next))
+            return prefetches_of_one_layer(layers[0], routing, least)
+        found = prefetches(layers, routing, fetch_below=len(self._next))
         return found.where(found.scores >= least)
 
     def _layers(self, depths: range) -> list[int]:
@@ -64,7 +64,7 @@ def even_share(top_k: int) -> float:
     return 1 / top_k
 
 
-def wishes_of_one(layer: int, routing: Routing, least: float) -> Wishes:
+def prefetches_of_one_layer(layer: int, routing: Routing, least: float) -> PrefetchRequests:
     """What rows send to one layer's experts with at least this score; for so few, columns from the start are slower."""
     best: dict[int, float] = {}
     for expert, score in zip(routing.experts.reshape(-1).tolist(), routing.scores.reshape(-1).tolist(), strict=True):
@@ -73,10 +73,10 @@ def wishes_of_one(layer: int, routing: Routing, least: float) -> Wishes:
     count = len(best)
     layers = np.full(count, layer)
     experts, scores = np.fromiter(best.keys(), np.int64, count), np.fromiter(best.values(), np.float64, count)
-    return Wishes(layers, experts, scores, layers, np.ones(count, dtype=bool))
+    return PrefetchRequests(layers, experts, scores, layers, np.ones(count, dtype=bool))
 
 
-class Both(PrefetchPolicy):
+class CombinedPolicy(PrefetchPolicy):
     """The draft's word first, and the target's own signals, where those are clear, as its pass proceeds.
 
     What they are not sure of comes too late to be worth a copy that others wait behind: with everything they name it
@@ -88,19 +88,19 @@ class Both(PrefetchPolicy):
         self.name = f"{first.name}+{second.name}"
         self.stages = first.stages | second.stages
 
-    def begin_step(self, request: int) -> Wishes:
-        return together(self.first.begin_step(request), self.second.begin_step(request))
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
+        return merge_prefetches(self.first.begin_step(sequence_id), self.second.begin_step(sequence_id))
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         return self._for(stage).ask(stage, depths, residual)
 
-    def on_seen(self, seen: Seen) -> Wishes:
-        return self._for(seen.stage).on_seen(seen)
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
+        return self._for(seen.stage).on_chunk(seen)
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
-        return together(self.first.on_routed(layer, experts), self.second.on_routed(layer, experts))
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
+        return merge_prefetches(self.first.on_routed(layer, experts), self.second.on_routed(layer, experts))
 
-    def on_accept(self, accepted: Accepted) -> None:
+    def on_accept(self, accepted: DraftOutcome) -> None:
         self.first.on_accept(accepted)
         self.second.on_accept(accepted)
 
@@ -108,12 +108,12 @@ class Both(PrefetchPolicy):
         return self.first if stage in self.first.stages else self.second
 
 
-def together(one: Wishes, other: Wishes) -> Wishes:
-    """The wishes of both."""
-    return Wishes.of([*one, *other]) if len(one) and len(other) else one if len(one) else other
+def merge_prefetches(one: PrefetchRequests, other: PrefetchRequests) -> PrefetchRequests:
+    """The prefetch requests of both."""
+    return PrefetchRequests.of([*one, *other]) if len(one) and len(other) else one if len(one) else other
 
 
-def draft_gate_of(policy: PrefetchPolicy) -> DraftGate | None:
+def draft_gate_part(policy: PrefetchPolicy) -> DraftGate | None:
     """The part of a policy that predicts from the draft, if there is one."""
-    part = policy.first if isinstance(policy, Both) else policy
+    part = policy.first if isinstance(policy, CombinedPolicy) else policy
     return part if isinstance(part, DraftGate) else None

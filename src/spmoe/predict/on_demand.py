@@ -1,4 +1,4 @@
-"""On demand: wishes for nothing. Experts move when a router asks for them, and not before."""
+"""On demand: prefetch requests for nothing. Experts move when a router asks for them, and not before."""
 
 from __future__ import annotations
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmoe.experts.draft_informed import DraftInformed, any_use
-from spmoe.experts.valued import Valued
+from spmoe.experts.scored import ScoredEviction
 from spmoe.replay.steps import StepPlan
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import ExpertKey, PrefetchRequests
 
 
 class OneStepPerfect(DraftInformed):
     """Knows, of each step, all that it will need when it begins, and of later ones only habit."""
 
     def __init__(self, experts: Sequence[int], steps: Sequence[StepPlan]) -> None:
-        super().__init__(experts, reluctance=1.0)
+        super().__init__(experts, swap_margin=1.0)
         self._steps = iter(steps)
         self._needed = np.zeros(self.shape, dtype=bool)
 
@@ -27,7 +27,7 @@ class OneStepPerfect(DraftInformed):
             for keys in forward.needed:
                 self._needed.ravel()[keys] = True
 
-    def wished(self, wishes: Wishes) -> None:
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
         """It knows better."""
 
     def _value(self) -> np.ndarray:
@@ -37,7 +37,7 @@ class OneStepPerfect(DraftInformed):
         return worths
 
 
-class Belady(Valued):
+class Belady(ScoredEviction):
     """Knows everything to come: what is needed last leaves."""
 
     def __init__(self, experts: Sequence[int], steps: Sequence[StepPlan]) -> None:
@@ -55,10 +55,10 @@ class Belady(Valued):
             uses.reverse()
         self._next = np.array([uses[-1] for uses in self._uses], dtype=float).reshape(self.shape)
 
-    def inserted(self, key: ExpertKey) -> None:
+    def on_insert(self, key: ExpertKey) -> None:
         self._resident[key] = True
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
         for expert in experts:
             uses = self._uses[layer * self.shape[1] + expert]
             uses.pop()

@@ -1,6 +1,6 @@
-"""Foresight: what each prefetch policy wishes for, and when, from what a trace has recorded.
+"""Foresight: what each prefetch policy prefetch requests for, and when, from what a trace has recorded.
 
-A policy is asked when a step begins, for every slab of the draft, and for every layer of the target. New ones are
+A policy is asked when a step begins, for every chunk of the draft, and for every layer of the target. New ones are
 added to `POLICIES`.
 """
 
@@ -14,12 +14,12 @@ import torch
 from spmoe.errors import UsageError
 from spmoe.predict import activation, adaptive
 from spmoe.predict.next_gate import even_share
-from spmoe.replay.steps import Foretold, ForwardPlan, SlabPlan, StepPlan
-from spmoe.types import Routing, Seen, Stage, Wishes
+from spmoe.replay.steps import ChunkPlan, ForwardPlan, Prediction, StepPlan
+from spmoe.types import LayerChunk, PrefetchRequests, Routing, Stage
 
 
-class Foresight:
-    """On demand: wishes for nothing. Others say more."""
+class ReplayPolicy:
+    """On demand: prefetch requests for nothing. Others say more."""
 
     uses_draft = False  # what the draft foretells, which a cutoff bounds
     follows = False  # what routers choose
@@ -30,54 +30,54 @@ class Foresight:
     def prepare(self, steps: Sequence[StepPlan]) -> None:
         """Before the first of these steps: note with them what does not depend on how they are replayed."""
 
-    def at_begin(self, step: StepPlan) -> Foretold | None:
+    def at_begin(self, step: StepPlan) -> Prediction | None:
         """Before the draft runs."""
         return None
 
-    def at_slab(self, slab: SlabPlan) -> Foretold | None:
+    def at_slab(self, chunk: ChunkPlan) -> Prediction | None:
         """When the draft has run some layers."""
         return None
 
-    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Prediction | None:
         """When the target has reached a layer's gate."""
         return None
 
-    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
+    def at_routed(self, layer: int, needed: list[int]) -> Prediction | None:
         """When a layer's router has chosen, and what is missing has been demanded."""
         return None
 
 
-class DraftGate(Foresight):
+class DraftGate(ReplayPolicy):
     """What the draft's states foretell."""
 
     uses_draft = True
 
-    def at_slab(self, slab: SlabPlan) -> Foretold | None:
-        return slab.wishes
+    def at_slab(self, chunk: ChunkPlan) -> Prediction | None:
+        return chunk.prefetches
 
 
-class NextGate(Foresight):
+class NextGate(ReplayPolicy):
     """What the target's own states foretell of the next layer."""
 
-    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Prediction | None:
         return forward.ahead[layer]
 
 
 class DraftAndNextGate(DraftGate, NextGate):
     """The draft's word first, then the target's own, where that is clear."""
 
-    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Prediction | None:
         if forward.clear is None:
             forward.clear = [self._clear(told, forward.ahead_experts.shape[-1]) for told in forward.ahead]
         return forward.clear[layer]
 
-    def _clear(self, told: Foretold | None, top_k: int) -> Foretold | None:
+    def _clear(self, told: Prediction | None, top_k: int) -> Prediction | None:
         if told is None:
             return None
-        return from_wishes(told.wishes.where(told.wishes.scores >= even_share(top_k)), self.width)
+        return from_wishes(told.prefetches.where(told.prefetches.scores >= even_share(top_k)), self.width)
 
 
-class Scripted(Foresight):
+class Scripted(ReplayPolicy):
     """What a policy says of each step, one time after the other, whatever comes of it: it is asked once, for all."""
 
     name: str
@@ -87,11 +87,11 @@ class Scripted(Foresight):
             for step in steps:
                 step.said[self.name] = list(self._say(step))
 
-    def at_begin(self, step: StepPlan) -> Foretold | None:
+    def at_begin(self, step: StepPlan) -> Prediction | None:
         self._said = iter(step.said[self.name])
         return None
 
-    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+    def _say(self, step: StepPlan) -> Iterator[Prediction | None]:
         """In the order in which it is asked; of steps one after the other."""
         raise NotImplementedError
 
@@ -101,12 +101,12 @@ class Oracle(Scripted):
 
     name = "oracle"
 
-    def at_begin(self, step: StepPlan) -> Foretold | None:
+    def at_begin(self, step: StepPlan) -> Prediction | None:
         return step.said[self.name][0]
 
-    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+    def _say(self, step: StepPlan) -> Iterator[Prediction | None]:
         keys = np.array(sorted({key for forward in step.forwards for layer in forward.needed for key in layer}))
-        yield Foretold.of(keys, np.ones(len(keys)), self.width)
+        yield Prediction.of(keys, np.ones(len(keys)), self.width)
 
 
 class PerfectDraft(Scripted):
@@ -118,23 +118,23 @@ class PerfectDraft(Scripted):
     name = "perfect-draft"
     uses_draft = True
 
-    def at_slab(self, slab: SlabPlan) -> Foretold | None:
+    def at_slab(self, chunk: ChunkPlan) -> Prediction | None:
         return next(self._said)
 
-    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+    def _say(self, step: StepPlan) -> Iterator[Prediction | None]:
         if not step.drafted:  # a prompt, which the draft has read too
-            yield from (slab.wishes for slab in step.slabs)
+            yield from (chunk.prefetches for chunk in step.chunks)
             return
         told, chosen, all_told = 0, step.forwards[-1].chosen, step.drafted * self.layers
-        if sum(slab.layers for slab in step.slabs) != all_told:
+        if sum(chunk.layers for chunk in step.chunks) != all_told:
             raise UsageError("the trace's draft does not speak of every layer, so perfect-draft cannot be replayed")
-        for slab in step.slabs:
+        for chunk in step.chunks:
             row, first = divmod(told, self.layers)
-            told += slab.layers
-            keys = self._keys(chosen[row, first : first + slab.layers], first)
+            told += chunk.layers
+            keys = self._keys(chosen[row, first : first + chunk.layers], first)
             if told == all_told:  # what no pass is made for is known no later
                 keys = np.union1d(keys, self._keys(chosen[row + 1 :], 0))
-            yield Foretold.of(keys, np.ones(len(keys)), self.width)
+            yield Prediction.of(keys, np.ones(len(keys)), self.width)
 
     def _keys(self, chosen: np.ndarray, first: int) -> np.ndarray:
         """Expert numbers of what rows chose in layers from this one on."""  # chosen: [.., layers, top_k]
@@ -152,14 +152,14 @@ class Activation(Scripted):
         super().__init__(layers, width)
         self._live = activation.Activation((width,) * layers)
 
-    def at_begin(self, step: StepPlan) -> Foretold | None:
+    def at_begin(self, step: StepPlan) -> Prediction | None:
         super().at_begin(step)
         return next(self._said)
 
-    def at_routed(self, layer: int, needed: list[int]) -> Foretold | None:
+    def at_routed(self, layer: int, needed: list[int]) -> Prediction | None:
         return next(self._said)
 
-    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+    def _say(self, step: StepPlan) -> Iterator[Prediction | None]:
         yield from_wishes(self._live.begin_step(step.request), self.width)
         for forward in step.forwards:
             for layer, needed in enumerate(forward.needed):
@@ -175,17 +175,17 @@ class Adaptive(Scripted):
         super().__init__(layers, width)
         self._live = adaptive.Adaptive(_NoGates(layers))
 
-    def at_layer(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+    def at_layer(self, forward: ForwardPlan, layer: int) -> Prediction | None:
         return next(self._said)
 
-    def _say(self, step: StepPlan) -> Iterator[Foretold | None]:
+    def _say(self, step: StepPlan) -> Iterator[Prediction | None]:
         self._live.begin_step(step.request)
         for forward in step.forwards:
             for layer, needed in enumerate(forward.needed):
                 yield self._ahead(forward, layer)
                 self._live.on_routed(layer, [key % self.width for key in needed])
 
-    def _ahead(self, forward: ForwardPlan, layer: int) -> Foretold | None:
+    def _ahead(self, forward: ForwardPlan, layer: int) -> Prediction | None:
         deepest = self._live._DEEPEST
         if forward.ahead_experts.shape[1] < deepest:
             raise UsageError(f"the trace looks fewer than {deepest} layers ahead, as adaptive does; record it anew")
@@ -194,8 +194,8 @@ class Adaptive(Scripted):
         if not later or experts[0, 0, 0] < 0:
             return None
         routing = Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
-        seen = Seen(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
-        return from_wishes(self._live.on_seen(seen), self.width)
+        seen = LayerChunk(Stage.VERIFY, range(layer, layer + 1), self.layers, routing.scores, routing)
+        return from_wishes(self._live.on_chunk(seen), self.width)
 
 
 class _NoGates:
@@ -211,15 +211,15 @@ class _NoGates:
         raise NotImplementedError("everything was asked when the trace was recorded")
 
 
-def from_wishes(wishes: Wishes, width: int) -> Foretold | None:
-    """A live policy's wishes as a replay takes them."""
-    return Foretold.told(wishes, width) if len(wishes) else None
+def from_wishes(prefetches: PrefetchRequests, width: int) -> Prediction | None:
+    """A live policy's prefetch requests as a replay takes them."""
+    return Prediction.told(prefetches, width) if len(prefetches) else None
 
 
-Maker = Callable[[int, int], Foresight]
+Maker = Callable[[int, int], ReplayPolicy]
 
 POLICIES: dict[str, Maker] = {
-    "on-demand": Foresight,
+    "on-demand": ReplayPolicy,
     "draft-gate": DraftGate,
     "next-gate": NextGate,
     "draft-gate+next-gate": DraftAndNextGate,
@@ -230,7 +230,7 @@ POLICIES: dict[str, Maker] = {
 }
 
 
-def make_foresight(name: str, layers: int, width: int) -> Foresight:
+def make_replay_policy(name: str, layers: int, width: int) -> ReplayPolicy:
     """The policy of this name."""
     if name not in POLICIES:
         raise UsageError(f"prefetch must be one of {', '.join(POLICIES)}, not {name!r}")

@@ -1,4 +1,4 @@
-"""The link of a replay: one copy moves at a time, demands before wishes, and wishes pause or are cut for them."""
+"""The link of a replay: one copy moves at a time, demands before prefetch requests, and prefetch requests pause or are cut for them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Machine:
 
     slots: int
     seconds_per_expert: float  # over the link
-    depth: int = 2  # copies outstanding, at most, for wishes
-    chunk_seconds: float | None = None  # pieces in which wishes move; None: whole
+    depth: int = 2  # copies outstanding, at most, for prefetch requests
+    chunk_seconds: float | None = None  # pieces in which prefetch requests move; None: whole
     window: int = 2  # such pieces that a demand waits for
     demands_first: bool = False  # a layer's demands are submitted before what it foretells of later ones
 
 
-class Link:
+class EmulatedLink:
     """What moves and what waits to. Who derives from it says what becomes of a copy that has ended."""
 
     def __init__(self, machine: Machine) -> None:
@@ -35,10 +35,10 @@ class Link:
         self._flight_start = 0.0
         self._flight_end = NEVER
         self._left = 0.0  # of it, when it is cut at the end of a chunk
-        self._run_start = 0.0  # since when only wishes have moved, without a gap
-        self._committed = 0.0  # until when chunks of wishes are on the stream, whatever comes
+        self._run_start = 0.0  # since when only prefetch requests have moved, without a gap
+        self._committed = 0.0  # until when chunks of prefetch requests are on the stream, whatever comes
 
-    def _hurry(self, key: int) -> None:
+    def _prioritize(self, key: int) -> None:
         """Somebody waits for this copy now."""
         if self._flight == key:
             self._flight_calm = False
@@ -52,7 +52,7 @@ class Link:
                 return
 
     def _cut_short(self) -> None:
-        """Let what is urgent begin when the chunks of wishes that are on the stream have moved."""
+        """Let what is urgent begin when the chunks of prefetch requests that are on the stream have moved."""
         chunk = self.machine.chunk_seconds
         if chunk is None or not self._flight_calm:
             return

@@ -17,7 +17,7 @@ class Notes:
     request: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    slabs: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)
     rest: list[float] = field(default_factory=list)
     slab_pass: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Notes:
             np.unique(self.request, return_inverse=True)[1].astype(np.int32),
             np.array(self.drafted, dtype=np.int16),
             np.array(self.accepted, dtype=np.int16),
-            np.array(self.slabs, dtype=np.int16),
+            np.array(self.chunks, dtype=np.int16),
             np.array(self.forwards, dtype=np.int16),
             np.array(self.rest, dtype=np.float32),
             np.array(self.slab_pass, dtype=np.int16),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe import __version__
-from spmoe.backends.base import Port
+from spmoe.backends.base import ExpertsForward
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import SamplingParams
 from spmoe.draft.model import DraftModel
@@ -20,13 +20,13 @@ from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
-from spmoe.models.experts_port import attach
+from spmoe.models.experts_seam import attach
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
-from spmoe.predict.next_gate import NextGate, draft_gate_of
+from spmoe.predict.next_gate import NextGate, draft_gate_part
 from spmoe.replay.notes import Notes
 from spmoe.replay.trace import Shape, Trace
-from spmoe.types import NO_WISHES, Accepted, Routing, Seen, Stage, Wishes
+from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
 
 AHEAD = 3  # layers ahead for which the target's own states are asked
 
@@ -34,7 +34,7 @@ AHEAD = 3  # layers ahead for which the target's own states are asked
 class TraceRecorder(PrefetchPolicy):
     """Stands between an engine's loop and its policy, and between its target and the experts.
 
-    The policy's wishes are what they were; besides, draft and target are asked about the layers to come, so that every
+    The policy's prefetch requests are what they were; besides, draft and target are asked about the layers to come, so that every
     policy can be replayed. What that takes is not counted as the layers' time.
     """
 
@@ -51,51 +51,51 @@ class TraceRecorder(PrefetchPolicy):
         self.name = self._inner.name
         target, drafter = engine.target, engine.loop.drafter
         self._layers = len(target.moe)
-        self._draft_gate: DraftGate | None = draft_gate_of(self._inner)
+        self._draft_gate: DraftGate | None = draft_gate_part(self._inner)
         self._layers_at: list[list[int]] = []
         if isinstance(drafter, DraftModel):
-            depth = drafter.network.depth_count
+            depth = drafter.runner.depth_count
             self._layers_at = layers_by_draft_depth(target.layer_depths, target.depth_count, depth)
-            if self._draft_gate is None and target.gates_found and drafter.network.has_taps:
-                fits = engine.fitted is not None or drafter.network.hidden_size == target.hidden_size
-                self._draft_gate = DraftGate(target, depth, self._layers, engine.fitted) if fits else None
-        asks = target.gates_found and target.has_taps
+            if self._draft_gate is None and target.gates_found and drafter.runner.has_hidden_states:
+                fits = engine.projection is not None or drafter.runner.hidden_size == target.hidden_size
+                self._draft_gate = DraftGate(target, depth, self._layers, engine.projection) if fits else None
+        asks = target.gates_found and target.has_hidden_states
         self._next = NextGate(target, AHEAD) if asks else None
         self._notes = Notes()
         self._request = 0
         self._mark = self._own = 0.0
         self._spent: dict[int, list[float]] = {}  # on noting, by request and step
-        self._at_step = (0, 0)  # slabs and forwards noted when the step began
+        self._at_step = (0, 0)  # chunks and forwards noted when the step began
         self._pass, self._reached = -1, self._layers
         self._before = engine.loop.counters.copy()
         self._forward = -1  # the layer that ran last
         self._tapped = -1  # the decoder layer that was seen last
-        self._ports = [site.experts.spmoe_port for site in target.moe]
-        for layer, site in enumerate(target.moe):
-            attach(site.experts, _NotingPort(self, layer, self._ports[layer]))  # type: ignore[arg-type]
+        self._ports = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
+        for layer, moe_layer in enumerate(target.moe):
+            attach(moe_layer.experts, _NotingExperts(self, layer, self._ports[layer]))  # type: ignore[arg-type]
         engine.loop.policy = self
 
     def detach(self) -> None:
         """Leave the engine as it was."""
         self._engine.loop.policy = self._inner
-        for port, site in zip(self._ports, self._engine.target.moe, strict=True):
-            attach(site.experts, port)  # type: ignore[arg-type]
+        for port, moe_layer in zip(self._ports, self._engine.target.moe, strict=True):
+            attach(moe_layer.experts, port)  # type: ignore[arg-type]
 
     # ---- as the loop's policy
 
-    def begin_step(self, request: int) -> Wishes:
+    def begin_step(self, request: int) -> PrefetchRequests:
         notes = self._notes
         self._at_step = (len(notes.slab_pass), len(notes.forward_rows))
         self._request = request
         self._pass, self._reached = -1, self._layers
         self._forward = self._tapped = -1
         self._own = 0.0
-        wishes = self._inner.begin_step(request)
+        prefetches = self._inner.begin_step(request)
         self._spent.setdefault(request, []).append(0.0)
         self._mark = self._now()
-        return wishes
+        return prefetches
 
-    def on_routed(self, layer: int, experts: Sequence[int]) -> Wishes:
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         return self._inner.on_routed(layer, experts)
 
     def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
@@ -109,31 +109,31 @@ class TraceRecorder(PrefetchPolicy):
         self._spend(started)
         return routing
 
-    def on_seen(self, seen: Seen) -> Wishes:
+    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
         started = self._now()
         if seen.stage is not Stage.VERIFY:
             self._note_slab(seen, started)
         elif seen.routing is not None:
             self._note_ahead(seen.depths, seen.routing)
-        wishes = NO_WISHES
+        prefetches = NO_PREFETCHES
         if seen.stage in self._inner.stages:
             own = seen if seen.stage is not Stage.VERIFY else replace(seen, routing=None)
-            wishes = self._inner.on_seen(own)
+            prefetches = self._inner.on_chunk(own)
         if seen.stage is Stage.VERIFY:
             self._own += self._now() - started
         else:
             self._mark = self._now()
         self._spend(started)
-        return wishes
+        return prefetches
 
-    def on_accept(self, accepted: Accepted) -> None:
+    def on_accept(self, accepted: DraftOutcome) -> None:
         self._inner.on_accept(accepted)
         notes = self._notes
-        slabs, forwards = self._at_step
+        chunks, forwards = self._at_step
         notes.request.append(self._request)
         notes.drafted.append(accepted.drafted)
         notes.accepted.append(accepted.accepted)
-        notes.slabs.append(len(notes.slab_pass) - slabs)
+        notes.chunks.append(len(notes.slab_pass) - chunks)
         notes.forwards.append(len(notes.forward_rows) - forwards)
         notes.rest.append(max(0.0, self._now() - self._mark))
 
@@ -180,7 +180,7 @@ class TraceRecorder(PrefetchPolicy):
             experts=tuple(spec.experts),
             top_k=target.top_k,
             expert_bytes=spec.layout.nbytes,
-            draft_layers=drafter.network.depth_count if isinstance(drafter, DraftModel) else 0,
+            draft_layers=drafter.runner.depth_count if isinstance(drafter, DraftModel) else 0,
             draft_tokens=engine.loop.draft_tokens,
             depth=engine.source.grants.depth,
             chunk_bytes=chunk_for(spec.layout.nbytes) if on_cuda else None,
@@ -195,7 +195,7 @@ class TraceRecorder(PrefetchPolicy):
             "options": {
                 "prefetch": self._inner.name, "eviction": config.eviction_rule, "cutoff": str(config.cutoff),
                 "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
-                "device": str(engine.device), "link_gbps": config.link_gbps, "fitted": engine.fitted is not None,
+                "device": str(engine.device), "link_gbps": config.link_gbps, "projection": engine.projection is not None,
             },
             "profile": None if engine.profile is None else asdict(engine.profile),
             "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -207,7 +207,7 @@ class TraceRecorder(PrefetchPolicy):
 
     # ---- notes
 
-    def _note_slab(self, seen: Seen, now: float) -> None:
+    def _note_slab(self, seen: LayerChunk, now: float) -> None:
         notes = self._notes
         routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
@@ -253,10 +253,10 @@ class TraceRecorder(PrefetchPolicy):
         return self._engine.clock.now()
 
 
-class _NotingPort:
+class _NotingExperts:
     """A port that says what was routed and how long it took."""
 
-    def __init__(self, recorder: TraceRecorder, layer: int, inner: Port) -> None:
+    def __init__(self, recorder: TraceRecorder, layer: int, inner: ExpertsForward) -> None:
         self._recorder = recorder
         self._layer = layer
         self._inner = inner
@@ -291,7 +291,7 @@ def record(
     llm: LLM,
     prompts: list[str],
     params: SamplingParams,
-    watch: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext(),
+    observer: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext(),
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Trace:
     """Generate from each prompt and note everything.
@@ -305,7 +305,7 @@ def record(
     try:
         for number, generation in enumerate(generations):
             report(number, len(generations))
-            with watch(generation):
+            with observer(generation):
                 completions.append(generation.run())
             if generation.stopped:
                 break

@@ -9,17 +9,17 @@ from functools import lru_cache, partial
 from typing import Any
 
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
-from spmoe.collecting import no_collection
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
+from spmoe.gc_pause import gc_paused
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
 from spmoe.replay.evictions import make_rule, require_rule
-from spmoe.replay.foresight import make_foresight
+from spmoe.replay.foresight import make_replay_policy
 from spmoe.replay.moving import NEVER, Machine
 from spmoe.replay.simulate import Simulation
-from spmoe.replay.steps import Foretold, ForwardPlan, StepPlan, plan_steps
+from spmoe.replay.steps import ForwardPlan, Prediction, StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
 
 _ALL_LAYERS = Cutoff(CutoffMode.NONE)
@@ -125,7 +125,7 @@ class Replayer:
 
     def run(self, setting: Setting, timeline: Timeline | None = None) -> Outcome:
         """Replay the trace, from empty slots, under one configuration; the last steps go to the timeline."""
-        with no_collection():
+        with gc_paused():
             return self.start(setting, timeline).all()
 
     def start(self, setting: Setting, timeline: Timeline | None = None) -> Run:
@@ -136,7 +136,7 @@ class Replayer:
         """Refuse what cannot be replayed, before anything else is."""
         shape = self.trace.shape
         self.steps(shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens)
-        make_foresight(setting.prefetch, shape.layers, self.width)
+        make_replay_policy(setting.prefetch, shape.layers, self.width)
         require_rule(setting.eviction)
         _slots(setting.memory, shape)
         _rate(setting.link_gbps, shape)
@@ -149,10 +149,10 @@ class Replayer:
         steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
         share = _expert_share(self.trace)
         for step in steps:
-            for slab in step.slabs:
+            for chunk in step.chunks:
                 if times.draft_pass is not None:
-                    slab.seconds = times.draft_pass * slab.layers / layers
-                slab.seconds *= times.scale
+                    chunk.seconds = times.draft_pass * chunk.layers / layers
+                chunk.seconds *= times.scale
             for forward in step.forwards:
                 if times.verify_layer is not None:
                     counts = [max(1, len(needed)) for needed in forward.needed]
@@ -180,7 +180,7 @@ class Run:
             self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
         )
         rule = make_rule(setting.eviction, shape.experts, self.plan)
-        self.foresight = make_foresight(setting.prefetch, shape.layers, replayer.width)
+        self.foresight = make_replay_policy(setting.prefetch, shape.layers, replayer.width)
         self.foresight.prepare(self.plan)
         self.sim = Simulation(machine, rule, timeline)
         self.timeline = timeline
@@ -240,11 +240,11 @@ class Run:
         sim.begin_step(step.request)
         began = sim.now
         if (told := foresight.at_begin(step)) is not None:
-            sim.wish(told, self.shape.layers)
-        for slab in step.slabs:
-            sim.compute(slab.seconds)
-            if (told := foresight.at_slab(slab)) is not None:
-                sim.wish(told, self.cutoff)
+            sim.prefetch(told, self.shape.layers)
+        for chunk in step.chunks:
+            sim.compute(chunk.seconds)
+            if (told := foresight.at_slab(chunk)) is not None:
+                sim.prefetch(told, self.cutoff)
         drafted = sim.now
         for forward in step.forwards:
             self._forward(forward)
@@ -260,10 +260,10 @@ class Run:
             began = sim.now
             sim.compute(forward.front[layer])
             if forward.shares[layer]:
-                sim.rule.read(layer, [key - layer * sim.width for key in needed], forward.shares[layer])
+                sim.rule.on_prompt(layer, [key - layer * sim.width for key in needed], forward.shares[layer])
             told = foresight.at_layer(forward, layer)
             if told is not None and not sim.machine.demands_first:
-                sim.wish(told, layers)
+                sim.prefetch(told, layers)
                 told = None
             heard = told is not None or foresight.follows
             then = partial(self._after_demands, layer, needed, told) if heard else None
@@ -271,17 +271,17 @@ class Run:
             if self.timeline is not None:
                 self.timeline.add(Activity.LAYER, began, sim.now, f"layer {layer}")
 
-    def _after_demands(self, layer: int, needed: list[int], told: Foretold | None) -> None:
-        for wishes in (self.foresight.at_routed(layer, needed), told):
-            if wishes is not None:
-                self.sim.wish(wishes, self.shape.layers)
+    def _after_demands(self, layer: int, needed: list[int], told: Prediction | None) -> None:
+        for prefetches in (self.foresight.at_routed(layer, needed), told):
+            if prefetches is not None:
+                self.sim.prefetch(prefetches, self.shape.layers)
 
     # ---- the cutoff, as the live engine chooses it
 
     def _first_profile(self) -> Profile:
         drafted = [step for step in self.plan if step.drafted]
-        passes = sum(step.drafted for step in drafted if step.slabs)
-        draft = sum(slab.seconds for step in drafted for slab in step.slabs) / max(1, passes)
+        passes = sum(step.drafted for step in drafted if step.chunks)
+        draft = sum(chunk.seconds for step in drafted for chunk in step.chunks) / max(1, passes)
         forwards = [forward for step in drafted or self.plan for forward in step.forwards]
         verify = sum(forward.seconds for forward in forwards)
         depth, per_layer = max(1, self.shape.draft_layers), verify / max(1, len(forwards)) / self.shape.layers
@@ -334,7 +334,7 @@ def _add(a: Counters, b: Counters) -> Counters:
 
 
 def as_cuda(trace: Trace) -> Trace:
-    """The trace as if its copies had moved as they do on CUDA: wishes in chunks, which demands overtake."""
+    """The trace as if its copies had moved as they do on CUDA: prefetch requests in chunks, which demands overtake."""
     size = trace.shape.expert_bytes
     chunk = chunk_for(size)
     depth = 1 + max(1, -(-2 * WINDOW * chunk // size))

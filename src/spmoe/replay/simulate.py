@@ -1,7 +1,7 @@
 """The simulator: steps of a trace on a virtual clock, as the live engine would run them, without weights or devices.
 
 It does what experts/source.py, experts/prefetcher.py and the transfers do, over flat arrays, with the live eviction
-rules: wishes queue by layer and score, demands go before every copy that has not started, wishes pause or are cut at a
+rules: prefetch requests queue by layer and score, demands go before every copy that has not started, prefetch requests pause or are cut at a
 chunk when a demand comes. Tests hold it to the live classes, load by load and second by second.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from spmoe.experts.eviction import Eviction
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.replay.moving import NEVER, Link, Machine
-from spmoe.replay.steps import Foretold
+from spmoe.replay.moving import NEVER, EmulatedLink, Machine
+from spmoe.replay.steps import Prediction
 from spmoe.replay.wanted import Wanted
 from spmoe.types import ExpertKey
 
@@ -25,7 +25,7 @@ _MOVING = (LOADING, AWAITED)
 _READY = np.array(READY, dtype=np.uint8)
 
 
-class Simulation(Link):
+class Simulation(EmulatedLink):
     """One configuration, told of steps as the live source is; `counters` is the live ledger, in experts for bytes."""
 
     def __init__(self, machine: Machine, rule: Eviction, timeline: Timeline | None = None) -> None:
@@ -35,24 +35,26 @@ class Simulation(Link):
         self.counters = Counters()
         self.timeline = timeline
         self.link_seconds = 0.0
-        self.step_budget = NEVER  # loads by wishes, per step
+        self.step_budget = NEVER  # loads by prefetch requests, per step
         self._state = bytearray(layers * self.width)
         self._states = np.frombuffer(self._state, dtype=np.uint8).reshape(rule.shape)  # the same memory
-        self._by_wish = bytearray(layers * self.width)  # came by a wish and has not been needed yet
+        self._by_wish = bytearray(layers * self.width)  # came by a prefetch request and has not been needed yet
         self._keys = [ExpertKey(*place) for place in np.ndindex(rule.shape)]
         self._free = machine.slots
         self._room = min(machine.depth, max(1, machine.slots - 1))
         self._wanted = Wanted(layers)
         self._issued = 0
         self._unplaced = 0
-        self._refused = False  # the first wish got no slot, and nothing has happened since that could change it
+        self._refused = (
+            False  # the first prefetch request got no slot, and nothing has happened since that could change it
+        )
         self._position = -1
-        self._arrived: list[int] = []  # in use, and not yet in a wave
+        self._arrived: list[int] = []  # in use, and not yet in a batch
 
     # ---- steps
 
     def begin_step(self, request: int) -> None:
-        """Wishes of the last step are void."""
+        """Prefetch requests of the last step are void."""
         self._drop_all()
         self.rule.begin_step(request)
         self._issued = 0
@@ -66,24 +68,24 @@ class Simulation(Link):
         """Let time pass; copies end on the way."""
         self._pass(self.now + seconds)
 
-    def wish(self, wishes: Foretold, fetch_below: int) -> None:
+    def prefetch(self, prefetches: Prediction, fetch_below: int) -> None:
         """Take note of guesses; they start to move as soon as the link has room."""
         counters, position, wanted, state = self.counters, self._position, self._wanted, self._state
-        told, turns, count = wishes.wishes, wishes.turns, len(wishes.by_rank)
-        counters.wishes += count
+        told, turns, count = prefetches.prefetches, prefetches.turns, len(prefetches.by_rank)
+        counters.prefetches_requested += count
         if turns and turns[0][0] <= position:
             told = told.where(told.layers > position)
             turns = [turn for turn in turns if turn[0] > position]
-            counters.wishes_stale += count - len(told)
+            counters.prefetches_stale += count - len(told)
             count = len(told)
-        self.rule.wished(told)
+        self.rule.on_prefetches(told)
         self._refused = False
         for layer, ranks in turns:
             absent = [rank for rank in ranks if not state[rank[2]]]
             count -= len(absent)
             if absent and layer < fetch_below:
                 wanted.add(layer, absent)
-        counters.wishes_resident += count
+        counters.prefetches_resident += count
         if wanted.first < wanted.none and len(self._loading) < self._room:
             self._pump()
 
@@ -95,8 +97,8 @@ class Simulation(Link):
         state, counters, rule = self._state, self.counters, self.rule
         self._position = layer
         if self._wanted.first <= layer:
-            counters.wishes_stale += self._wanted.drop_passed(layer)
-        rule.reached(layer)
+            counters.prefetches_stale += self._wanted.drop_passed(layer)
+        rule.on_layer(layer)
         self._refused = False
         absent = [key for key in needed if not state[key]]
         awaited = 0
@@ -104,7 +106,7 @@ class Simulation(Link):
         if len(absent) < len(needed):
             base, present = layer * self.width, [key for key in needed if state[key]]
             ready, awaited = self._claim(present)
-            rule.used(layer, [key - base for key in present])
+            rule.on_use(layer, [key - base for key in present])
         if absent:
             counters.demand_loads += len(absent)
             counters.demand_bytes += len(absent)
@@ -124,9 +126,9 @@ class Simulation(Link):
                 if not self._arrived:
                     self._stall()
             if self._arrived:
-                wave, self._arrived = self._arrived, []
-                awaited -= len(wave)
-                self._run_wave(wave, seconds)
+                batch, self._arrived = self._arrived, []
+                awaited -= len(batch)
+                self._run_wave(batch, seconds)
 
     def _claim(self, present: list[int]) -> tuple[list[int], int]:
         """What has a slot is in use now, or awaited; returns what is READY, and the number of the others."""
@@ -140,7 +142,7 @@ class Simulation(Link):
             for key in present:
                 if state[key] == LOADING:
                     state[key] = AWAITED
-                    self._hurry(key)
+                    self._prioritize(key)
         for key in ready:
             state[key] = IN_USE
         for key in used:
@@ -150,22 +152,22 @@ class Simulation(Link):
         counters.hits += len(ready)
         return ready, awaited
 
-    def _run_wave(self, wave: list[int], seconds: float) -> None:
+    def _run_wave(self, batch: list[int], seconds: float) -> None:
         if self._wanted.first < self._wanted.none and len(self._loading) < self._room:
             self._pump()
-        self._finish(wave, self.now + seconds * len(wave))
+        self._finish(batch, self.now + seconds * len(batch))
 
-    def _finish(self, wave: list[int], until: float) -> None:
+    def _finish(self, batch: list[int], until: float) -> None:
         while self._flight_end <= until:
             self._arrive()
         self.now = until
         state = self._state
-        for key in wave:
+        for key in batch:
             state[key] = READY
         self._refused = False
 
     def _run_in_turn(self, seconds: float) -> int:
-        """Run what arrives while demands move one behind the other and no wish could; returns how many have run.
+        """Run what arrives while demands move one behind the other and no prefetch request could; returns how many have run.
 
         It is what waiting for, and running, each of them comes to, without asking each time what else there is.
         """
@@ -193,11 +195,11 @@ class Simulation(Link):
                 turn += 1
                 done += 1
             if arrived:
-                wave, until = arrived, now + seconds * len(arrived)
+                batch, until = arrived, now + seconds * len(arrived)
                 arrived = []
             else:
                 stall += end - now
-                wave, until = [key], end + seconds
+                batch, until = [key], end + seconds
                 link += end - start
                 loading.remove(key)
                 number, key, left = urgent[turn]
@@ -210,19 +212,19 @@ class Simulation(Link):
                 number, key, left = urgent[turn]
                 start, end = end, end + left
                 turn += 1
-            done += len(wave)
+            done += len(batch)
             if turn == count:
                 break
             now = until
-            for ran in wave:
+            for ran in batch:
                 state[ran] = READY
         del urgent[:count]
-        for there in (*wave, *arrived):
+        for there in (*batch, *arrived):
             state[there] = IN_USE
         self._arrived = arrived
         self.now, self.link_seconds, self.counters.stall_seconds = start, link, stall
         self._flight, self._flight_number, self._flight_start, self._flight_end = key, number, start, end
-        self._finish(wave, until)
+        self._finish(batch, until)
         return done
 
     def _pass(self, until: float) -> None:
@@ -270,13 +272,13 @@ class Simulation(Link):
         self._free += len(victims)
 
     def _pump(self) -> None:
-        """Submit wishes while the link has room for them."""
+        """Submit prefetch requests while the link has room for them."""
         if self._unplaced or self._refused:
             return
         wanted, counters, rule, loading, state = self._wanted, self.counters, self.rule, self._loading, self._state
         while wanted.first < wanted.none and len(loading) < self._room:
             if self._issued >= self.step_budget:
-                counters.wishes_over_budget += wanted.drop_all()
+                counters.prefetches_over_budget += wanted.drop_all()
                 break
             layer, _, key = wanted.head()
             expert = self._keys[key]
@@ -293,7 +295,7 @@ class Simulation(Link):
             counters.issued_bytes += 1
             state[key] = LOADING
             self._by_wish[key] = 1
-            rule.inserted(expert)
+            rule.on_insert(expert)
             self._number = number = self._number + 1
             loading.append(key)
             self._calm.append((number, key, self._seconds))
@@ -301,12 +303,12 @@ class Simulation(Link):
                 self._start_next()
 
     def _drop_all(self) -> None:
-        self.counters.wishes_stale += self._wanted.drop_all()
+        self.counters.prefetches_stale += self._wanted.drop_all()
 
     # ---- copies that end
 
     def _arrive(self) -> None:
-        """The copy under way has ended, or a part of it: the next begins, and wishes may follow."""
+        """The copy under way has ended, or a part of it: the next begins, and prefetch requests may follow."""
         self.now = self._flight_end
         key = self._flight
         self.link_seconds += self.now - self._flight_start
@@ -318,7 +320,7 @@ class Simulation(Link):
             rest = (self._flight_number, key, self._left)
             if self._flight_calm:
                 self._calm.insert(0, rest)
-            else:  # it was told to hurry after it had been cut
+            else:  # it was told to prioritize after it had been cut
                 self._urgent.append(rest)
                 self._urgent.sort()
             self._start_next()

@@ -17,18 +17,18 @@ from operator import itemgetter
 
 import numpy as np
 
-from spmoe.collecting import no_collection
 from spmoe.errors import UsageError
+from spmoe.gc_pause import gc_paused
 from spmoe.replay.trace import Trace
 from spmoe.replay.wanted import Rank
-from spmoe.types import PROMPT_ROWS, Wishes
+from spmoe.types import PROMPT_ROWS, PrefetchRequests
 
 
 @dataclass(slots=True)
-class Foretold:
-    """Wishes that come together, as a replay's queue and its eviction take them."""
+class Prediction:
+    """Prefetch requests that come together, as a replay's queue and its eviction take them."""
 
-    wishes: Wishes
+    prefetches: PrefetchRequests
     by_rank: list[Rank]
     _turns: list[tuple[int, list[Rank]]] | None = None
 
@@ -40,31 +40,33 @@ class Foretold:
         return self._turns
 
     @classmethod
-    def of(cls, keys: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
+    def of(cls, keys: np.ndarray, scores: np.ndarray, width: int) -> Prediction:
         """Of experts by number, each once, with the best score it got."""
         layers, experts = np.divmod(keys, width)
-        return cls.told(Wishes(layers, experts, scores, layers, np.ones(len(keys), dtype=bool)), width)
+        return cls.told(PrefetchRequests(layers, experts, scores, layers, np.ones(len(keys), dtype=bool)), width)
 
     @classmethod
-    def told(cls, wishes: Wishes, width: int) -> Foretold:
+    def told(cls, prefetches: PrefetchRequests, width: int) -> Prediction:
         """By a policy."""
-        keys = (wishes.layers * width + wishes.experts).tolist()
-        return cls(wishes, sorted(zip(wishes.layers.tolist(), (-wishes.scores).tolist(), keys, strict=True)))
+        keys = (prefetches.layers * width + prefetches.experts).tolist()
+        return cls(
+            prefetches, sorted(zip(prefetches.layers.tolist(), (-prefetches.scores).tolist(), keys, strict=True))
+        )
 
-    def by_layer(self) -> Iterator[tuple[int, Foretold]]:
+    def by_layer(self) -> Iterator[tuple[int, Prediction]]:
         """One layer's after the other, where they were named so."""
-        bounds = np.flatnonzero(np.diff(self.wishes.layers, prepend=-1)).tolist()
+        bounds = np.flatnonzero(np.diff(self.prefetches.layers, prepend=-1)).tolist()
         for low, high in pairwise([*bounds, len(self.by_rank)]):
-            yield self.by_rank[low][0], Foretold(self.wishes.where(slice(low, high)), self.by_rank[low:high])
+            yield self.by_rank[low][0], Prediction(self.prefetches.where(slice(low, high)), self.by_rank[low:high])
 
 
 @dataclass(slots=True)
-class SlabPlan:
+class ChunkPlan:
     """Some layers of a draft pass."""
 
     layers: int  # how many
     seconds: float
-    wishes: Foretold
+    prefetches: Prediction
 
 
 @dataclass(slots=True)
@@ -77,10 +79,10 @@ class ForwardPlan:
     needed: list[list[int]]  # by layer
     shares: list[list[float]]  # by layer, of the rows that chose each; none where they are few
     chosen: np.ndarray  # int16 [rows, layers, top_k]: by row; -1: nothing
-    ahead: list[Foretold | None]  # by layer: what its own state says of the next one
+    ahead: list[Prediction | None]  # by layer: what its own state says of the next one
     ahead_experts: np.ndarray  # int16 [layers, depth, rows, top_k]: what gates picked, of later ones too; -1: nothing
     ahead_scores: np.ndarray  # float16 [layers, depth, rows, top_k]
-    clear: list[Foretold | None] | None = None  # of what is ahead, what is clear; worked out when it is asked for
+    clear: list[Prediction | None] | None = None  # of what is ahead, what is clear; worked out when it is asked for
 
     @property
     def seconds(self) -> float:
@@ -96,10 +98,10 @@ class StepPlan:
     request: int
     drafted: int
     accepted: int
-    slabs: list[SlabPlan]
+    chunks: list[ChunkPlan]
     forwards: list[ForwardPlan]
     rest: float
-    said: dict[str, list[Foretold | None]] = field(default_factory=dict)  # by policies that need no replay to know it
+    said: dict[str, list[Prediction | None]] = field(default_factory=dict)  # by policies that need no replay to know it
 
     @property
     def tokens(self) -> int:
@@ -116,7 +118,7 @@ def plan_steps(trace: Trace, draft_tokens: int | None = None) -> list[StepPlan]:
             f"the trace was recorded with {recorded} draft tokens per step, so {k} cannot be replayed; record one with "
             f"--num-speculative-tokens {k}"
         )
-    with no_collection():  # plans are large and have no cycles: it would walk them for nothing
+    with gc_paused():  # plans are large and have no cycles: it would walk them for nothing
         return list(_Planner(trace, k).steps())
 
 
@@ -140,16 +142,16 @@ class _Planner:
 
     def steps(self) -> Iterator[StepPlan]:
         trace = self._trace
-        slab = forward = 0
+        chunk = forward = 0
         for step in range(len(trace)):
-            slabs = range(slab, slab + int(trace.step_slabs[step]))
+            chunks = range(chunk, chunk + int(trace.step_slabs[step]))
             forwards = range(forward, forward + int(trace.step_forwards[step]))
-            slab, forward = slabs.stop, forwards.stop
+            chunk, forward = chunks.stop, forwards.stop
             drafted, accepted = int(trace.step_drafted[step]), int(trace.step_accepted[step])
             request, rest = int(trace.step_request[step]), float(trace.step_rest[step])
             if drafted <= self._k:
                 # older traces have one pass more than there are drafts
-                made = [self._slab(s) for s in slabs if trace.slab_pass[s] < drafted or not drafted]
+                made = [self._chunk_size(s) for s in chunks if trace.slab_pass[s] < drafted or not drafted]
                 yield StepPlan(request, drafted, accepted, made, [self._forward(f, None) for f in forwards], rest)
                 continue
             start = 0
@@ -160,24 +162,24 @@ class _Planner:
                     request,
                     last - start,
                     kept,
-                    [self._slab(s, cut=True) for s in slabs if start <= trace.slab_pass[s] < last],
+                    [self._chunk_size(s, cut=True) for s in chunks if start <= trace.slab_pass[s] < last],
                     [self._forward(f, (start, last + 1)) for f in forwards[-1:]],
                     rest,
                 )
                 start += kept + 1
 
-    def _slab(self, slab: int, *, cut: bool = False) -> SlabPlan:
-        """A slab; in a step that was cut only a pass's last row is kept."""
+    def _chunk_size(self, chunk: int, *, cut: bool = False) -> ChunkPlan:
+        """A chunk; in a step that was cut only a pass's last row is kept."""
         trace = self._trace
-        low, high = (int(bound) for bound in trace.slab_layers[slab])
-        rows = int(trace.slab_rows[slab])
-        part = slice(self._slab_at[slab], self._slab_at[slab + 1])
+        low, high = (int(bound) for bound in trace.slab_layers[chunk])
+        rows = int(trace.slab_rows[chunk])
+        part = slice(self._slab_at[chunk], self._slab_at[chunk + 1])
         experts = trace.foretold[part].reshape(high - low, rows, -1)
         scores = trace.foretold_score[part].reshape(high - low, rows, -1)
         if cut:
             experts, scores = experts[:, -1:], scores[:, -1:]
-        wishes = foretell(np.arange(low, high), experts, scores, self._width)
-        return SlabPlan(high - low, float(trace.slab_seconds[slab]), wishes)
+        prefetches = foretell(np.arange(low, high), experts, scores, self._width)
+        return ChunkPlan(high - low, float(trace.slab_seconds[chunk]), prefetches)
 
     def _forward(self, forward: int, part: tuple[int, int] | None) -> ForwardPlan:
         trace = self._trace
@@ -209,9 +211,9 @@ class _Planner:
         by_layer = (counts / (high - low)).reshape(self._layers, self._width)
         return [shares[shares > 0].tolist() for shares in by_layer]
 
-    def _ahead(self, low: int, high: int) -> list[Foretold | None]:
+    def _ahead(self, low: int, high: int) -> list[Prediction | None]:
         """By layer, what its state said of the next one."""
-        told: list[Foretold | None] = [None] * self._layers
+        told: list[Prediction | None] = [None] * self._layers
         if len(self._trace.ahead) and high > low:
             experts, scores = self._trace.ahead[0, low:high], self._trace.ahead_score[0, low:high]
             later = 1 + np.flatnonzero(experts[0, 1:, 0] >= 0)
@@ -222,8 +224,8 @@ class _Planner:
         return told
 
 
-def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width: int) -> Foretold:
-    """Wishes from what gates picked: per layer each expert once, with its best score."""
+def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width: int) -> Prediction:
+    """Prefetch requests from what gates picked: per layer each expert once, with its best score."""
     # experts, scores: [layers, rows, top_k]
     keys = (experts.astype(np.int64) + layers[:, None, None] * width).ravel()
     flat = scores.astype(np.float64).ravel()
@@ -231,4 +233,4 @@ def foretell(layers: np.ndarray, experts: np.ndarray, scores: np.ndarray, width:
     best = np.zeros(len(unique))
     np.maximum.at(best, place, flat)
     order = np.argsort(first)  # as they were named
-    return Foretold.of(unique[order], best[order], width)
+    return Prediction.of(unique[order], best[order], width)

@@ -1,8 +1,8 @@
 """The trace file: what real generations routed, predicted and took, in one compact file.
 
 A trace is an `.npz` of plain arrays (no pickle) whose entry `header` is JSON text. Three
-levels of records refer to each other by counts: steps have slabs (of the draft's passes) and forwards (of the target);
-slabs and forwards have rows. docs/traces.md describes every field.
+levels of records refer to each other by counts: steps have chunks (of the draft's passes) and forwards (of the target);
+chunks and forwards have rows. docs/traces.md describes every field.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shape:
     draft_layers: int
     draft_tokens: int  # K
     depth: int  # copies that kept the transfer busy
-    chunk_bytes: int | None  # pieces in which wishes moved; None: whole
+    chunk_bytes: int | None  # pieces in which prefetch requests moved; None: whole
     window: int  # such pieces that a demand waits for
     slots: int
     link_bytes_per_second: float
@@ -84,13 +84,13 @@ class Trace:
     step_accepted: np.ndarray  # int16
     step_slabs: np.ndarray  # int16
     step_forwards: np.ndarray  # int16
-    step_rest: np.ndarray  # float32, seconds outside of slabs and layers
-    # by slab: layers whose experts the draft foretold together
+    step_rest: np.ndarray  # float32, seconds outside of chunks and layers
+    # by chunk: layers whose experts the draft foretold together
     slab_pass: np.ndarray  # int16, which pass of its step
-    slab_layers: np.ndarray  # int16 [slabs, 2], from and until
-    slab_seconds: np.ndarray  # float32, since the slab before it
+    slab_layers: np.ndarray  # int16 [chunks, 2], from and until
+    slab_seconds: np.ndarray  # float32, since the chunk before it
     slab_rows: np.ndarray  # int32
-    # by foretold row and layer: all rows of slab 0, layer after layer, then those of slab 1
+    # by foretold row and layer: all rows of chunk 0, layer after layer, then those of chunk 1
     foretold: np.ndarray  # int16 [.., top_k]
     foretold_score: np.ndarray  # float16 [.., top_k]
     # by forward
@@ -120,13 +120,13 @@ class Trace:
             return found
         shape = self.shape
         layers, top_k = shape.layers, shape.top_k
-        steps, slabs, forwards = len(self.step_request), len(self.slab_pass), len(self.forward_rows)
-        foretold = int((self.slab_rows * (self.slab_layers[:, 1] - self.slab_layers[:, 0])).sum()) if slabs else 0
+        steps, chunks, forwards = len(self.step_request), len(self.slab_pass), len(self.forward_rows)
+        foretold = int((self.slab_rows * (self.slab_layers[:, 1] - self.slab_layers[:, 0])).sum()) if chunks else 0
         rows = int(self.forward_rows.sum())
         wanted = {
             "step_request": (steps,), "step_drafted": (steps,), "step_accepted": (steps,), "step_slabs": (steps,),
-            "step_forwards": (steps,), "step_rest": (steps,), "slab_pass": (slabs,), "slab_layers": (slabs, 2),
-            "slab_seconds": (slabs,), "slab_rows": (slabs,), "foretold": (foretold, top_k),
+            "step_forwards": (steps,), "step_rest": (steps,), "slab_pass": (chunks,), "slab_layers": (chunks, 2),
+            "slab_seconds": (chunks,), "slab_rows": (chunks,), "foretold": (foretold, top_k),
             "foretold_score": (foretold, top_k), "forward_rows": (forwards,), "forward_front": (forwards, layers),
             "forward_experts": (forwards, layers), "chosen": (rows, layers, top_k), "weight": (rows, layers, top_k),
             "ahead": (len(self.ahead), rows, layers, top_k), "ahead_score": (len(self.ahead), rows, layers, top_k),
@@ -134,11 +134,11 @@ class Trace:
         for name, expected in wanted.items():
             if getattr(self, name).shape != expected:
                 found.append(f"{name} is {getattr(self, name).shape}, not {expected}")
-        if self.step_slabs.sum() != slabs or self.step_forwards.sum() != forwards:
-            found.append("steps do not add up to their slabs and forwards")
+        if self.step_slabs.sum() != chunks or self.step_forwards.sum() != forwards:
+            found.append("steps do not add up to their chunks and forwards")
         counts = ("step_slabs", "step_forwards", "slab_pass", "slab_rows", "forward_rows")
         found += [f"{name} is below 0" for name in counts if (getattr(self, name) < 0).any()]
-        low, high = self.slab_layers.T if slabs else np.zeros((2, 0))
+        low, high = self.slab_layers.T if chunks else np.zeros((2, 0))
         if not ((low >= 0) & (low < high) & (high <= layers)).all():
             found.append("slab_layers names layers that the model does not have")
         drafted, accepted = self.step_drafted, self.step_accepted

@@ -6,7 +6,7 @@ Rank = tuple[int, float, int]  # (layer, -score, expert number)
 
 
 class Wanted:
-    """Wishes by layer, in order of rank; where several came together they are put in order when one is asked for."""
+    """Prefetch requests by layer, in order of rank; where several came together they are put in order when one is asked for."""
 
     def __init__(self, layers: int) -> None:
         self.none = self.first = layers  # the first layer that something is wished for; `none` when nothing is
@@ -14,7 +14,7 @@ class Wanted:
         self._mixed: set[int] = set()  # layers whose list is in no order, and may name an expert twice
 
     def add(self, layer: int, ranks: list[Rank]) -> None:
-        """Wish for these of a layer, which are in order; of two wishes for one expert the surer counts."""
+        """Prefetch request for these of a layer, which are in order; of two prefetch requests for one expert the surer counts."""
         there = self._by_layer[layer]
         if there:
             there += ranks

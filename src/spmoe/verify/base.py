@@ -6,12 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmoe.types import Draft, Sequence, Verdict
+from spmoe.types import Draft, Sequence, VerifyResult
 
 
 class Verifier(Protocol):
     """Judges one sequence's draft. The tokens that come of it are distributed exactly as the target's."""
 
-    def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
         """`logits` are the target's at the last token and at each draft token."""  # [K + 1, vocabulary]
         ...

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmoe.types import Draft, Sequence, Verdict
+from spmoe.types import Draft, Sequence, VerifyResult
 from spmoe.verify.filters import draw, probabilities, require_numbers
 
 
 class RejectionVerifier:
     """Keeps or replaces sampled draft tokens. The target's probabilities pass the sequence's own filters."""
 
-    def judge(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
         target = probabilities(logits, sequence.sampling)  # [K + 1, vocabulary]
         require_numbers(target.sum(dim=-1).tolist())
         for position, token in enumerate(draft.tokens):
@@ -27,5 +27,5 @@ class RejectionVerifier:
             if float(chance) * float(q[token]) >= float(p[token]):
                 residue = (p - q).clamp_(min=0.0)
                 # p and q can differ by rounding alone; then there is nothing left to draw from but p itself
-                return Verdict(position, draw(residue if float(residue.sum()) > 0.0 else p, sequence.rng))
-        return Verdict(len(draft.tokens), draw(target[-1], sequence.rng))
+                return VerifyResult(position, draw(residue if float(residue.sum()) > 0.0 else p, sequence.rng))
+        return VerifyResult(len(draft.tokens), draw(target[-1], sequence.rng))

@@ -3,7 +3,7 @@
 One program per (tile of an expert's weights, pair of row and choice). The first pair that names an expert multiplies
 its weights with all rows at once and keeps the rows that chose it, so every weight is read once, however many rows
 want it. Each pair has a place of its own in `Scratch`, and `add_up` adds the places in a fixed order: the result does
-not depend, in any bit, on which experts came in which wave, nor on the rows, up to 16, that a row came with.
+not depend, in any bit, on which experts came in which batch, nor on the rows, up to 16, that a row came with.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -66,8 +66,8 @@ def config_for(rows: int, geometry: Geometry, top_k: int, dtype: torch.dtype) ->
         up, down = (32, 128, 4, 3), (64, 128, 4, 4)
     up_tile = Tile(_fit(up[0], ffn), _fit(up[1], hidden), *up[2:])
     down_tile = Tile(_fit(down[0], hidden), _fit(down[1], ffn), *down[2:])
-    splits, programs = 1, triton.cdiv(hidden, down_tile.n) * top_k
-    while splits * programs < _ENOUGH_PROGRAMS and splits < 8 and ffn % (2 * splits * down_tile.k) == 0:
+    splits, decode_graphs = 1, triton.cdiv(hidden, down_tile.n) * top_k
+    while splits * decode_graphs < _ENOUGH_PROGRAMS and splits < 8 and ffn % (2 * splits * down_tile.k) == 0:
         splits *= 2
     return Tiles(up_tile, down_tile, splits)
 
@@ -82,7 +82,7 @@ def _fit(wanted: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A place for every pair of row and choice; a wave fills those of its experts."""
+    """A place for every pair of row and choice; a batch fills those of its experts."""
 
     up: Tensor  # [rows * top_k, ffn]
     parts: Tensor  # [splits, rows * top_k, hidden] float32
@@ -108,17 +108,17 @@ class Places:
         return Scratch(up, parts, tiles)
 
 
-def run_wave(
+def run_expert_batch(
     hidden: Tensor,  # [rows, hidden]
     index: Tensor,  # [rows, top_k] int64, expert numbers; a row's choices are distinct
     weights: Tensor,  # [rows, top_k]
-    table: Tensor,  # [experts] int32, the slot of each expert that is in the wave, and -1 of every other
+    table: Tensor,  # [experts] int32, the slot of each expert that is in the batch, and -1 of every other
     arena: Tensor,  # [slots, blob elements]
     geometry: Geometry,
     activation: str,
     scratch: Scratch,
 ) -> None:
-    """Fill the places of every pair whose expert is in the wave, and touch no other."""
+    """Fill the places of every pair whose expert is in the batch, and touch no other."""
     (rows, top_k), (up, down) = index.shape, (scratch.tiles.up, scratch.tiles.down)
     hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
     padded = max(16, triton.next_power_of_2(rows))
@@ -147,7 +147,7 @@ def add_up(scratch: Scratch, out: Tensor) -> Tensor:
     return out
 
 
-def run_wave_plain(
+def run_expert_batch_plain(
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
@@ -157,7 +157,7 @@ def run_wave_plain(
     activation: str,
     scratch: Scratch,
 ) -> None:
-    """What `run_wave` computes, one expert after the other."""
+    """What `run_expert_batch` computes, one expert after the other."""
     size, top_k, splits = geometry.hidden * geometry.ffn, index.shape[1], scratch.parts.shape[0]
     blocks = triton.cdiv(geometry.ffn, scratch.tiles.down.k)
     part = triton.cdiv(blocks, splits) * scratch.tiles.down.k
@@ -188,7 +188,7 @@ def add_up_plain(scratch: Scratch, out: Tensor) -> Tensor:
 
 @triton.jit
 def _left_out(index, pair, expert, slot, PAIRS: tl.constexpr):
-    """Whether another program has this expert: that of an earlier pair, or of another wave."""
+    """Whether another program has this expert: that of an earlier pair, or of another batch."""
     at = tl.arange(0, PAIRS)
     earlier = tl.load(index + at, mask=at < pair, other=-1)
     return (tl.sum((earlier == expert).to(tl.int32), axis=0) > 0) | (slot < 0)

@@ -1,6 +1,6 @@
-"""What recorded work is told anew each time: tokens, positions, and which experts are in a wave.
+"""What recorded work is told anew each time: tokens, positions, and which experts are in a batch.
 
-It is read by the device from page-locked memory, or from what the device chose itself: a copy would queue behind the
+It is read by the device from pinned memory, or from what the device chose itself: a copy would queue behind the
 experts that are on their way, a kernel's few reads do not.
 """
 
@@ -36,7 +36,7 @@ def chosen(chain: Tensor, count: int) -> list[int]:
     return tokens
 
 
-def to_be_chosen(count: int) -> list[int]:
+def pending_tokens(count: int) -> list[int]:
     """In an inbox, stands for the tokens that another chain will have chosen by then."""
     return list(range(-1, -1 - count, -1))
 
@@ -46,7 +46,7 @@ def stage(inbox: Tensor, chain: Tensor, other: Tensor, ids: Tensor, positions: T
 
     In place of a token it may say that it is the first one that the other chain chose (-1), the second (-2), and so on.
     """
-    # inbox: [rows + 1] int64, page-locked; ids, positions: [1, rows] int64; length: [1] int64
+    # inbox: [rows + 1] int64, pinned; ids, positions: [1, rows] int64; length: [1] int64
     rows, pad = ids.shape[1], triton.next_power_of_2(ids.shape[1])
     _stage_kernel[(1,)](inbox, chain, other, ids, positions, length, rows, PAD=pad, num_warps=1)
 
@@ -84,8 +84,8 @@ def go_on_plain(chain: Tensor, token: Tensor, rows: int) -> None:
     chain[_COUNT] += 1
 
 
-def take_wave(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
-    """The next wave out of the ring in page-locked memory: the slot of each expert that is in it, else -1."""
+def take_batch(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
+    """The next batch out of the ring in pinned memory: the slot of each expert that is in it, else -1."""
     # ring: [places, experts] int32, cursor: [1] int64, how many were taken; table: [experts] int32
     count = len(table)
     _take_wave_kernel[(1,)](
@@ -93,8 +93,8 @@ def take_wave(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
     )
 
 
-def take_wave_plain(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
-    """What `take_wave` does."""
+def take_batch_plain(ring: Tensor, cursor: Tensor, table: Tensor) -> None:
+    """What `take_batch` does."""
     table.copy_(ring[int(cursor) % len(ring)])
     cursor += 1
 

@@ -56,8 +56,8 @@ def config_for(geometry: CodedGeometry, pairs: int) -> Tiles:
     """Tiles by shape; `n` is outputs and `k` groups at a time."""
     tile, splits = Tile(32, 4, 2, 3), 1
     groups = triton.cdiv(geometry.ffn, geometry.group)
-    programs = triton.cdiv(geometry.hidden, 2 * tile.n) * pairs
-    while splits * programs < _ENOUGH_PROGRAMS and splits < 4 and groups >= 4 * splits * tile.k:
+    decode_graphs = triton.cdiv(geometry.hidden, 2 * tile.n) * pairs
+    while splits * decode_graphs < _ENOUGH_PROGRAMS and splits < 4 and groups >= 4 * splits * tile.k:
         splits *= 2
     return Tiles(tile, tile, splits)
 

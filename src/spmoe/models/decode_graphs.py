@@ -16,112 +16,118 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from spmoe.backends.devices import page_locked
-from spmoe.backends.graphs import Recorder
-from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, stage, stage_chained, to_be_chosen
+from spmoe.backends.devices import pinned_zeros
+from spmoe.backends.graphs import GraphRecorder
+from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, pending_tokens, stage, stage_chained
 from spmoe.models.attention import device_length
+from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
-from spmoe.models.taps import OnSlab, Watch
 from spmoe.types import Routing
-from spmoe.verify.greedy import Best, best_rows, read_best
+from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
-Watching = Callable[[Watch | None, OnSlab], AbstractContextManager[None]]  # what shows slabs of a forward inside
+Observing = Callable[
+    [LayerObserver | None, OnChunk], AbstractContextManager[None]
+]  # what shows chunks of a forward inside
 
 
-class ProgramKey(NamedTuple):
+class GraphKey(NamedTuple):
     """What a recorded forward was recorded for."""
 
     rows: int
     keep: int
-    slabs: int  # 0: nobody watches
+    chunks: int  # 0: nobody watches
     choices: int | None = None  # entries of the vocabulary that the greedy choice is among; None: no choice is made
     place: int = 0  # in a chain; those behind the first take their token from it
     question: str = ""  # what the watch asks
 
 
 @dataclass
-class Slab:
-    """What a watch asked about a slab of layers, and where the answer arrives."""
+class CapturedChunk:
+    """What a watch asked about a chunk of layers, and where the answer arrives."""
 
     depths: range
     residual: Tensor  # [depths, rows, hidden], on the device
     asked: Routing | None  # on the device
-    answer: Routing | None  # page-locked
+    answer: Routing | None  # pinned
     arrived: Any  # an event
 
 
-class Programs:
+class DecodeGraphs:
     """Records and replays a model's forwards."""
 
-    def __init__(self, model: Any, watching: Watching, recorder: Recorder) -> None:
+    def __init__(self, model: Any, observing: Observing, recorder: GraphRecorder) -> None:
         self.model = model
-        self.watching = watching
+        self.observing = observing
         self.recorder = recorder
-        self.leader: Programs | None = None  # whose chains these forwards may take tokens from; before any is recorded
+        self.leader: DecodeGraphs | None = (
+            None  # whose chains these forwards may take tokens from; before any is recorded
+        )
         self.chain = new_chain(model.device)
-        self._chain_here = page_locked(len(self.chain))
+        self._chain_here = pinned_zeros(len(self.chain))
         self._arrived = recorder.new_event()
         self._chained = (-1, 0)  # the turn in which a chain was last begun, and its length
         self._found: list[int] = []  # the tokens of the last chain that was begun, once they are fetched
-        self._begun: tuple[ref[Program], int, int, int] | None = None  # a forward, token and length, and its turn
-        self._last: ref[Program] | None = None
+        self._begun: tuple[ref[DecodeGraph], int, int, int] | None = None  # a forward, token and length, and its turn
+        self._last: ref[DecodeGraph] | None = None
 
-    def forward(self, tokens: list[int], kv: KvState, keep: int, watch: Watch | None) -> Tensor:
+    def forward(self, tokens: list[int], kv: KvState, keep: int, observer: LayerObserver | None) -> Tensor:
         """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
-        program = self.prepare(len(tokens), kv, keep, watch)
-        if not self._is_begun(program, tokens, kv.length):
-            program.begin(tokens, kv.length)
-        program.finish(watch)
-        program.report()
+        graph = self.prepare(len(tokens), kv, keep, observer)
+        if not self._is_begun(graph, tokens, kv.length):
+            graph.begin(tokens, kv.length)
+        graph.finish(observer)
+        graph.report()
         kv.advance(len(tokens))
-        self._last = ref(program)
-        return program.logits
+        self._last = ref(graph)
+        return graph.logits
 
-    def begin(self, token: int, following: int, kv: KvState, watch: Watch | None) -> None:
+    def begin(self, token: int, following: int, kv: KvState, observer: LayerObserver | None) -> None:
         """Begin to append a token, and those that the leader's chain, launched just now, will have chosen.
 
         It is finished by a `forward` of these tokens; what else is launched before that makes it void.
         """
         if self.leader is not None and self.leader._chained == (self.recorder.turns, following):
-            program = self.prepare(1 + following, kv, 1 + following, watch)
-            program.begin([token, *to_be_chosen(following)], kv.length)
-            self._begun = (ref(program), token, kv.length, self.recorder.turns)
+            graph = self.prepare(1 + following, kv, 1 + following, observer)
+            graph.begin([token, *pending_tokens(following)], kv.length)
+            self._begun = (ref(graph), token, kv.length, self.recorder.turns)
 
-    def best_of(self, logits: Tensor) -> Best | None:
+    def argmax(self, logits: Tensor) -> RowArgmax | None:
         """The largest of each row and its place, where the last forward gave these logits; waits for its end."""
         last = self._last() if self._last is not None else None
         return last.best() if last is not None and last.logits is logits else None
 
-    def _is_begun(self, program: Program, tokens: list[int], length: int) -> bool:
+    def _is_begun(self, graph: DecodeGraph, tokens: list[int], length: int) -> bool:
         begun, self._begun = self._begun, None
-        known = (ref(program), tokens[0], length, self.recorder.turns)
+        known = (ref(graph), tokens[0], length, self.recorder.turns)
         return begun == known and self.leader is not None and self.leader._found == tokens[1:]
 
-    def prepare(self, rows: int, kv: KvState, keep: int, watch: Watch | None) -> Program:
+    def prepare(self, rows: int, kv: KvState, keep: int, observer: LayerObserver | None) -> DecodeGraph:
         """What `forward` replays, recorded if it has not been."""
-        slabs, question = (0, "") if watch is None else (watch.slabs, watch.question)
-        return self._program(ProgramKey(rows, keep, slabs, question=question), kv, watch)
+        chunks, question = (0, "") if observer is None else (observer.chunks, observer.question)
+        return self._graph_for(GraphKey(rows, keep, chunks, question=question), kv, observer)
 
-    def prepare_greedy(self, rows: int, kv: KvState, watches: Sequence[Watch | None], choices: int) -> list[Program]:
+    def prepare_greedy(
+        self, rows: int, kv: KvState, observers: Sequence[LayerObserver | None], choices: int
+    ) -> list[DecodeGraph]:
         """What `greedy` replays, recorded as far as it has not been."""
         chain = []
-        for place, watch in enumerate(watches):
-            slabs = watch.slabs if watch is not None else 0
-            chain.append(self._program(ProgramKey(1 if place else rows, 1, slabs, choices, place), kv, watch))
+        for place, observer in enumerate(observers):
+            chunks = observer.chunks if observer is not None else 0
+            chain.append(self._graph_for(GraphKey(1 if place else rows, 1, chunks, choices, place), kv, observer))
         return chain
 
     def greedy(
-        self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int
+        self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int
     ) -> Callable[[], list[int]]:
-        """Launch as many forwards as there are watches; called, what is returned shows them slabs, and has the tokens.
+        """Launch as many forwards as there are watches; called, what is returned shows them chunks, and has the tokens.
 
         Each forward's most likely token follows these; all but the last are appended when they are fetched. What else
         is launched before that makes them void.
         """
-        chain, self._found = self.prepare_greedy(len(tokens), kv, watches, choices), []
-        for place, (program, watch) in enumerate(zip(chain, watches, strict=True)):
-            program.begin(None if place else tokens, kv.length)
-            program.finish(watch)
+        chain, self._found = self.prepare_greedy(len(tokens), kv, observers, choices), []
+        for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
+            graph.begin(None if place else tokens, kv.length)
+            graph.finish(observer)
         self._chain_here.copy_(self.chain, non_blocking=True)
         self._arrived.record()
         self._chained = (self.recorder.turns, len(chain))
@@ -129,52 +135,52 @@ class Programs:
         def fetch() -> list[int]:
             self.recorder.be_patient(True)
             try:
-                for program in chain:
-                    program.report()
+                for graph in chain:
+                    graph.report()
             finally:
                 self.recorder.be_patient(False)
             kv.advance(len(tokens) + len(chain) - 1)
-            self.recorder.sit_out(self._arrived)
+            self.recorder.wait_and_pump(self._arrived)
             self._found = chosen(self._chain_here, len(chain))
             return list(self._found)
 
         return fetch
 
-    def _program(self, key: ProgramKey, kv: KvState, watch: Watch | None) -> Program:
+    def _graph_for(self, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> DecodeGraph:
         whose = (self, key)  # a target and its quantized self run over the same states
-        if whose not in kv.programs:
-            kv.programs[whose] = Program(self, key, kv, watch)
-        program: Program = kv.programs[whose]
-        return program
+        if whose not in kv.decode_graphs:
+            kv.decode_graphs[whose] = DecodeGraph(self, key, kv, observer)
+        graph: DecodeGraph = kv.decode_graphs[whose]
+        return graph
 
 
-class Program:
+class DecodeGraph:
     """One recorded forward over one attention state."""
 
-    def __init__(self, owner: Programs, key: ProgramKey, kv: KvState, watch: Watch | None) -> None:
+    def __init__(self, owner: DecodeGraphs, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> None:
         model, self._recorder = owner.model, owner.recorder
-        self._inbox = page_locked(key.rows + 1)  # tokens, and how many came before
+        self._inbox = pinned_zeros(key.rows + 1)  # tokens, and how many came before
         self._inbox[key.rows] = kv.length
         self._told = self._inbox.numpy()  # the same memory
-        self._best: Tensor | None = None  # of each row of logits, where the host will look at them
+        self._argmax: Tensor | None = None  # of each row of logits, where the host will look at them
         if key.choices is None:
-            self._best = page_locked(2, min(key.keep, key.rows), dtype=torch.float64)
+            self._argmax = pinned_zeros(2, min(key.keep, key.rows), dtype=torch.float64)
         self._over = self._recorder.new_event()
-        self._watch: Watch | None = None
-        self._slabs: list[Slab] = []
+        self._watch: LayerObserver | None = None
+        self._chunks: list[CapturedChunk] = []
         self._answers: list[Routing | None] = []
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
         self._inputs = (ids, positions, length)  # every replay writes there: nobody else may be given that memory
 
         def forward() -> Tensor:
-            self._slabs.clear()
+            self._chunks.clear()
             if key.place:
                 stage_chained(owner.chain, ids, positions, length)
             else:
                 stage(self._inbox, owner.chain, (owner.leader or owner).chain, ids, positions, length)
-            on_slab = self._on_slab(watch is not None and watch.at_once)
-            with torch.inference_mode(), device_length(length), owner.watching(watch, on_slab):
+            on_layers = self._capture_chunk(observer is not None and observer.at_once)
+            with torch.inference_mode(), device_length(length), owner.observing(observer, on_layers):
                 output = model(
                     input_ids=ids,
                     position_ids=positions,
@@ -185,8 +191,8 @@ class Program:
                 logits: Tensor = output.logits[0]
                 if key.choices is not None:
                     go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
-                elif self._best is not None:
-                    self._best.copy_(best_rows(logits), non_blocking=True)
+                elif self._argmax is not None:
+                    self._argmax.copy_(argmax_rows(logits), non_blocking=True)
             return logits
 
         if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
@@ -200,49 +206,49 @@ class Program:
         self._recorder.turns += 1
         self._recording.begin()
 
-    def finish(self, watch: Watch | None) -> None:
+    def finish(self, observer: LayerObserver | None) -> None:
         """Submit the rest."""
-        self._watch = watch
+        self._watch = observer
         self._recording.finish()
-        if self._best is not None:
+        if self._argmax is not None:
             self._over.record()
 
-    def best(self) -> Best | None:
+    def best(self) -> RowArgmax | None:
         """The largest of each row's logits and its place, unless it made a choice itself; waits for them."""
-        if self._best is None:
+        if self._argmax is None:
             return None
-        self._recorder.sit_out(self._over)
-        return read_best(self._best)
+        self._recorder.wait_and_pump(self._over)
+        return read_argmax(self._argmax)
 
     def report(self) -> None:
-        """Tell the watch what it asked for, slab by slab as it arrives, unless it was told at once."""
+        """Tell the watch what it asked for, chunk by chunk as it arrives, unless it was told at once."""
         if self._watch is None or self._watch.at_once:
             return
-        for slab in self._slabs:
+        for chunk in self._chunks:
             self._recorder.while_waiting()
-            self._recorder.sit_out(slab.arrived)
-            self._tell(slab)
+            self._recorder.wait_and_pump(chunk.arrived)
+            self._tell(chunk)
 
-    def _tell(self, slab: Slab) -> None:
+    def _tell(self, chunk: CapturedChunk) -> None:
         if self._watch is not None:
-            self._watch.tell(slab.depths, slab.residual, slab.answer)
+            self._watch.tell(chunk.depths, chunk.residual, chunk.answer)
 
-    def _on_slab(self, at_once: bool) -> OnSlab:
-        def on_slab(depths: range, residual: Tensor, asked: Routing | None) -> None:
-            number = len(self._slabs)
-            if number == len(self._answers):  # page-locked memory cannot be had while recording
+    def _capture_chunk(self, at_once: bool) -> OnChunk:
+        def on_layers(depths: range, residual: Tensor, asked: Routing | None) -> None:
+            number = len(self._chunks)
+            if number == len(self._answers):  # pinned memory cannot be had while recording
                 self._answers.append(
-                    None if asked is None else Routing(*(page_locked(*t.shape, dtype=t.dtype) for t in asked))
+                    None if asked is None else Routing(*(pinned_zeros(*t.shape, dtype=t.dtype) for t in asked))
                 )
             answer = self._answers[number]
             if asked is not None and answer is not None:
                 for there, here in zip(asked, answer, strict=True):
                     here.copy_(there, non_blocking=True)
-            slab = Slab(depths, residual, asked, answer, self._recorder.new_event())
-            self._slabs.append(slab)
+            chunk = CapturedChunk(depths, residual, asked, answer, self._recorder.new_event())
+            self._chunks.append(chunk)
             if at_once:
-                self._recorder.note(lambda: self._tell(slab))
+                self._recorder.note(lambda: self._tell(chunk))
             else:
-                self._recorder.split(slab.arrived.record)
+                self._recorder.split(chunk.arrived.record)
 
-        return on_slab
+        return on_layers

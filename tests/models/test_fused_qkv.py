@@ -23,8 +23,8 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 
 from spmoe.models import fusion
 from spmoe.models.families import families, tiny_model
+from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.fusion import fuse
-from spmoe.models.siblings import Siblings, siblings_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="no triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from spmoe.backends.kernels import dense, siblings  # noqa: E402
+from spmoe.backends.kernels import dense, fused_qkv  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -59,7 +59,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, one, several = Launches(), dense.skinny_linear, siblings.skinny_linears
+    counted, one, several = Launches(), dense.skinny_linear, fused_qkv.skinny_linears
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         counted.alone += 1
@@ -70,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         return several(*args, **kwargs)
 
     monkeypatch.setattr(dense, "skinny_linear", alone)
-    monkeypatch.setattr(siblings, "skinny_linears", together)
+    monkeypatch.setattr(fused_qkv, "skinny_linears", together)
     return counted
 
 
@@ -79,15 +79,15 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own arithmetic, in which rows may depend on each other: nothing can be proved by it."""
     monkeypatch.setattr(dense, "skinny_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
     monkeypatch.setattr(
-        siblings,
+        fused_qkv,
         "skinny_linears",
         lambda x, weights, biases, tile: [functional.linear(x, *given) for given in zip(weights, biases, strict=True)],
     )
 
 
-def at_once(model: nn.Module) -> list[Siblings]:
+def at_once(model: nn.Module) -> list[FusedProjections]:
     """Have siblings computed at once without a proof."""
-    found = [Siblings(layers) for part in model.modules() if (layers := siblings_of(part))]
+    found = [FusedProjections(layers) for part in model.modules() if (layers := parallel_linears(part))]
     for group in found:
         for number, layer in enumerate(group._layers):
             layer.forward = group.form(number)  # type: ignore[method-assign]
@@ -100,15 +100,17 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Siblings]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FusedProjections]:
     """Every group that is made when something is fused."""
-    groups: list[Siblings] = []
-    monkeypatch.setattr(fusion, "Siblings", lambda layers: groups.append(Siblings(layers)) or groups[-1])
+    groups: list[FusedProjections] = []
+    monkeypatch.setattr(
+        fusion, "FusedProjections", lambda layers: groups.append(FusedProjections(layers)) or groups[-1]
+    )
     return groups
 
 
 @pytest.fixture
-def attention(launches: Launches, made: list[Siblings]) -> Iterator[Any]:
+def attention(launches: Launches, made: list[FusedProjections]) -> Iterator[Any]:
     """Its layers are fused; what it took to prove them is not counted."""
     module = Attention().to(DEVICE)
     fuse(module)
@@ -143,7 +145,7 @@ def test_whichever_is_first_computes_all(attention: Any, launches: Launches, ord
 @pytest.mark.parametrize(
     "calls", ["qqkv", "qkkv", "kqv", "qkvqkv", "qkqkqk", "vvv", "qvkkvq", "q", "qk", "kvkvkv"], ids=str
 )
-def test_calls_in_any_number_and_order(attention: Any, made: list[Siblings], calls: str) -> None:
+def test_calls_in_any_number_and_order(attention: Any, made: list[FusedProjections], calls: str) -> None:
     for _ in range(2):
         x = states()
         for letter in calls:
@@ -219,12 +221,12 @@ def test_each_has_the_rest_by_itself(attention: Any, launches: Launches) -> None
     assert not launches.together
 
 
-def in_store(group: Siblings) -> list[weakref.ref[Tensor]]:
+def in_store(group: FusedProjections) -> list[weakref.ref[Tensor]]:
     """What a group has computed ahead."""
     return [weakref.ref(y) for y, *_ in group._ahead.results.values()] if group._ahead else []
 
 
-def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[Siblings]) -> None:
+def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[FusedProjections]) -> None:
     x = states()
     attention.q_proj(x)
     kept = in_store(made[0])
@@ -235,7 +237,7 @@ def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[Siblin
     assert all(y() is None for y in kept)
 
 
-def test_what_was_taken_is_let_go(attention: Any, made: list[Siblings]) -> None:
+def test_what_was_taken_is_let_go(attention: Any, made: list[FusedProjections]) -> None:
     x = states()
     given = [weakref.ref(getattr(attention, name)(x)) for name in COUNTS]
     assert made[0]._ahead is None
@@ -348,10 +350,10 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
             results[1] *= 1 + 1e-6
         return results
 
-    monkeypatch.setattr(siblings, "skinny_linears", faulty)
+    monkeypatch.setattr(fused_qkv, "skinny_linears", faulty)
     module = Attention().to(DEVICE)
     fuse(module)
-    monkeypatch.setattr(siblings, "skinny_linears", None)
+    monkeypatch.setattr(fused_qkv, "skinny_linears", None)
     x = states()
     with torch.inference_mode():
         for name in COUNTS:
@@ -375,7 +377,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_layers_that_are_no_siblings(name: str) -> None:
-    assert not any(siblings_of(part) for part in ODD[name]().modules())
+    assert not any(parallel_linears(part) for part in ODD[name]().modules())
 
 
 def test_layers_with_a_forward_of_their_own_are_left_alone() -> None:

@@ -10,48 +10,48 @@ import torch
 from torch import Tensor
 
 from spmoe.models import attention
-from spmoe.models.anatomy import Anatomy, dissect
 from spmoe.models.fusion import fuse
+from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
+from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind
-from spmoe.models.rotary_change import Changes, as_if_up_to
+from spmoe.models.longrope import LongRope, as_if_up_to
 from spmoe.models.rotary_table import use_tables
-from spmoe.models.taps import OnSlab, OnTap, Taps, Watch
-from spmoe.verify.greedy import Best
+from spmoe.verify.greedy import RowArgmax
 
 if TYPE_CHECKING:
-    from spmoe.backends.graphs import Recorder
-    from spmoe.models.programs import Programs
+    from spmoe.backends.graphs import GraphRecorder
+    from spmoe.models.decode_graphs import DecodeGraphs
 
 _SMALLEST_STATE = 1024  # positions; states that programs are recorded over are made larger than needed, and kept
 
 
-class Network:
+class ModelRunner:
     """Runs tokens through a model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.anatomy: Anatomy = dissect(model)
+        self.inspection: Inspection = inspect_model(model)
         self.can_rewind = can_rewind(model.config)
-        self.changes = Changes.of(model)
+        self.changes = LongRope.of(model)
         text = model.config.get_text_config(decoder=True)
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.max_positions: int = text.max_position_embeddings
-        self.depth_count = self.anatomy.depth_count
-        self._taps = Taps(self.anatomy.norms)
-        self._programs: Programs | None = None
-        self._recorded_rows = 0
+        self.depth_count = self.inspection.depth_count
+        self._hooks = HiddenStateHooks(self.inspection.norms)
+        self._graphs: DecodeGraphs | None = None
+        self._captured_rows = 0
         self._spare: list[KvState] = []
 
     @property
-    def has_taps(self) -> bool:
+    def has_hidden_states(self) -> bool:
         """Whether every layer's residual stream can be seen."""
-        return self._taps.complete
+        return self._hooks.complete
 
     @property
     def records(self) -> bool:
         """Whether forwards of few rows are recorded and replayed."""
-        return self._programs is not None
+        return self._graphs is not None
 
     @property
     def spare_states(self) -> list[KvState]:
@@ -66,17 +66,17 @@ class Network:
 
     def new_kv(self, capacity: int) -> KvState:
         """Room for the attention state of one sequence."""
-        if self._programs is None:
+        if self._graphs is None:
             return KvState(self.model.config, capacity)
         fitting = [kv for kv in self._spare if kv.capacity >= capacity]
         if len(fitting) < len(self._spare):
-            self._programs.recorder.wait()  # a draft that was begun and is not wanted may still run over one of them
+            self._graphs.recorder.wait()  # a draft that was begun and is not wanted may still run over one of them
         self._spare = [kv for kv in fitting if kv not in fitting[:1]]
         return fitting[0] if fitting else KvState(self.model.config, state_capacity(capacity))
 
-    def give_back(self, kv: KvState) -> None:
+    def release_kv(self, kv: KvState) -> None:
         """A sequence is over; its state, and what was recorded over it, may serve another."""
-        if self._programs is not None:
+        if self._graphs is not None:
             kv.advance(-kv.length)  # every layer, also one that an error left ahead of the others
             self._spare.append(kv)
 
@@ -85,89 +85,99 @@ class Network:
         tokens: list[int],
         kv: KvState,
         keep: int,
-        on_tap: OnTap | None = None,
-        watch: Watch | None = None,
-        reach: int = 0,
+        on_hidden_states: OnHiddenStates | None = None,
+        observer: LayerObserver | None = None,
+        total_length: int = 0,
     ) -> Tensor:
-        """Append tokens to a sequence; logits of the last `keep` of them. Taps go to a watch or, raw, to `on_tap`.
+        """Append tokens to a sequence; logits of the last `keep` of them. HiddenStateHooks go to a watch or, raw, to `on_hidden_states`.
 
         The logits of a recorded forward are overwritten by the next one. `reach`: where the text ends that is read in
         one, though these tokens may be only a part of it.
         """
         # -> [keep, vocabulary]
-        end = max(reach, kv.length + len(tokens))
+        end = max(total_length, kv.length + len(tokens))
         crosses = self.changes.between(kv.length, end)
-        if (programs := self._usable_programs(len(tokens), kv)) is not None and on_tap is None and not crosses:
-            return programs.forward(tokens, kv, keep, watch)
-        if self._programs is not None:
-            self._programs.recorder.turns += 1  # what was begun over a state may not be true of it any more
+        if (
+            (decode_graphs := self._usable_graphs(len(tokens), kv)) is not None
+            and on_hidden_states is None
+            and not crosses
+        ):
+            return decode_graphs.forward(tokens, kv, keep, observer)
+        if self._graphs is not None:
+            self._graphs.recorder.turns += 1  # what was begun over a state may not be true of it any more
         ids = torch.tensor([tokens], device=self.model.device)
-        raw = self._taps.listen(on_tap) if on_tap is not None else nullcontext()
+        raw = self._hooks.listen(on_hidden_states) if on_hidden_states is not None else nullcontext()
         whole = as_if_up_to(self.model, end) if crosses else nullcontext()
-        with torch.inference_mode(), self.watching(watch), raw, whole, attention.quick_to_start():
+        with torch.inference_mode(), self.observing(observer), raw, whole, attention.quick_to_start():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def watching(self, watch: Watch | None, on_slab: OnSlab | None = None) -> AbstractContextManager[None]:
-        """While a forward runs inside, ask what a watch asks, and hand slabs and answers on: to it, or elsewhere."""
-        if watch is None:
-            return self._taps.listen(None)
-        tell = on_slab or watch.tell
-        return self._taps.listen(watch.tap(self.depth_count, lambda d, slab: tell(d, slab, watch.ask(d, slab))))
+    def observing(
+        self, observer: LayerObserver | None, on_layers: OnChunk | None = None
+    ) -> AbstractContextManager[None]:
+        """While a forward runs inside, ask what a watch asks, and hand chunks and answers on: to it, or elsewhere."""
+        if observer is None:
+            return self._hooks.listen(None)
+        tell = on_layers or observer.tell
+        return self._hooks.listen(
+            observer.tap(self.depth_count, lambda d, chunk: tell(d, chunk, observer.ask(d, chunk)))
+        )
 
     def greedy(
-        self, tokens: list[int], kv: KvState, watches: Sequence[Watch | None], choices: int
+        self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int
     ) -> Callable[[], list[int]]:
         """Begin to append tokens and, one after the other, all but the last of the most likely ones that follow.
 
         There is one such token, of the first `choices` of the vocabulary, for each watch: who looks on as it is found.
         Called, what is returned finishes it and has them; other forwards before that make it void.
         """
-        if (programs := self._usable_programs(len(tokens), kv)) is not None:
-            return programs.greedy(tokens, kv, watches, choices)
+        if (decode_graphs := self._usable_graphs(len(tokens), kv)) is not None:
+            return decode_graphs.greedy(tokens, kv, observers, choices)
 
         def run() -> list[int]:
             found: list[int] = []
-            for watch in watches:
-                logits = self.forward(found[-1:] or tokens, kv, keep=1, watch=watch)
+            for observer in observers:
+                logits = self.forward(found[-1:] or tokens, kv, keep=1, observer=observer)
                 found.append(int(logits[-1, :choices].argmax()))
             return found
 
         return run
 
-    def follow(self, draft: Network) -> None:
+    def follow(self, draft: ModelRunner) -> None:
         """What this draft chooses can be appended without the host having seen it. Before anything is recorded."""
-        if self._programs is not None:
-            self._programs.leader = draft._programs
+        if self._graphs is not None:
+            self._graphs.leader = draft._graphs
 
-    def begin(self, token: int, following: int, kv: KvState, watch: Watch | None) -> None:
+    def begin(self, token: int, following: int, kv: KvState, observer: LayerObserver | None) -> None:
         """Begin, if that can be, to append a token and as many as the draft that is followed was told to choose.
 
         `forward` of all of them then goes on with it.
         """
         rows = 1 + following
-        if (programs := self._usable_programs(rows, kv)) is None or self.changes.between(kv.length, kv.length + rows):
+        if (decode_graphs := self._usable_graphs(rows, kv)) is None or self.changes.between(
+            kv.length, kv.length + rows
+        ):
             return
-        programs.begin(token, following, kv, watch)
+        decode_graphs.begin(token, following, kv, observer)
 
-    def best_of(self, logits: Tensor) -> Best | None:
+    def argmax(self, logits: Tensor) -> RowArgmax | None:
         """The largest of each row and its place, where these are the newest logits and that is on its way already."""
-        return self._programs.best_of(logits) if self._programs is not None else None
+        return self._graphs.argmax(logits) if self._graphs is not None else None
 
-    def prepare(self, rows: int, keep: int, watch: Watch | None) -> None:
+    def prepare(self, rows: int, keep: int, observer: LayerObserver | None) -> None:
         """Have `forward` of so many rows recorded over every state that is there for sequences to come."""
-        if self._programs is not None and rows <= self._recorded_rows:
+        if self._graphs is not None and rows <= self._captured_rows:
             for kv in self.spare_states:
-                self._programs.prepare(rows, kv, keep, watch)
+                self._graphs.prepare(rows, kv, keep, observer)
 
-    def prepare_greedy(self, rows: int, watches: Sequence[Watch | None], choices: int) -> None:
+    def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> None:
         """The same of `greedy`."""
-        if self._programs is not None and rows <= self._recorded_rows:
+        if self._graphs is not None and rows <= self._captured_rows:
             for kv in self.spare_states:
-                self._programs.prepare_greedy(rows, kv, watches, choices)
+                self._graphs.prepare_greedy(rows, kv, observers, choices)
 
-    def record_forwards(self, recorder: Recorder, rows: int, positions: int) -> str | None:
+    def capture_forwards(self, recorder: GraphRecorder, rows: int, positions: int) -> str | None:
         """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.
 
         Fused norms, attention and the recorded forward are tried on a few tokens against the model as it came.
@@ -178,22 +188,22 @@ class Network:
         before, expected = self.model.config._attn_implementation, self._try(tokens)
         undo = [fuse(self.model)]
         try:
-            from spmoe.models.programs import Programs
+            from spmoe.models.decode_graphs import DecodeGraphs
 
             undo.append(use_tables(self.model, min(positions, self.max_positions)))
             attention.use(self.model)
-            self._programs = Programs(self.model, self.watching, recorder)
-            self._recorded_rows = 2
+            self._graphs = DecodeGraphs(self.model, self.observing, recorder)
+            self._captured_rows = 2
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code cannot do with it
             reason = str(error) or type(error).__name__
         else:
             if torch.allclose(found.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
-                self._recorded_rows = rows
+                self._captured_rows = rows
                 self._spare.clear()
                 return None
             reason = "it does not give the same result when recorded"
-        self._programs, self._recorded_rows = None, 0
+        self._graphs, self._captured_rows = None, 0
         self.model.set_attn_implementation(before)
         for back in undo:
             back()
@@ -205,9 +215,9 @@ class Network:
             logits = self.forward(tokens, kv, keep=len(tokens))
         return logits.clone()
 
-    def _usable_programs(self, rows: int, kv: KvState) -> Programs | None:
+    def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
         """Recorded forwards, if there are such for this many rows and over a state whose memory is there."""
-        return self._programs if kv.length > 0 and rows <= self._recorded_rows else None
+        return self._graphs if kv.length > 0 and rows <= self._captured_rows else None
 
 
 def state_capacity(needed: int) -> int:

@@ -29,21 +29,21 @@ class Counting:
         kv.rewind = lambda length: setattr(kv, "length", min(kv.length, length))
         return kv
 
-    def give_back(self, kv: Any) -> None:
+    def release_kv(self, kv: Any) -> None:
         pass
 
-    def forward(self, tokens: list[int], kv: Any, keep: int, watch: Any = None) -> torch.Tensor:
+    def forward(self, tokens: list[int], kv: Any, keep: int, observer: Any = None) -> torch.Tensor:
         kv.length += len(tokens)
         return torch.eye(self.vocab_size)[kv.length : kv.length + 1]
 
-    def greedy(self, tokens: list[int], kv: Any, watches: list[Any], choices: int) -> Callable[[], list[int]]:
+    def greedy(self, tokens: list[int], kv: Any, observers: list[Any], choices: int) -> Callable[[], list[int]]:
         number, length = len(self.begun), kv.length + len(tokens)
-        self.begun.append((length, len(watches)))
+        self.begun.append((length, len(observers)))
 
         def fetch() -> list[int]:
             self.fetched.append(number)
-            kv.length = length + len(watches) - 1
-            return [length + place for place in range(len(watches))]
+            kv.length = length + len(observers) - 1
+            return [length + place for place in range(len(observers))]
 
         return fetch
 
@@ -68,50 +68,50 @@ def drafted(draft: DraftModel, one: Sequence, k: int) -> list[int]:
 
 
 def test_what_was_begun_is_what_is_proposed(draft: DraftModel) -> None:
-    network, one = draft.network, sequence(draft, 1, 5)
+    runner, one = draft.runner, sequence(draft, 1, 5)
     draft.begin(one, 3, None)
-    assert network.begun == [(6, 3)]
+    assert runner.begun == [(6, 3)]
     assert drafted(draft, one, 3) == [6, 7, 8]
-    assert (network.begun, network.fetched) == ([(6, 3)], [0])
+    assert (runner.begun, runner.fetched) == ([(6, 3)], [0])
     one.tokens += [6, 7]
     assert drafted(draft, one, 2) == [8, 9]
-    assert network.fetched == [0, 1], "nothing was begun: it is now"
+    assert runner.fetched == [0, 1], "nothing was begun: it is now"
 
 
 def test_another_k_or_text_is_begun_anew(draft: DraftModel) -> None:
-    network, one = draft.network, sequence(draft, 1, 5)
+    runner, one = draft.runner, sequence(draft, 1, 5)
     draft.begin(one, 3, None)
     assert drafted(draft, one, 2) == [6, 7]
     draft.begin(one, 2, None)
     one.tokens += [6]
     assert drafted(draft, one, 2) == [7, 8]
-    assert (len(network.begun), network.fetched) == (4, [1, 3])
+    assert (len(runner.begun), runner.fetched) == (4, [1, 3])
 
 
 def test_what_others_did_in_between_makes_it_void(draft: DraftModel) -> None:
-    network, one, other = draft.network, sequence(draft, 1, 5), sequence(draft, 2, 9)
+    runner, one, other = draft.runner, sequence(draft, 1, 5), sequence(draft, 2, 9)
     draft.begin(one, 3, None)
     assert drafted(draft, other, 3) == [10, 11, 12]
     assert drafted(draft, one, 3) == [6, 7, 8]
-    assert network.fetched == [1, 2]
+    assert runner.fetched == [1, 2]
     draft.begin(one, 3, None)
     sequence(draft, 3, 4)  # a prompt is read
     assert drafted(draft, one, 3) == [6, 7, 8]
     draft.begin(one, 3, None)
     draft.release(one.id)
     assert drafted(draft, other, 3) == [10, 11, 12]
-    assert network.fetched == [1, 2, 4, 6]
+    assert runner.fetched == [1, 2, 4, 6]
 
 
 def test_what_is_sampled_is_not_begun(draft: DraftModel) -> None:
     one = sequence(draft, 1, 5, temperature=1.0)
     draft.begin(one, 3, None)
     assert len(drafted(draft, one, 3)) == 3
-    assert draft.network.begun == []
+    assert draft.runner.begun == []
 
 
 def test_nothing_is_begun_beyond_what_the_draft_can_read(draft: DraftModel) -> None:
     one = sequence(draft, 1, 59)
     draft.begin(one, 5, None)
-    assert draft.network.begun == []
+    assert draft.runner.begun == []
     assert drafted(draft, one, 5) == []

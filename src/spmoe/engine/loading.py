@@ -15,13 +15,13 @@ from torch import Tensor
 
 from spmoe.backends.quantize import QuantizedExperts, Scheme
 from spmoe.config import EngineConfig
-from spmoe.draft.self_quantized import SelfNetwork
+from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
-from spmoe.models.anatomy import MoeSite
 from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.inspection import MoeLayer
 from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
 from spmoe.observe.progress import progress_bar
@@ -29,7 +29,7 @@ from spmoe.types import ExpertKey
 
 
 @dataclass
-class Materials:
+class LoadedModels:
     """A target without its experts, and where those come from."""
 
     checkpoint: Checkpoint
@@ -43,7 +43,7 @@ class Materials:
     @contextmanager
     def experts(self) -> Iterator[FillBlob]:
         """A function that writes one expert's tensors into views of its blob."""
-        paths = [site.path for site in self.target.moe]
+        paths = [moe_layer.path for moe_layer in self.target.moe]
         if self.shape is None:
             with ExpertReader(self.checkpoint, self.target.model, paths) as reader:
                 yield reader.fill
@@ -60,49 +60,49 @@ class Materials:
             yield fill
 
 
-def gather(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Materials:
+def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
     """Load a target without its experts."""
     dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config, device)
     small = load_without_experts(checkpoint, dtype if shape is None else torch.float32)
     with building(checkpoint):
         model = small.to(device) if shape is None else widen_target(small, shape, dtype, device)
         target = Target(model)
-    paths = [site.path for site in target.moe]
+    paths = [moe_layer.path for moe_layer in target.moe]
     if shape is None:
         spec = store_spec(checkpoint, model, paths, dtype)
     else:
         spec = wide_store_spec(checkpoint, model, paths, dtype, shape)
-    return Materials(checkpoint, dtype, device, target, spec, shape, small if shape is not None else None)
+    return LoadedModels(checkpoint, dtype, device, target, spec, shape, small if shape is not None else None)
 
 
-def load_draft(materials: Materials, checkpoint: Checkpoint) -> Network:
+def load_draft(models: LoadedModels, checkpoint: Checkpoint) -> ModelRunner:
     """A draft of the target's dtype, on its device and widened as it is."""
-    shape = materials.shape
-    model = load_dense(checkpoint, materials.dtype if shape is None else torch.float32)
+    shape = models.shape
+    model = load_dense(checkpoint, models.dtype if shape is None else torch.float32)
     with building(checkpoint):
         if shape is not None:
-            model = widen_draft(model, shape, materials.dtype, materials.device)
-        return Network(model.to(materials.device))
+            model = widen_draft(model, shape, models.dtype, models.device)
+        return ModelRunner(model.to(models.device))
 
 
-def quantized_experts(spec: StoreSpec, moe: Sequence[MoeSite], name: str) -> QuantizedExperts:
+def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], name: str) -> QuantizedExperts:
     """What a target's quantized experts will be; nothing is read."""
     transposed: Any = moe[0].experts.is_transposed
     return QuantizedExperts(spec, Scheme.named(name), transposed)
 
 
-def load_self(config: EngineConfig, materials: Materials, name: str) -> SelfNetwork:
+def load_self(config: EngineConfig, models: LoadedModels, name: str) -> QuantizedSelfRunner:
     """The target's own modules with quantized experts, which are kept on disk beside the expert file."""
-    experts = quantized_experts(materials.spec, materials.target.moe, name)
-    plain = expert_file_path(materials.checkpoint, materials.dtype)
+    experts = quantized_experts(models.spec, models.target.moe, name)
+    plain = expert_file_path(models.checkpoint, models.dtype)
     path = plain.with_name(f"{plain.stem}-{'' if config.shape is None else f'{config.shape}-'}{name}{plain.suffix}")
-    with materials.experts() as read, progress_bar("Quantizing experts", config.progress) as report:
+    with models.experts() as read, progress_bar("Quantizing experts", config.progress) as report:
         file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
     try:
-        experts.load(file, materials.device)
+        experts.load(file, models.device)
     finally:
         file.close()
-    return SelfNetwork(materials.target, experts)
+    return QuantizedSelfRunner(models.target, experts)
 
 
 def wide_shape(config: EngineConfig, device: torch.device) -> WideShape | None:

@@ -19,14 +19,14 @@ _LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class LongRope:
     """The positions from which on other embeddings hold."""
 
     at: tuple[int, ...] = ()  # in order
     read_again: bool = False  # whether a sequence that grows past one is read anew, with the new embeddings
 
     @classmethod
-    def of(cls, model: Any) -> Changes:
+    def of(cls, model: Any) -> LongRope:
         """Those of a causal language model."""
         again = _LENGTH in names_in(type(model).prepare_inputs_for_generation) and hasattr(model.config, _LENGTH)
         return cls(changes_in(model.config.get_text_config(decoder=True)), again)

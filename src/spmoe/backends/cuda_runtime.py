@@ -23,7 +23,7 @@ _BATCH_FROM = 24  # pieces; a batch of few takes 90 us to submit on an H200, a s
 _BATCHES_SINCE, _SIMPLER_BATCHES_SINCE = 12_080, 13_000  # runtime versions
 
 
-class Piece(NamedTuple):
+class CopyRange(NamedTuple):
     """A run of bytes to move from the host to the device."""
 
     to: int
@@ -39,7 +39,7 @@ class _Attributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
-class CudaDriver:
+class CudaRuntime:
     """Streams and events are PyTorch's; addresses are plain numbers."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CudaDriver:
         pointer = ctypes.c_void_p
         self._library.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
 
-    def copy(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> None:
+    def copy(self, pieces: Sequence[CopyRange], stream: torch.cuda.Stream) -> None:
         """Put copies from host to device on a stream, in no order among them; many as one submission if possible."""
         handle = stream.cuda_stream
         if len(pieces) >= _BATCH_FROM and self._batches:
@@ -73,7 +73,7 @@ class CudaDriver:
         """Undo `lock_pages`."""
         self._library.cudaHostUnregister(ctypes.c_void_p(address))
 
-    def _copy_batch(self, pieces: Sequence[Piece], handle: ctypes.c_void_p) -> int:
+    def _copy_batch(self, pieces: Sequence[CopyRange], handle: ctypes.c_void_p) -> int:
         count = len(pieces)
         to = (ctypes.c_void_p * count)(*(p.to for p in pieces))
         sources = (ctypes.c_void_p * count)(*(p.source for p in pieces))
@@ -99,9 +99,9 @@ class CudaDriver:
 
 
 @cache
-def cuda_driver() -> CudaDriver:
+def cuda_runtime() -> CudaRuntime:
     """The process's driver."""
-    return CudaDriver()
+    return CudaRuntime()
 
 
 def _runtime_library() -> str:

@@ -13,7 +13,7 @@ _NAMES = ("q_proj", "q_a_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "gate_
 _PATIENCE = 2  # inputs in a row that some of the layers were not called with, until each computes only its own
 
 
-def siblings_of(module: nn.Module) -> list[nn.Linear]:
+def parallel_linears(module: nn.Module) -> list[nn.Linear]:
     """Those of a module's layers that may be fed alike; whether they are shows when they run."""
     children = dict(module.named_children())
     if "q_proj" not in children and "q_a_proj" not in children:
@@ -24,7 +24,7 @@ def siblings_of(module: nn.Module) -> list[nn.Linear]:
     return found if len(found) > 1 and len(kinds) == 1 else []
 
 
-class Siblings:
+class FusedProjections:
     """Such layers, for few rows. Alone or with the others, each one's result is the same in every bit.
 
     What was computed ahead is handed out once, for the very tensor that it was computed from, unless that has been
@@ -34,7 +34,7 @@ class Siblings:
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         from spmoe.backends.kernels.dense import skinny_linear
-        from spmoe.backends.kernels.siblings import siblings_config_for, skinny_linears
+        from spmoe.backends.kernels.fused_qkv import siblings_config_for, skinny_linears
 
         self._layers, self._one, self._all = layers, skinny_linear, skinny_linears
         weight, counts = layers[0].weight, [layer.out_features for layer in layers]
@@ -51,14 +51,14 @@ class Siblings:
                 return found
             if self._unasked >= _PATIENCE or not self._all_fit(x):
                 return self.alone(number, x)
-            results = dict(enumerate(self.together(x)))
+            results = dict(enumerate(self.merge_prefetches(x)))
             found = results.pop(number)
             self._ahead = _Ahead(x, {i: (y, self._layers[i].weight, self._layers[i].bias) for i, y in results.items()})
             return found
 
         return form
 
-    def together(self, x: Tensor) -> list[Tensor]:
+    def merge_prefetches(self, x: Tensor) -> list[Tensor]:
         """All of their results, by one kernel."""
         weights, biases = ([getattr(layer, name) for layer in self._layers] for name in ("weight", "bias"))
         results = self._all(x.reshape(-1, x.shape[-1]), weights, biases, tile=self._tile)

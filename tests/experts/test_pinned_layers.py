@@ -11,10 +11,10 @@ from spmoe.errors import TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import CopyJob, Ticket
+from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.types import ExpertKey, Residency, Wish, Wishes
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 
 class NoWeights:
@@ -56,11 +56,11 @@ def test_what_was_opened_is_booked_and_not_yielded_again() -> None:
     source, transfer = room(4)
     fill(source, 0, 0, 1, 2)
     before = source.counters.copy()
-    opened = source.open(0)
-    assert np.flatnonzero(opened.slots >= 0).tolist() == [0, 1, 2]
+    pinned = source.open(0)
+    assert np.flatnonzero(pinned.slots >= 0).tolist() == [0, 1, 2]
     transfer.fenced = []
-    waves = [wave.experts for wave in source.use(0, [1, 2, 3], opened)]
-    assert waves == [(3,)], "compute has 1 and 2, and 3 was missing"
+    batches = [batch.experts for batch in source.use(0, [1, 2, 3], pinned)]
+    assert batches == [(3,)], "compute has 1 and 2, and 3 was missing"
     spent = source.counters.minus(before)
     assert (spent.hits, spent.demand_loads) == (2, 1)
     slots = {source.cache.get(ExpertKey(0, e)): e for e in (1, 2)}
@@ -71,37 +71,37 @@ def test_what_was_opened_is_booked_and_not_yielded_again() -> None:
 def test_what_is_open_stays_until_it_is_used_or_shut() -> None:
     source, _ = room(2)
     fill(source, 0, 0, 1)
-    opened = source.open(0)
+    pinned = source.open(0)
     assert next(source.cache.reserve_for_demand([ExpertKey(1, 0)]), None) is None
-    source.shut(opened)
-    source.shut(opened)
+    source.shut(pinned)
+    source.shut(pinned)
     assert next(source.cache.reserve_for_demand([ExpertKey(1, 0)]), None) is not None
 
 
 def test_what_is_open_but_not_needed_makes_room() -> None:
     source, _ = room(2)
     fill(source, 0, 0, 1)
-    opened = source.open(0)
-    waves = [expert for wave in source.use(0, [2, 3], opened) for expert in wave.experts]
-    assert waves == [2, 3], "both slots held experts that nobody needs"
-    assert not opened.is_open
+    pinned = source.open(0)
+    batches = [expert for batch in source.use(0, [2, 3], pinned) for expert in batch.experts]
+    assert batches == [2, 3], "both slots held experts that nobody needs"
+    assert not pinned.is_open
 
 
 def test_what_is_under_way_makes_room_behind_its_fence() -> None:
     source, transfer = room(2)
     fill(source, 0, 0, 1)
-    opened = source.open(0)
+    pinned = source.open(0)
     transfer.fenced = []
-    waves = [expert for wave in source.use(0, [0, 1, 2], opened) for expert in wave.experts]
-    assert waves == [2]
+    batches = [expert for batch in source.use(0, [0, 1, 2], pinned) for expert in batch.experts]
+    assert batches == [2]
     assert sorted(set(transfer.fenced)) == [0, 1]
 
 
 def test_a_use_that_is_abandoned_lets_go() -> None:
     source, _ = room(3)
     fill(source, 0, 0, 1)
-    opened = source.open(0)
-    uses = source.use(0, [0, 2], opened)
+    pinned = source.open(0)
+    uses = source.use(0, [0, 2], pinned)
     next(uses)
     uses.close()
     assert all(entry.pins == 0 for entry in source.cache.entries())
@@ -110,9 +110,9 @@ def test_a_use_that_is_abandoned_lets_go() -> None:
 def test_experts_that_arrive_after_the_opening_come_as_a_wave() -> None:
     source, _ = room(4)
     fill(source, 0, 0)
-    opened = source.open(0)
+    pinned = source.open(0)
     fill(source, 0, 1)
-    assert [wave.experts for wave in source.use(0, [0, 1], opened)] == [(1,)]
+    assert [batch.experts for batch in source.use(0, [0, 1], pinned)] == [(1,)]
 
 
 def test_a_closed_source_opens_nothing() -> None:
@@ -128,9 +128,9 @@ def test_what_compute_has_already_may_be_booked_later() -> None:
     fill(source, 0, 0, 1)
     fill(source, 1, 2, 3)
     before = source.counters.copy()
-    opened = source.open(0)
+    pinned = source.open(0)
     transfer.fenced = []
-    assert source.use_opened(opened, [1])
+    assert source.use_pinned(pinned, [1])
     assert source.counters.minus(before).hits == 0
     following = source.open(1)  # the next layer begins before anything is booked
     assert next(source.cache.reserve_for_demand([ExpertKey(1, 0)]), None) is None, "all that is open stays"
@@ -138,7 +138,7 @@ def test_what_compute_has_already_may_be_booked_later() -> None:
     source.book()
     assert source.counters.minus(before).hits == 1
     assert transfer.fenced == [source.cache.get(ExpertKey(0, 1)).slot]  # type: ignore[union-attr]
-    assert source.use_opened(following, [2, 3])
+    assert source.use_pinned(following, [2, 3])
     source.end_step()
     assert source.counters.minus(before).hits == 3
     assert all(entry.pins == 0 for entry in source.cache.entries())
@@ -147,21 +147,21 @@ def test_what_compute_has_already_may_be_booked_later() -> None:
 def test_what_was_not_opened_is_not_put_off() -> None:
     source, _ = room(3)
     fill(source, 0, 0, 1)
-    opened = source.open(0)
-    assert not source.use_opened(opened, [0, 2])
-    assert [wave.experts for wave in source.use(0, [0, 2], opened)] == [(2,)]
+    pinned = source.open(0)
+    assert not source.use_pinned(pinned, [0, 2])
+    assert [batch.experts for batch in source.use(0, [0, 2], pinned)] == [(2,)]
 
 
-@pytest.mark.parametrize("then", ["begin_step", "end_step", "use", "use_opened"])
+@pytest.mark.parametrize("then", ["begin_step", "end_step", "use", "use_pinned"])
 def test_nothing_happens_before_what_was_put_off(then: str) -> None:
     source, _ = room(4)
     fill(source, 0, 0, 1)
     before = source.counters.copy()
-    source.use_opened(source.open(0), [0, 1])
+    source.use_pinned(source.open(0), [0, 1])
     if then == "use":
         fill(source, 1, 0)
-    elif then == "use_opened":
-        source.use_opened(source.open(0), [])
+    elif then == "use_pinned":
+        source.use_pinned(source.open(0), [])
     else:
         getattr(source, then)()
     assert source.counters.minus(before).hits == 2
@@ -173,7 +173,7 @@ def test_a_submission_that_is_refused_midway_leaves_no_pins(batching: bool, monk
     source.loads.batching = batching
     copy, copies = transfer.copy, 0
 
-    def refuse_the_third(jobs: Sequence[CopyJob], *, urgent: bool) -> list[Ticket]:
+    def refuse_the_third(jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         nonlocal copies
         copies += 1
         if copies == (2 if batching else 3):
@@ -207,7 +207,7 @@ def test_wishes_are_submitted_until_something_else_is_more_urgent(over: bool, un
     assert transfer.depth == 2
     source.begin_step()
     source.patient = True
-    source.wish(Wishes.of(Wish(ExpertKey(1, expert), 0.9, 1) for expert in range(4)))
+    source.prefetch(PrefetchRequests.of(PrefetchRequest(ExpertKey(1, expert), 0.9, 1) for expert in range(4)))
     assert len(source.loads) == 0, "whoever is patient asks for it"
     source.see_to_wishes(Over(over))
     assert len(source.loads) == under_way
@@ -221,14 +221,14 @@ def test_an_interrupt_while_copies_are_settled_leaves_none_under_way_for_good(
     transfer, eviction = VirtualTransfer(clock, blob, blob), make_eviction("lru", (4, 4))
     source = ExpertSource(NoWeights(6), transfer, eviction, blob, clock, Counters(), threaded=False)  # type: ignore[arg-type]
     source.begin_step()
-    source.wish(Wishes.of([Wish(ExpertKey(1, 0), 0.9, 1)]))
-    (ticket,) = source.loads.tickets
+    source.prefetch(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 0.9, 1)]))
+    (handle,) = source.loads.handles
     clock.sleep(100.0)
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(*(ticket, "wait") if where == "before" else (source.loads, "_note"), interrupted)
+    monkeypatch.setattr(*(handle, "wait") if where == "before" else (source.loads, "_note"), interrupted)
     with pytest.raises(KeyboardInterrupt):
         source.pump()
     monkeypatch.undo()

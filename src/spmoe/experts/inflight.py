@@ -11,14 +11,14 @@ from spmoe.errors import SpmoeError
 from spmoe.experts.cache import Entry, ExpertCache, Reservation
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.link import ThrottledTransfer
-from spmoe.experts.transfer import CopyJob, Ticket, Transfer
+from spmoe.experts.transfer import CopyHandle, CopyJob, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey, Residency
 
 
-class Loads:
+class InflightLoads:
     """Entries that are LOADING, oldest first. Not thread-safe: its owner holds a lock."""
 
     def __init__(
@@ -59,9 +59,9 @@ class Loads:
         self._batching = self._transfer.batched = batching
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def handles(self) -> list[CopyHandle]:
         """One for each copy under way."""
-        return [entry.ticket for entry in self.entries if entry.ticket is not None]
+        return [entry.handle for entry in self.entries if entry.handle is not None]
 
     def claim(self, keys: list[ExpertKey], eviction: Eviction) -> tuple[list[Entry], list[Entry], list[ExpertKey]]:
         """Pin what has a slot; book every key, which are of one layer, as hit, late or demanded."""
@@ -80,12 +80,12 @@ class Loads:
                 ready.append(entry)
             else:
                 waiting.append(entry)
-                if entry.ticket is not None:
-                    entry.ticket.hurry()
+                if entry.handle is not None:
+                    entry.handle.prioritize()
             if entry.prefetched:
                 self._book_need(entry)
         if there:
-            eviction.used(keys[0].layer, there)
+            eviction.on_use(keys[0].layer, there)
         self._counters.hits += len(ready)
         self._counters.late += len(waiting)
         self._counters.demand_loads += len(absent)
@@ -96,7 +96,7 @@ class Loads:
         """These were READY when they were needed."""
         self._counters.hits += len(experts)
         if experts:
-            eviction.used(layer, experts)
+            eviction.on_use(layer, experts)
         for expert in np.flatnonzero(self._cache.prefetched[layer]).tolist():
             if expert in experts and (entry := self._cache.get(ExpertKey(layer, expert))) is not None:
                 self._book_need(entry)
@@ -119,7 +119,7 @@ class Loads:
         for start in range(0, len(batch), max(1, size)):
             part = batch[start : start + size]
             try:
-                tickets = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
+                handles = self._transfer.copy([CopyJob(e.key, e.slot) for e in part], urgent=urgent)
             except SpmoeError:
                 for entry in batch[start:]:
                     self._failed(entry)
@@ -129,8 +129,8 @@ class Loads:
                     self._failed(entry)
                     self._cache.retire(entry.slot)
                 raise
-            for entry, ticket in zip(part, tickets, strict=True):
-                entry.ticket = ticket
+            for entry, handle in zip(part, handles, strict=True):
+                entry.handle = handle
                 self.entries.append(entry)
             if self._timeline.recording:
                 asked = (Activity.COPY if urgent else Activity.PREFETCH, self._clock.now())
@@ -150,11 +150,11 @@ class Loads:
             return
         self._transfer.keep_full()
         for entry in list(self.entries):
-            if entry.state is Residency.LOADING and entry.ticket is not None:
-                if not entry.ticket.ready():
+            if entry.state is Residency.LOADING and entry.handle is not None:
+                if not entry.handle.ready():
                     continue
                 try:
-                    entry.ticket.wait()
+                    entry.handle.wait()
                 except SpmoeError:
                     self._failed(entry)
                 else:
@@ -178,8 +178,8 @@ class Loads:
         self._cache.failed(entry)
 
 
-def wait_for(tickets: list[Ticket]) -> None:
+def wait_for(handles: list[CopyHandle]) -> None:
     """Wait for copies to end, however they do: a failure is told where the expert is used, if it ever is."""
-    for ticket in tickets:
+    for handle in handles:
         with suppress(SpmoeError):
-            ticket.wait()
+            handle.wait()

@@ -1,4 +1,4 @@
-"""Anatomy: where a model's pre-FFN norms, routers and experts are, discovered by watching one small forward.
+"""Inspection: where a model's pre-FFN norms, routers and experts are, discovered by watching one small forward.
 
 Nothing is known of families. Tensors are followed by identity: the router is the module whose output holds the very
 indices the experts receive, the norm is the module whose output is what the router (or a dense feed-forward) is given.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe.errors import CheckpointError
-from spmoe.models.experts_port import experts_modules
+from spmoe.models.experts_seam import experts_modules
 from spmoe.models.kv import KvState
 
 PROBE_TOKENS = 3  # few, but more than one: shapes of one row are ambiguous
@@ -51,7 +51,7 @@ class RouterCall:
 
 
 @dataclass(frozen=True)
-class MoeSite:
+class MoeLayer:
     """One MoE layer of a target."""
 
     path: str  # of the experts module
@@ -63,12 +63,12 @@ class MoeSite:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Inspection:
     """What was found in a model."""
 
     depth_count: int
     norms: tuple[nn.Module | None, ...]  # the pre-FFN norm of each decoder layer; its input is the tap
-    moe: tuple[MoeSite, ...]  # in the order a forward reaches them
+    moe: tuple[MoeLayer, ...]  # in the order a forward reaches them
     kv_bytes_per_token: int
     resumes: bool  # whether its state can be continued by several tokens at once, and put back
 
@@ -93,7 +93,7 @@ class _Call:
         return [t for t in found if isinstance(t, Tensor)]
 
 
-def dissect(model: Any) -> Anatomy:
+def inspect_model(model: Any) -> Inspection:
     """Run a few tokens through the model and see what feeds what."""
     layers_path, depth_count = _decoder_layers(model)
     kv = KvState(model.config, PROBE_TOKENS)
@@ -101,10 +101,10 @@ def dissect(model: Any) -> Anatomy:
     with _watch(model) as calls, torch.inference_mode():
         model(input_ids=tokens, past_key_values=kv.cache, use_cache=True)
     paths = dict(experts_modules(model))
-    moe = tuple(_moe_site(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
-    known = {site.depth: site.norm for site in moe if not isinstance(site.norm, nn.Identity)}
+    moe = tuple(_moe_layer(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
+    known = {moe_layer.depth: moe_layer.norm for moe_layer in moe if not isinstance(moe_layer.norm, nn.Identity)}
     norms = tuple(known.get(d) or _ffn_norm(calls, f"{layers_path}.{d}") for d in range(depth_count))
-    return Anatomy(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
+    return Inspection(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
 
 
 def _resumes(model: Any) -> bool:
@@ -168,10 +168,10 @@ def _decoder_layers(model: Any) -> tuple[str, int]:
     raise CheckpointError(f"no list of {wanted} decoder layers was found in {type(model).__name__}")
 
 
-def _moe_site(calls: list[_Call], index: int, layers_path: str) -> MoeSite:
+def _moe_layer(calls: list[_Call], index: int, layers_path: str) -> MoeLayer:
     experts = calls[index]
     chosen = experts.args[1] if len(experts.args) > 1 else experts.kwargs["top_k_index"]
-    site: dict[str, Any] = {
+    moe_layer: dict[str, Any] = {
         "path": experts.path,
         "depth": int(experts.path.removeprefix(layers_path + ".").partition(".")[0]),
         "experts": experts.module,
@@ -185,9 +185,9 @@ def _moe_site(calls: list[_Call], index: int, layers_path: str) -> MoeSite:
     if router is not None and router.given is not None and router.args and router.given is router.args[0]:
         flat, order = router.given.ndim == 2, _places(router.output, chosen)
         call = RouterCall(router.module, router.args[1:], router.kwargs, flat, order)
-        site["router"] = call if call.works_alone(router.given, site["top_k"]) else None
-        site["norm"] = _before_router(calls[:index], router.given)
-    return MoeSite(**site)
+        moe_layer["router"] = call if call.works_alone(router.given, moe_layer["top_k"]) else None
+        moe_layer["norm"] = _before_router(calls[:index], router.given)
+    return MoeLayer(**moe_layer)
 
 
 def _places(output: Sequence[Any], chosen: Tensor) -> tuple[int, int, int]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
-    """Experts of one layer that are ready together; their slots stay theirs until the next wave is asked for."""
+class ExpertBatch:
+    """Experts of one layer that are ready together; their slots stay theirs until the next batch is asked for."""
 
     layer: int
     experts: tuple[int, ...]
@@ -20,7 +20,7 @@ class Wave:
 
 
 @dataclass(slots=True)
-class Opened:
+class PinnedLayer:
     """Experts of a layer that are READY, kept for compute that starts before it is known which of them it needs."""
 
     layer: int

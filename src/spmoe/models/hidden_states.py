@@ -1,4 +1,4 @@
-"""Taps: what a network's layers produce, handed on while its forward runs."""
+"""HiddenStateHooks: what a network's layers produce, handed on while its forward runs."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from torch import Tensor, nn
 
 from spmoe.types import Routing
 
-OnSlab = Callable[[range, Tensor, Routing | None], None]  # decoder layers, residual streams, what was asked of them
-OnTap = Callable[[int, Tensor], None]  # decoder layer, residual stream after attention [rows, hidden]
+OnChunk = Callable[[range, Tensor, Routing | None], None]  # decoder layers, residual streams, what was asked of them
+OnHiddenStates = Callable[[int, Tensor], None]  # decoder layer, residual stream after attention [rows, hidden]
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Somebody who looks at the residual streams of a forward, a slab of layers at a time.
+class LayerObserver:
+    """Somebody who looks at the residual streams of a forward, a chunk of layers at a time.
 
     `ask` is tensor work, done where the states are; `tell` gets its answer, on the host, when that is there.
     """
 
-    slabs: int
+    chunks: int
     ask: Callable[[range, Tensor], Routing | None]
-    tell: OnSlab
+    tell: OnChunk
     question: str = ""  # who asks otherwise over the same layers, so that recorded forwards are told apart by it
     at_once: bool = False  # whether it is told while the forward is under way, before what it asked about is past
 
-    def tap(self, depth_count: int, on_slab: Callable[[range, Tensor], None]) -> OnTap:
-        """Gathers layers into slabs."""  # a slab: [depths, rows, hidden]
-        size = -(-depth_count // self.slabs)
+    def tap(self, depth_count: int, on_layers: Callable[[range, Tensor], None]) -> OnHiddenStates:
+        """Gathers layers into chunks."""  # a chunk: [depths, rows, hidden]
+        size = -(-depth_count // self.chunks)
         taps: list[Tensor] = []
 
-        def on_tap(depth: int, residual: Tensor) -> None:
+        def on_hidden_states(depth: int, residual: Tensor) -> None:
             taps.append(residual)
             if len(taps) == size or depth == depth_count - 1:
-                on_slab(range(depth + 1 - len(taps), depth + 1), torch.stack(taps))
+                on_layers(range(depth + 1 - len(taps), depth + 1), torch.stack(taps))
                 taps.clear()
 
-        return on_tap
+        return on_hidden_states
 
 
-class Taps:
+class HiddenStateHooks:
     """Hooks on the inputs of the pre-FFN norms; idle unless somebody listens."""
 
     def __init__(self, norms: Sequence[nn.Module | None]) -> None:
         self.complete = all(norm is not None for norm in norms)
-        self._listener: OnTap | None = None
+        self._listener: OnHiddenStates | None = None
         for depth, norm in enumerate(norms):
             if norm is not None:
                 norm.register_forward_pre_hook(self._hook(depth))
 
     @contextmanager
-    def listen(self, listener: OnTap | None) -> Iterator[None]:
+    def listen(self, listener: OnHiddenStates | None) -> Iterator[None]:
         """Call `listener` for every layer that runs inside the block."""
         self._listener = listener
         try:

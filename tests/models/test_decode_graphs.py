@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmoe.backends.graphs import Recording
 from spmoe.models.attention import current_length
-from spmoe.models.programs import Programs
+from spmoe.models.decode_graphs import DecodeGraphs
 
 inputs = pytest.importorskip("spmoe.backends.kernels.inputs", reason="no Triton")
 
@@ -31,7 +31,7 @@ class OnceRecorder:
     def while_waiting(self) -> None:
         pass
 
-    def sit_out(self, event: SimpleNamespace) -> None:
+    def wait_and_pump(self, event: SimpleNamespace) -> None:
         pass
 
     def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
@@ -59,23 +59,23 @@ class Model:
 @pytest.fixture(autouse=True)
 def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "spmoe.models.programs.page_locked", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
+        "spmoe.models.decode_graphs.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
     )
     for name in ("stage", "stage_chained", "go_on"):
-        monkeypatch.setattr(f"spmoe.models.programs.{name}", lambda *args: None)
+        monkeypatch.setattr(f"spmoe.models.decode_graphs.{name}", lambda *args: None)
 
 
 def test_inputs_live_as_long_as_the_recording() -> None:
     """A replay writes tokens and positions to where they were recorded, whoever has been given that memory since."""
     model = Model()
-    programs = Programs(model, lambda watch, on_slab: nullcontext(), OnceRecorder())  # type: ignore[arg-type]
-    kv: Any = SimpleNamespace(length=3, cache=None, programs={}, advance=lambda rows: None)
-    programs.forward([1, 2], kv, 2, None)
-    programs.greedy([1], kv, [None, None], 8)()
+    decode_graphs = DecodeGraphs(model, lambda observer, on_layers: nullcontext(), OnceRecorder())  # type: ignore[arg-type]
+    kv: Any = SimpleNamespace(length=3, cache=None, decode_graphs={}, advance=lambda rows: None)
+    decode_graphs.forward([1, 2], kv, 2, None)
+    decode_graphs.greedy([1], kv, [None, None], 8)()
     gc.collect()
     assert len(model.given) == 9
     assert all(tensor() is not None for tensor in model.given)
-    kv.programs.clear()
+    kv.decode_graphs.clear()
     gc.collect()
     assert all(tensor() is None for tensor in model.given), "a state that is gone keeps nothing"
 
@@ -93,19 +93,19 @@ class Counted(OnceRecorder):
 
 
 def state(length: int = 3) -> Any:
-    return SimpleNamespace(length=length, cache=None, programs={}, advance=lambda rows: None)
+    return SimpleNamespace(length=length, cache=None, decode_graphs={}, advance=lambda rows: None)
 
 
 @pytest.fixture
-def two() -> tuple[Counted, Programs, Programs]:
+def two() -> tuple[Counted, DecodeGraphs, DecodeGraphs]:
     """A draft and a target that follows it, on one recorder."""
     recorder = Counted()
-    draft, target = (Programs(Model(), lambda watch, on_slab: nullcontext(), recorder) for _ in range(2))  # type: ignore[arg-type]
+    draft, target = (DecodeGraphs(Model(), lambda observer, on_layers: nullcontext(), recorder) for _ in range(2))  # type: ignore[arg-type]
     target.leader = draft
     return recorder, draft, target
 
 
-def begin(draft: Programs, target: Programs, kv: Any) -> list[int]:
+def begin(draft: DecodeGraphs, target: DecodeGraphs, kv: Any) -> list[int]:
     fetch = draft.greedy([5], state(), [None] * 3, 8)
     target.begin(5, 3, kv, None)
     return fetch()
@@ -113,7 +113,7 @@ def begin(draft: Programs, target: Programs, kv: Any) -> list[int]:
 
 @pytest.mark.parametrize("between", ["nothing", "a draft", "another forward", "longer", "other tokens", "other token"])
 def test_what_was_begun_counts_only_if_it_is_what_is_asked_for_and_nothing_came_between(
-    two: tuple[Counted, Programs, Programs], between: str
+    two: tuple[Counted, DecodeGraphs, DecodeGraphs], between: str
 ) -> None:
     recorder, draft, target = two
     kv = state()
@@ -137,7 +137,7 @@ def test_what_was_begun_counts_only_if_it_is_what_is_asked_for_and_nothing_came_
 
 
 def test_what_was_begun_is_not_finished_with_tokens_of_the_draft_before(
-    two: tuple[Counted, Programs, Programs],
+    two: tuple[Counted, DecodeGraphs, DecodeGraphs],
 ) -> None:
     """Of its own draft nobody knows what it chose, as long as it is not fetched."""
     recorder, draft, target = two
@@ -151,7 +151,7 @@ def test_what_was_begun_is_not_finished_with_tokens_of_the_draft_before(
 
 
 def test_nothing_is_begun_without_a_draft_that_was_launched_just_before(
-    two: tuple[Counted, Programs, Programs],
+    two: tuple[Counted, DecodeGraphs, DecodeGraphs],
 ) -> None:
     recorder, draft, target = two
     target.begin(5, 3, state(), None)
@@ -164,11 +164,11 @@ def test_nothing_is_begun_without_a_draft_that_was_launched_just_before(
     assert recorder.begun == [1, 1, 2], "something came between"
 
 
-def test_what_is_best_is_known_of_the_newest_logits_only(two: tuple[Counted, Programs, Programs]) -> None:
+def test_what_is_best_is_known_of_the_newest_logits_only(two: tuple[Counted, DecodeGraphs, DecodeGraphs]) -> None:
     _, draft, target = two
     kv = state()
     older, newer = (target.forward([5] * rows, kv, rows, None) for rows in (3, 2))
-    assert target.best_of(older) is None
-    assert target.best_of(newer.clone()) is None
-    assert target.best_of(newer) == ([0.0, 0.0], [0, 0])
-    assert draft.best_of(newer) is None
+    assert target.argmax(older) is None
+    assert target.argmax(newer.clone()) is None
+    assert target.argmax(newer) == ([0.0, 0.0], [0, 0])
+    assert draft.argmax(newer) is None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Held:
+class _PauseState:
     """How many hold it off now, and whether it ran before the first of them did."""
 
     lock = threading.Lock()
@@ -17,20 +17,20 @@ class _Held:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without the collector inside, whoever else leaves such a block meanwhile.
 
     What is freed at once when nobody refers to it is freed as ever.
     """
-    with _Held.lock:
-        if not _Held.count:
-            _Held.enabled = gc.isenabled()
-        _Held.count += 1
+    with _PauseState.lock:
+        if not _PauseState.count:
+            _PauseState.enabled = gc.isenabled()
+        _PauseState.count += 1
         gc.disable()
     try:
         yield
     finally:
-        with _Held.lock:
-            _Held.count -= 1
-            if not _Held.count and _Held.enabled:
+        with _PauseState.lock:
+            _PauseState.count -= 1
+            if not _PauseState.count and _PauseState.enabled:
                 gc.enable()

@@ -18,7 +18,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels.dense import Tile, skinny_linear  # noqa: E402
-from spmoe.backends.kernels.siblings import (  # noqa: E402
+from spmoe.backends.kernels.fused_qkv import (  # noqa: E402
     siblings_config_for,
     skinny_linears,
     skinny_linears_plain,

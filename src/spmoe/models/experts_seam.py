@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from spmoe.backends.base import Port
+from spmoe.backends.base import ExpertsForward
 from spmoe.errors import CheckpointError
 
 IMPLEMENTATION = "spmoe"
 
 
-class SilentPort:
+class ZeroExperts:
     """Answers with zeros: for a forward that only looks at how the model is wired."""
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class SilentPort:
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    port: Port = experts.spmoe_port
+    port: ExpertsForward = experts.spmoe_forward
     return port.run(experts, hidden_states, top_k_index, top_k_weights)
 
 
@@ -48,9 +48,9 @@ def take_over(model: Any) -> None:
             raise CheckpointError(f"transformers does not let the experts at {path} be replaced")
         if getattr(module, "has_post_expert_norm", False):
             raise CheckpointError(f"the experts at {path} are normalised one by one, which spmoe cannot do yet")
-        attach(module, SilentPort())
+        attach(module, ZeroExperts())
 
 
-def attach(experts: nn.Module, port: Port) -> None:
+def attach(experts: nn.Module, port: ExpertsForward) -> None:
     """Make this port the experts module's."""
-    experts.spmoe_port = port  # type: ignore[assignment]
+    experts.spmoe_forward = port  # type: ignore[assignment]

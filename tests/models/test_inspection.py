@@ -1,4 +1,4 @@
-"""Anatomy: norms, routers and experts are found by watching a forward, and gates answer as they do inside one."""
+"""Inspection: norms, routers and experts are found by watching a forward, and gates answer as they do inside one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from checkpoints import (
     upcycle,
 )
 from spmoe import LLM
-from spmoe.models.anatomy import dissect
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.inspection import inspect_model
 from spmoe.models.load import load_dense, load_skeleton, load_without_experts
-from spmoe.models.network import Network
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 
 TOKENS = [(23 * i + 3) % 251 for i in range(9)]
@@ -39,8 +39,8 @@ def target_of(directory: Path) -> Target:
     return Target(load_without_experts(Checkpoint.find(str(directory)), torch.float32))
 
 
-def decoder_layers(network: Network) -> Any:
-    return network.model.model.layers
+def decoder_layers(runner: ModelRunner) -> Any:
+    return runner.model.model.layers
 
 
 # ---- what is found
@@ -54,16 +54,16 @@ def test_norms_routers_and_experts_are_the_models_own(family: str, mixtral_pair:
     assert target.layer_depths == list(range(LAYERS))
     assert target.top_k == TOP_K
     assert target.gates_found
-    assert target.has_taps
-    for depth, (site, layer, norm) in enumerate(zip(target.moe, layers, target.anatomy.norms, strict=True)):
-        assert site.depth == depth
-        assert site.experts is layer.mlp.experts
-        assert target.model.get_submodule(site.path) is layer.mlp.experts
-        assert site.norm is norm is layer.post_attention_layernorm
-        assert site.router is not None
-        assert site.router.router is layer.mlp.gate
-        assert site.top_k == TOP_K
-        assert site.experts.num_experts == EXPERTS[family]
+    assert target.has_hidden_states
+    for depth, (moe_layer, layer, norm) in enumerate(zip(target.moe, layers, target.inspection.norms, strict=True)):
+        assert moe_layer.depth == depth
+        assert moe_layer.experts is layer.mlp.experts
+        assert target.model.get_submodule(moe_layer.path) is layer.mlp.experts
+        assert moe_layer.norm is norm is layer.post_attention_layernorm
+        assert moe_layer.router is not None
+        assert moe_layer.router.router is layer.mlp.gate
+        assert moe_layer.top_k == TOP_K
+        assert moe_layer.experts.num_experts == EXPERTS[family]
 
 
 def test_dense_layers_are_not_moe_layers(partly_dense_pair: Pair) -> None:
@@ -71,17 +71,17 @@ def test_dense_layers_are_not_moe_layers(partly_dense_pair: Pair) -> None:
     layers = decoder_layers(target)
     assert target.depth_count == 4
     assert target.layer_depths == [1, 3]
-    assert [site.experts for site in target.moe] == [layers[1].mlp.experts, layers[3].mlp.experts]
-    assert [site.norm for site in target.moe] == [layers[d].post_attention_layernorm for d in (1, 3)]
-    assert list(target.anatomy.norms) == [layer.post_attention_layernorm for layer in layers], "dense ones too"
-    assert target.has_taps
+    assert [moe_layer.experts for moe_layer in target.moe] == [layers[1].mlp.experts, layers[3].mlp.experts]
+    assert [moe_layer.norm for moe_layer in target.moe] == [layers[d].post_attention_layernorm for d in (1, 3)]
+    assert list(target.inspection.norms) == [layer.post_attention_layernorm for layer in layers], "dense ones too"
+    assert target.has_hidden_states
 
 
 def test_top_k_is_what_the_router_does(tmp_path: Path) -> None:
     directory = save(seeded(qwen3_moe, 1, num_experts_per_tok=3, num_hidden_layers=2), tmp_path / "three")
     target = target_of(directory)
     assert target.top_k == 3
-    assert [site.top_k for site in target.moe] == [3, 3]
+    assert [moe_layer.top_k for moe_layer in target.moe] == [3, 3]
 
 
 def test_scores_sum_to_one_whatever_the_routers_weights_do(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_dense_model_has_norms_and_no_experts(
     draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
 ) -> None:
     directory = {"mistral": mixtral_pair.good, "qwen3": qwen_pair.good, "llama": llama_draft}[draft]
-    network = Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
-    assert network.anatomy.moe == ()
-    assert list(network.anatomy.norms) == [layer.post_attention_layernorm for layer in decoder_layers(network)]
-    assert network.has_taps
-    assert network.hidden_size == HIDDEN
+    runner = ModelRunner(load_dense(Checkpoint.find(str(directory)), torch.float32))
+    assert runner.inspection.moe == ()
+    assert list(runner.inspection.norms) == [layer.post_attention_layernorm for layer in decoder_layers(runner)]
+    assert runner.has_hidden_states
+    assert runner.hidden_size == HIDDEN
 
 
 def test_a_recurrent_family_is_understood_too(recurrent_target: Path) -> None:
@@ -111,15 +111,18 @@ def test_a_recurrent_family_is_understood_too(recurrent_target: Path) -> None:
     layers = decoder_layers(target)
     assert not target.can_rewind
     assert target.layer_depths == [0, 1, 2, 3]
-    assert [site.experts for site in target.moe] == [layer.mlp.experts for layer in layers]
-    assert [site.norm for site in target.moe] == [layer.post_attention_layernorm for layer in layers]
+    assert [moe_layer.experts for moe_layer in target.moe] == [layer.mlp.experts for layer in layers]
+    assert [moe_layer.norm for moe_layer in target.moe] == [layer.post_attention_layernorm for layer in layers]
     assert target.gates_found
 
 
 def test_a_model_without_weights_has_the_same_anatomy(pair: Pair) -> None:
     checkpoint = Checkpoint.find(str(pair.target))
-    empty, full = dissect(load_skeleton(checkpoint)), dissect(load_without_experts(checkpoint, torch.float32))
-    assert all(p.is_meta for site in empty.moe for p in site.norm.parameters())  # type: ignore[union-attr]
+    empty, full = (
+        inspect_model(load_skeleton(checkpoint)),
+        inspect_model(load_without_experts(checkpoint, torch.float32)),
+    )
+    assert all(p.is_meta for moe_layer in empty.moe for p in moe_layer.norm.parameters())  # type: ignore[union-attr]
     assert empty.depth_count == full.depth_count
     assert empty.kv_bytes_per_token == full.kv_bytes_per_token > 0
     for one, other in zip(empty.moe, full.moe, strict=True):
@@ -130,7 +133,7 @@ def test_a_model_without_weights_has_the_same_anatomy(pair: Pair) -> None:
 
 def test_looking_leaves_no_hooks_behind(mixtral_pair: Pair) -> None:
     model = load_without_experts(Checkpoint.find(str(mixtral_pair.target)), torch.float32)
-    dissect(model)
+    inspect_model(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -186,7 +189,7 @@ def test_gates_of_different_layers_disagree(mixtral_pair: Pair) -> None:
     states = torch.randn(1, 200, HIDDEN, generator=torch.Generator().manual_seed(0)).expand(LAYERS, -1, -1)
     experts = target.route(range(LAYERS), states).experts
     assert not torch.equal(experts[0], experts[1])
-    bare = torch.stack([site.router.router(states[0])[2] for site in target.moe])  # type: ignore[union-attr]
+    bare = torch.stack([moe_layer.router.router(states[0])[2] for moe_layer in target.moe])  # type: ignore[union-attr]
     assert not torch.equal(experts, bare)
 
 
@@ -200,24 +203,24 @@ def test_taps_of_a_draft_are_what_its_ffn_norm_is_given(
     norms = [layer.post_attention_layernorm for layer in model.model.layers]
     with recorded(norms, inputs=True) as given, torch.no_grad():
         model(torch.tensor([TOKENS]))
-    network = Network(load_dense(Checkpoint.find(str(directory)), torch.float32))
+    runner = ModelRunner(load_dense(Checkpoint.find(str(directory)), torch.float32))
     seen: list[tuple[int, Tensor]] = []
-    network.forward(TOKENS, network.new_kv(20), 1, lambda depth, residual: seen.append((depth, residual.clone())))
+    runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: seen.append((depth, residual.clone())))
     assert [depth for depth, _ in seen] == list(range(LAYERS))
     for (_, residual), wanted in zip(seen, given, strict=True):
         assert torch.equal(residual, wanted[0])
 
 
 def test_nobody_listens_after_the_forward(mixtral_pair: Pair) -> None:
-    network = Network(load_dense(Checkpoint.find(str(mixtral_pair.good)), torch.float32))
+    runner = ModelRunner(load_dense(Checkpoint.find(str(mixtral_pair.good)), torch.float32))
     seen: list[int] = []
-    kv = network.new_kv(20)
-    network.forward(TOKENS, kv, 1, lambda depth, _: seen.append(depth))
-    network.forward([1], kv, 1)
+    kv = runner.new_kv(20)
+    runner.forward(TOKENS, kv, 1, lambda depth, _: seen.append(depth))
+    runner.forward([1], kv, 1)
     assert seen == list(range(LAYERS))
     with pytest.raises(ZeroDivisionError):
-        network.forward([1], kv, 1, lambda depth, _: 1 // 0)  # type: ignore[arg-type, return-value]
-    network.model(torch.tensor([[1]]))
+        runner.forward([1], kv, 1, lambda depth, _: 1 // 0)  # type: ignore[arg-type, return-value]
+    runner.model(torch.tensor([[1]]))
     assert seen == list(range(LAYERS))
 
 
@@ -227,9 +230,9 @@ def test_a_draft_predicts_its_own_upcycled_target(tmp_path: Path) -> None:
     upcycle(target, draft, noise=0.0)
     tokenizer = byte_tokenizer()
     directory = save(target, tmp_path / "target", tokenizer)
-    network = Network(load_dense(Checkpoint.find(str(save(draft, tmp_path / "draft", tokenizer))), torch.float32))
+    runner = ModelRunner(load_dense(Checkpoint.find(str(save(draft, tmp_path / "draft", tokenizer))), torch.float32))
     states: list[Tensor] = []
-    network.forward(TOKENS, network.new_kv(20), 1, lambda depth, residual: states.append(residual.clone()))
+    runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: states.append(residual.clone()))
     with LLM(str(directory), progress=False, expert_memory="100%") as llm:
         gates = [layer.mlp.gate for layer in decoder_layers(llm.engine.target)]
         with recorded(gates, inputs=False) as routed:
@@ -243,10 +246,10 @@ def test_a_listener_may_ask_the_norms_it_listens_to(mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False) as llm:
         target, seen = llm.engine.target, []
 
-        def on_tap(depth: int, residual: Tensor) -> None:
+        def on_hidden_states(depth: int, residual: Tensor) -> None:
             seen.append(depth)
             for layer in range(len(target.moe)):
                 target.route([layer], residual[None])
 
-        target.forward(TOKENS, target.new_kv(20), 1, on_tap)
+        target.forward(TOKENS, target.new_kv(20), 1, on_hidden_states)
         assert seen == list(range(target.depth_count))

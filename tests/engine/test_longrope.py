@@ -16,8 +16,8 @@ from spmoe.config import EngineConfig
 from spmoe.engine.memory import divide_memory
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.families import reference_tokens
-from spmoe.models.network import Network
-from spmoe.models.rotary_change import Changes
+from spmoe.models.longrope import LongRope
+from spmoe.models.runner import ModelRunner
 
 CHANGE = 20
 COUNT = 14
@@ -78,10 +78,10 @@ def test_the_change_shows(checkpoints: dict[str, Path], family: str, tmp_path: P
 
 
 def test_which_families_read_again() -> None:
-    found = {name: Changes.of(seeded(make, 3, rope_parameters=longrope(CHANGE))) for name, make in FAMILIES.items()}
+    found = {name: LongRope.of(seeded(make, 3, rope_parameters=longrope(CHANGE))) for name, make in FAMILIES.items()}
     assert {name for name, changes in found.items() if changes.read_again} == {"phimoe"}
     assert {changes.at for changes in found.values()} == {(CHANGE,)}
-    assert Changes.of(seeded(phimoe, 3)) == Changes()
+    assert LongRope.of(seeded(phimoe, 3)) == LongRope()
 
 
 @pytest.mark.parametrize(("enforce_eager", "limit"), [(False, 100), (False, 256), (True, 256)])
@@ -90,17 +90,17 @@ def test_tables_are_part_of_the_budget(enforce_eager: bool, limit: int) -> None:
     config = EngineConfig("model", enforce_eager=enforce_eager)
     found = {}
     for make in (phimoe, mixtral):
-        network = Network(seeded(make, 0))
-        found[make] = divide_memory(config, torch.device("cuda"), [network, network], spec, 2, limit).workspace
+        runner = ModelRunner(seeded(make, 0))
+        found[make] = divide_memory(config, torch.device("cuda"), [runner, runner], spec, 2, limit).workspace
     table = 0 if enforce_eager else limit * 2 * 8 * 4  # cosine and sine of heads of 8, once though both share a model
     assert found[phimoe] - found[mixtral] == table
 
 
 def test_changes() -> None:
-    changes = Changes((10, 20), read_again=True)
+    changes = LongRope((10, 20), read_again=True)
     assert [changes.until(start) for start in (0, 9, 10, 19, 20)] == [10, 1, 10, 1, None]
     assert [changes.between(*ends) for ends in ((0, 10), (0, 11), (9, 11), (10, 20), (5, 30))] == [
         False, True, True, False, True,
     ]  # fmt: skip
     assert [changes.invalidate(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [False, True, False, True]
-    assert not Changes((10, 20)).invalidate(10, 11)
+    assert not LongRope((10, 20)).invalidate(10, 11)

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from spmoe.collecting import no_collection
+from spmoe.gc_pause import gc_paused
 
 
 def test_inside_each_other() -> None:
-    with no_collection():
-        with no_collection():
+    with gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="inside"), no_collection():
+    with pytest.raises(ValueError, match="inside"), gc_paused():
         raise ValueError("inside")
     assert gc.isenabled()
 
@@ -24,7 +24,7 @@ def test_inside_each_other() -> None:
 def test_it_stays_off_where_it_was() -> None:
     gc.disable()
     try:
-        with no_collection():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -35,14 +35,14 @@ def test_another_thread_that_is_done_does_not_turn_it_on() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
-        with no_collection():
+        with gc_paused():
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=work)
     thread.start()
     assert entered.wait(10)
-    with no_collection():
+    with gc_paused():
         leave.set()
         thread.join()
         assert not gc.isenabled()

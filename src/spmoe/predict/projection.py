@@ -15,8 +15,8 @@ from torch import Tensor
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # tried on text held out; in units of a feature's mean square
 
 
-class Fitted:
-    """Maps a slab of the draft's states to the target's, in one batched product."""
+class HiddenStateProjection:
+    """Maps a chunk of the draft's states to the target's, in one batched product."""
 
     def __init__(self, weights: Tensor, biases: Tensor) -> None:
         self.weights = weights  # [layers, draft hidden, hidden]

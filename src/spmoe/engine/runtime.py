@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
-from spmoe.engine.materials import Materials
+from spmoe.engine.loading import LoadedModels
 from spmoe.errors import SpmoeError
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import ensure_expert_file
@@ -20,19 +20,19 @@ from spmoe.observe.progress import progress_bar
 if TYPE_CHECKING:
     from spmoe.backends.cuda import CudaBackend
     from spmoe.backends.cuda_memory import HostStore
-    from spmoe.backends.graphs import Recorder
+    from spmoe.backends.graphs import GraphRecorder
 
 _SWITCH_SECONDS = 2e-4  # the interpreter's own 5 ms is longer than it takes to run a layer
 
 
 @dataclass
-class Room:
+class ExpertRuntime:
     """What holds, moves and computes experts."""
 
     slots: Slots
     transfer: Transfer
     backend: Backend
-    recorder: Recorder | None = None
+    recorder: GraphRecorder | None = None
     cuda: CudaBackend | None = None
     store: HostStore | None = None
     notices: list[str] = field(default_factory=list)
@@ -51,49 +51,53 @@ class Room:
             sys.setswitchinterval(self.switch_seconds)
 
 
-def make_room(config: EngineConfig, materials: Materials, count: int, store: HostStore | None = None) -> Room:
+def make_runtime(
+    config: EngineConfig, models: LoadedModels, count: int, store: HostStore | None = None
+) -> ExpertRuntime:
     """Build the store, unless one is given that holds these experts, and everything between it and compute."""
-    if materials.device.type == "cuda":
-        return _cuda_room(config, materials, count, store)
-    path = expert_file_path(materials.checkpoint, materials.dtype)
-    with materials.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
-        file = ensure_expert_file(path, materials.spec, fill, report)
+    if models.device.type == "cuda":
+        return _cuda_expert_runtime(config, models, count, store)
+    path = expert_file_path(models.checkpoint, models.dtype)
+    with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
+        file = ensure_expert_file(path, models.spec, fill, report)
     try:
-        slots = MemorySlots(count, materials.spec.layout)
+        slots = MemorySlots(count, models.spec.layout)
     except SpmoeError:
         file.close()
         raise
-    return Room(slots, FileTransfer(file, slots), CpuBackend())
+    return ExpertRuntime(slots, FileTransfer(file, slots), CpuBackend())
 
 
-def _cuda_room(config: EngineConfig, materials: Materials, count: int, store: HostStore | None) -> Room:
-    from spmoe.backends.cuda import CudaAddresses, CudaBackend, CudaLane
-    from spmoe.backends.cuda_driver import cuda_driver
+def _cuda_expert_runtime(
+    config: EngineConfig, models: LoadedModels, count: int, store: HostStore | None
+) -> ExpertRuntime:
+    from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaCopyStream
     from spmoe.backends.cuda_memory import DeviceSlots, HostStore
+    from spmoe.backends.cuda_runtime import cuda_runtime
     from spmoe.backends.cuda_transfer import CudaTransfer, chunk_for
-    from spmoe.backends.graphs import Recorder
+    from spmoe.backends.graphs import GraphRecorder
 
-    driver, notices = cuda_driver(), list[str]()
+    driver, notices = cuda_runtime(), list[str]()
     if config.pageable:
         notices.append("experts are in pageable memory, which the device reads several times slower than locked memory")
-    slots = DeviceSlots(count, materials.spec, materials.device)
-    if store is not None and (store.spec, store.pinned) != (materials.spec, not config.pageable):
+    slots = DeviceSlots(count, models.spec, models.device)
+    if store is not None and (store.spec, store.pinned) != (models.spec, not config.pageable):
         store.close()
         store = None
     filled = store is not None
-    store = store or HostStore(materials.spec, driver, pinned=not config.pageable)
+    store = store or HostStore(models.spec, driver, pinned=not config.pageable)
     try:
         if not filled:
-            with materials.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
+            with models.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
                 store.fill(fill, report)
-        recorder = Recorder(materials.device)
+        recorder = GraphRecorder(models.device)
         backend = CudaBackend(slots, recorder)
-        addresses = CudaAddresses(store, slots)
-        transfer = CudaTransfer(CudaLane(driver, materials.device), addresses, chunk=chunk_for(addresses.nbytes))
+        addresses = CudaBlobAddresses(store, slots)
+        transfer = CudaTransfer(CudaCopyStream(driver, models.device), addresses, chunk=chunk_for(addresses.nbytes))
     except BaseException:
         store.close()
         raise
-    room = Room(slots, transfer, backend, None if config.enforce_eager else recorder, backend, store, notices)
+    room = ExpertRuntime(slots, transfer, backend, None if config.enforce_eager else recorder, backend, store, notices)
     room.switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(min(room.switch_seconds, _SWITCH_SECONDS))
     return room

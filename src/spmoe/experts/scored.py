@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.types import ExpertKey, Wishes
+from spmoe.types import ExpertKey, PrefetchRequests
 
 
-class Valued:
+class ScoredEviction:
     """Keeps who is resident and when each was touched; a rule says, in `_value`, what experts are worth."""
 
-    _reluctance = 1.0  # of what an expert is worth, what a wish for it may push out
+    _swap_margin = 1.0  # of what an expert is worth, what a prefetch request for it may push out
 
     def __init__(self, experts: Sequence[int]) -> None:
         self.shape = (len(experts), max(experts))
@@ -25,12 +25,12 @@ class Valued:
         self._worths: np.ndarray | None = None  # [layers, experts], valid until something is learnt
         self._keys = [ExpertKey(*place) for place in np.ndindex(self.shape)]
 
-    def inserted(self, key: ExpertKey) -> None:
+    def on_insert(self, key: ExpertKey) -> None:
         self._resident[key] = True
         self._ticks += 1
         self._recency[key] = self._ticks
 
-    def removed(self, key: ExpertKey) -> None:
+    def on_remove(self, key: ExpertKey) -> None:
         self._resident[key] = False
 
     def demanded(self, layer: int, experts: Sequence[int]) -> None:
@@ -38,34 +38,34 @@ class Valued:
         for expert in experts:
             there[start + expert] = True
         self._ticks += len(experts)
-        self.used(layer, experts)
+        self.on_use(layer, experts)
 
     def gone(self, numbers: Sequence[int]) -> None:
         there = self._there
         for number in numbers:
             there[number] = False
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
+    def on_use(self, layer: int, experts: Sequence[int]) -> None:
         ages, start = self._ages, layer * self.shape[1]
         for tick, expert in enumerate(experts, start=self._ticks + 1):  # they are few: faster than as arrays
             ages[start + expert] = tick
         self._ticks += len(experts)
 
-    def read(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
+    def on_prompt(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
         pass
 
-    def wished(self, wishes: Wishes) -> None:
+    def on_prefetches(self, prefetches: PrefetchRequests) -> None:
         pass
 
-    def reached(self, layer: int) -> None:
+    def on_layer(self, layer: int) -> None:
         self._position = layer
         self._worths = None
 
-    def begin_step(self, request: int = 0) -> None:
-        self.reached(-1)
+    def begin_step(self, sequence_id: int = 0) -> None:
+        self.on_layer(-1)
 
     def worth(self, key: ExpertKey) -> float:
-        return self._reluctance * float(self._all_worths()[key])
+        return self._swap_margin * float(self._all_worths()[key])
 
     def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
         numbers = self.leaving(n, self._resident > held, below, layer)
