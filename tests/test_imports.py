@@ -31,6 +31,7 @@ TIERS = (
 )
 LEAVES = {  # and what they may import
     "gc_pause": set(),
+    "registry": {"errors"},
     "config": {"errors"},
     "errors": set(),
     "files": {"errors"},

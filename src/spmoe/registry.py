@@ -1,0 +1,72 @@
+"""Registries: prefetch policies, eviction policies and drafters by name.
+
+A name is registered in one of three ways. A module of the registry's package carries it: `draft_gate.py` registers
+`draft-gate`; modules whose names start with an underscore, and `base.py`, are helpers. An entry point of another
+distribution carries it, in the registry's group. Or a program calls `register`. Listing names imports no module, so
+that the command line can check an option before it imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from spmoe.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one kind by name."""
+
+    def __init__(self, kind: str, package: str, group: str) -> None:
+        self.kind = kind  # as messages call it, such as "prefetch policy"
+        self._package = package
+        self._group = group
+        self._classes: dict[str, type[T]] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Return every registered name, sorted, without importing what it stands for."""
+        outside = {point.name for point in entry_points(group=self._group)}
+        return tuple(sorted({*self._module_names(), *outside, *self._classes}))
+
+    def require(self, name: str) -> str:
+        """Return the name, or raise UsageError with the names that exist."""
+        if name not in self.names():
+            raise UsageError(f"unknown {self.kind} {name!r}; choose one of {', '.join(self.names())}")
+        return name
+
+    def load(self, name: str) -> type[T]:
+        """Return the class of this name, importing its module first; raise UsageError if there is none."""
+        if name not in self._classes:
+            if name in self._module_names():
+                import_module(f"{self._package}.{name.replace('-', '_')}")
+            else:
+                self.require(name)
+                (point, *_) = entry_points(group=self._group, name=name)
+                self._classes[name] = point.load()
+        return self._classes[name]
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Register the decorated class under this name; a later registration replaces an earlier one."""
+
+        def add(cls: type[T]) -> type[T]:
+            self._classes[name] = cls
+            return cls
+
+        return add
+
+    def _module_names(self) -> set[str]:
+        spec = find_spec(self._package)
+        folders = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []
+        stems = {path.stem for folder in folders for path in Path(folder).glob("*.py")}
+        return {stem.replace("_", "-") for stem in stems if not stem.startswith("_") and stem != "base"}
+
+
+PREFETCH_POLICIES: Registry[Any] = Registry("prefetch policy", "spmoe.predict.policies", "spmoe.prefetch_policies")
+EVICTION_POLICIES: Registry[Any] = Registry("eviction policy", "spmoe.experts.eviction", "spmoe.eviction_policies")
+DRAFTERS: Registry[Any] = Registry("drafter", "spmoe.draft.drafters", "spmoe.drafters")
