@@ -161,8 +161,8 @@ def test_byte_counts_for_people(count: int, text: str) -> None:
     [
         ("auto", Cutoff(CutoffMode.AUTO), "auto"),
         (" AUTO ", Cutoff(CutoffMode.AUTO), "auto"),
-        ("none", Cutoff(CutoffMode.NONE), "none"),
-        (None, Cutoff(CutoffMode.NONE), "none"),
+        ("all", Cutoff(CutoffMode.ALL), "all"),
+        (None, Cutoff(CutoffMode.ALL), "all"),
         ("12", Cutoff(CutoffMode.FIXED, 12), "12"),
         (0, Cutoff(CutoffMode.FIXED, 0), "0"),
         (Cutoff(CutoffMode.FIXED, 3), Cutoff(CutoffMode.FIXED, 3), "3"),
@@ -279,7 +279,7 @@ def test_engine_defaults() -> None:
     assert config.expert_memory == Size(share=0.25)
     assert EngineConfig.make(model="target", draft="small").draft == "small"
     assert EngineConfig.make(model="target", draft=Path("here/small")).draft == str(Path("here/small"))
-    assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.NONE)
+    assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.ALL)
 
 
 @pytest.mark.parametrize(

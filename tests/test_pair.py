@@ -27,14 +27,14 @@ with_fine = pytest.mark.skipif(not FINE.exists(), reason="the fine-grained targe
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", cutoff="none") as engine:
+    with LLM(dtype="float32", cutoff="all") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def fine() -> Iterator[LLM]:
     _, draft = shipped_pair()
-    with LLM(str(FINE), draft=draft, dtype="float32", cutoff="none") as engine:
+    with LLM(str(FINE), draft=draft, dtype="float32", cutoff="all") as engine:
         yield engine
 
 

@@ -90,7 +90,7 @@ class CutoffMode(Enum):
     AUTO = "auto"
     JUST_IN_TIME = "just-in-time"
     FIXED = "fixed"
-    NONE = "none"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +102,15 @@ class Cutoff:
 
     @classmethod
     def parse(cls, text: str | int | Self | None) -> Self:
-        """Read `auto`, `just-in-time`, `none` or a number of layers."""
+        """Read `auto`, `just-in-time`, `all` or a number of layers."""
         if isinstance(text, cls):
             return text
-        word = "none" if text is None else str(text).strip().lower()
-        if word in ("auto", "just-in-time", "none"):
+        word = "all" if text is None else str(text).strip().lower()
+        if word in ("auto", "just-in-time", "all"):
             return cls(CutoffMode(word))
         if word.isdecimal():
             return cls(CutoffMode.FIXED, int(word))
-        raise UsageError(f"{str(text)!r} is not a cutoff; write auto, just-in-time, none or a number of layers")
+        raise UsageError(f"{str(text)!r} is not a cutoff; write auto, just-in-time, all or a number of layers")
 
     def __str__(self) -> str:
         return str(self.layers) if self.mode is CutoffMode.FIXED else self.mode.value
@@ -173,9 +173,9 @@ class EngineConfig:
     link_gbps: float | None = None
     device: str = "auto"
     device_memory: Size | Literal["auto"] | None = None  # instead of expert_memory, for everything on the device
-    pageable: bool = False  # experts in memory that is not locked
+    pin_memory: bool = True  # experts in pinned host memory
     batching: bool = True  # copies that can go together are submitted together; off for measuring
-    synchronous: bool = False  # wait for every prefetch: nothing overlaps with it; on for measuring
+    overlap: bool = True  # copies overlap with compute; off for measuring
     enforce_eager: bool = False  # no recorded graphs
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: bool = True
@@ -229,7 +229,7 @@ class EngineConfig:
         return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
 
     def __post_init__(self) -> None:
-        for name in ("projection", "pageable", "batching", "synchronous", "enforce_eager"):
+        for name in ("projection", "pin_memory", "batching", "overlap", "enforce_eager"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
         _choose("prefetch", self.prefetch, PREFETCH_POLICIES)

@@ -84,7 +84,7 @@ def test_what_moves_for_it_is_not_counted_and_nothing_is_forgotten(mixtral_pair:
 def test_each_learns_its_cutoff_from_its_own_steps(mixtral_pair: Pair) -> None:
     """Also where they differ in nothing else, so that they share the profile that is kept on disk."""
     shared = {"prefetch": "draft-gate", "num_speculative_tokens": 3}
-    changes = [{**shared, "cutoff": Cutoff(mode)} for mode in (CutoffMode.AUTO, CutoffMode.NONE)]
+    changes = [{**shared, "cutoff": Cutoff(mode)} for mode in (CutoffMode.AUTO, CutoffMode.ALL)]
     with engine(mixtral_pair) as llm:
         apart, steps = Apart(llm.engine), [0, 0]
         for prompt in PROMPTS:

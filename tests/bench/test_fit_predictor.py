@@ -133,7 +133,7 @@ def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> Non
         assert isinstance(llm.engine.loop.policy, DraftGate if same else OnDemand)
         assert same or "`spmoe fit-predictor`" in llm.notices[0]
     fit(pair)
-    for cutoff in ("none", "1", "auto"):
+    for cutoff in ("all", "1", "auto"):
         with build(pair, cutoff=cutoff) as llm:
             assert llm.generate([84, 104], params)[0].token_ids == expected
             assert llm.notices == []

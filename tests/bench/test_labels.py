@@ -37,7 +37,7 @@ A_SETTING = st.builds(
     eviction=st.sampled_from(EVICTIONS),
     cutoff=st.sampled_from(CUTOFFS),
     batching=st.booleans(),
-    synchronous=st.booleans(),
+    overlap=st.booleans(),
     system=st.sampled_from(NAMES),
     ablation=st.sampled_from([None, None, *ABLATIONS]),
 )
@@ -121,7 +121,7 @@ def test_pages_and_tables_show_each_under_its_own_label(found: list[Setting]) ->
 
 
 def test_a_cutoff_is_in_the_label_and_a_sweep_in_its_section() -> None:
-    cutoffs = [row("draft-gate", 4, 0.03 + 0.01 * n, cutoff=text) for n, text in enumerate(("auto", "none", "4"))]
+    cutoffs = [row("draft-gate", 4, 0.03 + 0.01 * n, cutoff=text) for n, text in enumerate(("auto", "all", "4"))]
     compared = Comparison([Group(MACHINE, cutoffs)])
     assert compared.systems == ["draft-gate", "draft-gate, cutoff none", "draft-gate, cutoff 4"]
     assert compared.ours == "draft-gate"

@@ -86,7 +86,7 @@ def test_what_was_learnt_is_kept_and_not_mixed(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"eviction": "lru"}, {"batching": False}, {"synchronous": True}, {"prefetch": "draft-gate+next-gate"}],
+    [{"eviction": "lru"}, {"batching": False}, {"overlap": False}, {"prefetch": "draft-gate+next-gate"}],
     ids=str,
 )
 def test_what_was_learnt_is_not_another_configuration_s(llm: LLM, change: dict[str, Any]) -> None:
@@ -112,10 +112,10 @@ def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
     "changes",
     [
         {"batching": False},
-        {"synchronous": True},
+        {"overlap": False},
         {"eviction": "lru"},
         {"cutoff": Cutoff.parse(1)},
-        {"cutoff": Cutoff.parse("none"), "batching": False, "synchronous": True},
+        {"cutoff": Cutoff.parse("all"), "batching": False, "overlap": False},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -128,15 +128,15 @@ def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) ->
     assert found.stats.counters.prefetches_requested > 0
     source = llm.engine.source
     assert source.loads.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
-    assert source.synchronous is changes.get("synchronous", False)
-    if source.synchronous:
+    assert source.overlap is changes.get("overlap", True)
+    if not source.overlap:
         assert found.stats.counters.late == 0, "nothing is on its way when it is asked for"
         assert found.stats.counters.stall_seconds > 0
     assert (source.cache.eviction is not rule) == ("eviction" in changes)
     if changes.get("cutoff") == Cutoff.parse(1):
         assert found.stats.cutoff_layers == 1
     llm.engine.reconfigure(
-        batching=True, synchronous=False, eviction="auto", cutoff=Cutoff.parse("auto")
+        batching=True, overlap=True, eviction="auto", cutoff=Cutoff.parse("auto")
     )  # fmt: skip
     assert llm.engine.source.cache.eviction is rule, "with what it has learnt"
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected.token_ids

@@ -40,7 +40,7 @@ def row(prefetch: str, k: int, tpot: float, memory: str = "25%", **changes: Any)
               "late_bytes": 5 * 2**20, "wasted_bytes": 2**20}  # fmt: skip
     return {
         "type": "configuration", "expert_memory": memory, "prefetch": prefetch, "num_speculative_tokens": k,
-        "eviction": "auto", "cutoff": "auto", "batching": True, "synchronous": False, "system": None, "ablation": None,
+        "eviction": "auto", "cutoff": "auto", "batching": True, "overlap": True, "system": None, "ablation": None,
         "slots": 32, "cutoff_layers": 9 if "draft-gate" in prefetch else None, "layers": 16, "runs": 6,
         "tpot_seconds": {"median": tpot, "p10": 0.9 * tpot, "p90": 1.2 * tpot, "min": tpot, "max": tpot},
         "output_tokens": tokens, "steps": steps, "mean_acceptance_length": 2.5 if k else None,

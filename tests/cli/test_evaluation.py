@@ -219,6 +219,6 @@ def test_runs_take_the_switches(checkpoints: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--device", "cpu", "--max-tokens", 8, "--json")
     outcomes = [
         json.loads(invoke("run", *pair, "--prompt", "hello", *switches).succeeded().out)["token_ids"]
-        for switches in ((), ("--no-batching",), ("--synchronous",))
+        for switches in ((), ("--no-batching",), ("--no-overlap",))
     ]
     assert outcomes[0] == outcomes[1] == outcomes[2]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("verb", "ignored", "heeded"),
     [
-        (("predictability",), ("--prefetch", "--cutoff", "--synchronous"), ("--projection", "--eviction")),
-        (("fit-predictor",), ("--prefetch", "--cutoff", "--synchronous", "--projection"), ("--draft", "--dtype")),
-        (("profile",), ("--prefetch",), ("--cutoff", "--synchronous", "--eviction")),
+        (("predictability",), ("--prefetch", "--cutoff", "--no-overlap"), ("--projection", "--eviction")),
+        (("fit-predictor",), ("--prefetch", "--cutoff", "--no-overlap", "--projection"), ("--draft", "--dtype")),
+        (("profile",), ("--prefetch",), ("--cutoff", "--no-overlap", "--eviction")),
         (("trace", "record"), ("--enforce-eager",), ("--prefetch", "--cutoff", "--max-tokens")),
-        (("run",), (), ("--prefetch", "--cutoff", "--synchronous", "--projection", "--enforce-eager")),
+        (("run",), (), ("--prefetch", "--cutoff", "--no-overlap", "--projection", "--enforce-eager")),
     ],
 )
 def test_what_is_ignored_is_not_listed(

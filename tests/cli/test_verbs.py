@@ -129,7 +129,7 @@ def test_policies_change_no_token(checkpoints: Path, greedy: list[int], invoke: 
     run = ("run", checkpoints / "target", "--draft", checkpoints / "draft", "--prompt", "hello", "--max-tokens", 24)
     for options in (
         ("--prefetch", "on-demand"),
-        ("--cutoff", "none"),
+        ("--cutoff", "all"),
         ("--cutoff", "1"),
         ("--eviction", "lru", "--expert-memory", "100%"),
         ("--num-speculative-tokens", "0"),
@@ -232,7 +232,7 @@ def test_info_counts_every_parameter(checkpoints: Path, invoke: Invoke) -> None:
 def test_info_with_a_fixed_cutoff_needs_no_profile(checkpoints: Path, own_home: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
     assert answer(invoke, "info", *pair, "--cutoff", 2)["cutoff_layers"] == 2
-    assert answer(invoke, "info", *pair, "--cutoff", "none")["cutoff_layers"] == LAYERS
+    assert answer(invoke, "info", *pair, "--cutoff", "all")["cutoff_layers"] == LAYERS
     assert "\ncutoff" not in invoke("info", *pair, "--prefetch", "on-demand").succeeded().out
     assert not own_home.exists()
 

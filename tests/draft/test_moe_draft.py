@@ -60,7 +60,7 @@ def test_the_output_is_the_targets(
     request: pytest.FixtureRequest, mixtral_pair: Pair, draft: str, prefetch: str
 ) -> None:
     directory: Path = request.getfixturevalue(draft)
-    with build(mixtral_pair.target, directory, prefetch=prefetch, cutoff="none", expert_memory="50%") as llm:
+    with build(mixtral_pair.target, directory, prefetch=prefetch, cutoff="all", expert_memory="50%") as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.notices == []
         counters = llm.engine.loop.counters

@@ -67,12 +67,12 @@ def coarse(llm: LLM, target: Path) -> Any:
 @pytest.mark.parametrize(
     ("prefetch", "cutoff", "k", "slots"),
     [
-        ("draft-gate", "none", 3, "least"),
+        ("draft-gate", "all", 3, "least"),
         ("draft-gate", "1", 5, "least"),
         ("draft-gate", "auto", 1, "half"),
-        ("draft-gate", "none", 4, "all"),
-        ("on-demand", "none", 3, "least"),
-        ("on-demand", "none", 5, "half"),
+        ("draft-gate", "all", 4, "all"),
+        ("on-demand", "all", 3, "least"),
+        ("on-demand", "all", 5, "half"),
     ],
 )
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -99,7 +99,7 @@ def test_greedy_output_is_that_of_transformers(
 def test_other_kinds_of_targets(request: pytest.FixtureRequest, expected: Any, kind: str, name: str) -> None:
     found = request.getfixturevalue(kind)
     target = found.target if isinstance(found, Pair) else found
-    with build(target, name, num_speculative_tokens=4, cutoff="none", expert_memory="50%", prefill_chunk=3) as llm:
+    with build(target, name, num_speculative_tokens=4, cutoff="all", expert_memory="50%", prefill_chunk=3) as llm:
         for prompt, tokens in zip(PROMPTS, expected(target), strict=True):
             assert llm.generate(prompt, GREEDY)[0].token_ids == tokens
         assert llm.engine.loop.counters.drafted > 0
@@ -252,7 +252,7 @@ def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureReq
 def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
     text, rates, tokens = sample_text(), {}, set()
     for draft in (None, "self:int8", "self:int4"):
-        with LLM(draft=draft, dtype="float32", progress=False, cutoff="none") as llm:
+        with LLM(draft=draft, dtype="float32", progress=False, cutoff="all") as llm:
             counters = llm.engine.loop.counters
             for start in (0, 6000, 12000, 18000):
                 said = llm.generate(text[start : start + 600], SamplingParams(max_tokens=64, ignore_eos=True))[0]

@@ -60,10 +60,10 @@ def expected() -> list[list[int]]:
         {"num_speculative_tokens": "auto", "expert_memory": "100%"},
         {"expert_memory": "100%"},
         {"expert_memory": "2%"},
-        {"expert_memory": "2%", "cutoff": "none", "num_speculative_tokens": 1},
-        {"expert_memory": "50%", "cutoff": "none", "num_speculative_tokens": 7},
+        {"expert_memory": "2%", "cutoff": "all", "num_speculative_tokens": 1},
+        {"expert_memory": "50%", "cutoff": "all", "num_speculative_tokens": 7},
         {"expert_memory": "90%", "cutoff": "just-in-time"},
-        {"pageable": True},
+        {"pin_memory": False},
         {"link_gbps": 5.0},
         {"device_memory": "2GiB"},
     ],
@@ -202,7 +202,7 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
             "expert_memory": rng.choice(["2%", "2%", "10%", "50%"]),
             "prefetch": rng.choice(["draft-gate", "draft-gate", "draft-gate+next-gate", "activation", "on-demand"]),
             "num_speculative_tokens": rng.choice([0, 1, 4, "auto"]),
-            "cutoff": rng.choice(["auto", "none"]),
+            "cutoff": rng.choice(["auto", "all"]),
         }
         with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]
             ends = min(until, time.monotonic() + 20)

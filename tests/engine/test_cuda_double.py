@@ -264,7 +264,7 @@ def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
     "options",
     [
         {"num_speculative_tokens": 3},
-        {"num_speculative_tokens": 3, "expert_memory": memory_for(2), "cutoff": "none"},
+        {"num_speculative_tokens": 3, "expert_memory": memory_for(2), "cutoff": "all"},
         {"num_speculative_tokens": 2, "prefetch": "on-demand"},
         {"num_speculative_tokens": 3, "expert_memory": "100%"},
         {"num_speculative_tokens": 3, "enforce_eager": True},
@@ -320,7 +320,7 @@ def test_recorded_drafts_say_and_foretell_what_eager_ones_do(double: Double, pai
     """Output would be right whatever the draft says; how much of it is kept, and what it prefetch requests for, would not."""
     found = []
     for eager in (False, True):
-        options = {"num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager, "progress": False}
+        options = {"num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager, "progress": False}
         with LLM(str(pair.target), str(pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
             counters = llm.generate(PROMPT, GREEDY)[0].stats.counters
             found.append((counters.drafted_at, counters.accepted_at, counters.prefetches_requested))
@@ -339,7 +339,7 @@ def test_policies_in_turn_see_what_they_would_see_alone(double: Double, mixtral_
             llm.engine.recording = recording
             prefetches = {}
             for prefetch in ("next-gate", "adaptive", "activation", "oracle", "draft-gate+next-gate", "next-gate"):
-                llm.engine.reconfigure(prefetch=prefetch, cutoff=Cutoff.parse("none"))
+                llm.engine.reconfigure(prefetch=prefetch, cutoff=Cutoff.parse("all"))
                 completion = llm.generate(PROMPT, GREEDY)[0]
                 assert completion.token_ids == expected
                 prefetches[prefetch] = completion.stats.counters.prefetches_requested
@@ -361,7 +361,7 @@ def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, optio
     """Recorded, over the target's own states, with what its routers choose as prediction, as when not recorded."""
     found = []
     for eager in (False, True):
-        given = {**options, "num_speculative_tokens": 3, "cutoff": "none", "enforce_eager": eager}
+        given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
             assert not [notice for notice in llm.notices if "recorded" in notice]
             assert llm.engine.draft.runner.records != eager
@@ -423,7 +423,7 @@ def test_verification_is_begun_behind_the_draft(
 ) -> None:
     name = draft if ":" in draft else str(getattr(pair, draft))
     options = {"num_speculative_tokens": 3, "expert_memory": memory, "dtype": "float32", "progress": False}
-    with LLM(str(pair.target), name, cutoff="none", **options) as llm:  # type: ignore[arg-type]
+    with LLM(str(pair.target), name, cutoff="all", **options) as llm:  # type: ignore[arg-type]
         gone_on.clear()
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(pair.target), PROMPT, COUNT)
     assert len(gone_on) >= 3
@@ -516,7 +516,7 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
     monkeypatch.setattr("spmoe.backends.cuda.routed_experts", looked)
     with LLM(
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, num_speculative_tokens=3,
-        expert_memory=memory_for(4), prefetch="draft-gate", cutoff="none", enforce_eager=True,
+        expert_memory=memory_for(4), prefetch="draft-gate", cutoff="all", enforce_eager=True,
     ) as llm:  # fmt: skip
         transfers.append(llm.engine.room.transfer)  # type: ignore[arg-type]
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
@@ -603,7 +603,7 @@ def test_predictions_are_one_kernel(double: Double, mixtral_pair: Pair) -> None:
 def test_wishes_move_before_the_draft_is_over(
     double: Double, mixtral_pair: Pair, prefetch: str, temperature: float
 ) -> None:
-    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "cutoff": "none"}
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "cutoff": "all"}
     with LLM(
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, prefetch=prefetch, **options
     ) as llm:
@@ -634,7 +634,7 @@ def test_wishes_move_before_the_draft_is_over(
 
 
 def test_nothing_is_seen_to_where_nothing_may_overlap(double: Double, mixtral_pair: Pair) -> None:
-    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, synchronous=True) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, overlap=False) as llm:
         llm.engine.source.pump = lambda: pytest.fail("whoever prefetch requests waits for it")  # type: ignore[method-assign]
         llm.engine.source.see_to_wishes()
 

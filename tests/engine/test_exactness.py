@@ -55,7 +55,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "prefetch": ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate", "activation", "adaptive"),
     "num_speculative_tokens": (0, 1, 3, 5, "auto"),
     "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
-    "cutoff": ("none", "1", "auto"),
+    "cutoff": ("all", "1", "auto"),
     "draft": ("good", "random"),
     "eviction": ("auto", *EVICTION_RULES),
     "prefill_chunk": (3, 512),
@@ -157,7 +157,7 @@ def test_greedy_output_is_that_of_transformers(
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting
         if predicting and row["cutoff"] != "auto":
-            assert engine.cutoff == (LAYERS if row["cutoff"] == "none" else 1)
+            assert engine.cutoff == (LAYERS if row["cutoff"] == "all" else 1)
             assert counters.prefetches_requested > 0
         if not predicting:
             assert (counters.prefetches_requested > 0) == (row["prefetch"] not in ("on-demand", "draft-gate"))
@@ -203,7 +203,7 @@ def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
 @pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
 def test_a_llama_draft_serves_either_family(pair: Pair, llama_draft: Path, prefetch: str, expected: Any) -> None:
     with build(
-        pair.target, llama_draft, num_speculative_tokens=3, prefetch=prefetch, cutoff="none", expert_memory="50%"
+        pair.target, llama_draft, num_speculative_tokens=3, prefetch=prefetch, cutoff="all", expert_memory="50%"
     ) as llm:
         assert_exact(llm, expected(pair.target))
         assert llm.notices == []
@@ -236,7 +236,7 @@ def test_beyond_a_sliding_window(
 
 
 @pytest.mark.parametrize("draft", ["good", "random"])
-@pytest.mark.parametrize("cutoff", ["none", 1])
+@pytest.mark.parametrize("cutoff", ["all", 1])
 def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff: Any, expected: Any) -> None:
     with build(
         partly_dense_pair.target,
@@ -373,7 +373,7 @@ def test_sampling_with_a_seed_is_repeatable_whatever_the_policy_and_the_budget(p
     outputs = []
     for prefetch, share in (("on-demand", "25%"), ("draft-gate", "50%"), ("draft-gate", "100%")):
         with build(
-            pair.target, pair.good, num_speculative_tokens=k, prefetch=prefetch, cutoff="none", expert_memory=share
+            pair.target, pair.good, num_speculative_tokens=k, prefetch=prefetch, cutoff="all", expert_memory=share
         ) as llm:
             outputs += [llm.generate(LONG, SAMPLING)[0].token_ids for _ in range(2)]
             other = llm.generate(LONG, SamplingParams(max_tokens=COUNT, temperature=0.9, seed=12, ignore_eos=True))

@@ -35,7 +35,7 @@ TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 def build(pair: Pair, draft: str | None = "good", **options: Any) -> LLM:
-    options = {"num_speculative_tokens": 3, "expert_memory": "50%", "progress": False, "cutoff": "none", **options}
+    options = {"num_speculative_tokens": 3, "expert_memory": "50%", "progress": False, "cutoff": "all", **options}
     return LLM(str(pair.target), str(getattr(pair, draft)) if draft else None, **options)
 
 
@@ -522,7 +522,7 @@ def test_a_draft_of_another_depth_predicts_every_layer(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int], depth: int
 ) -> None:
     draft = save(seeded(mistral, 5, num_hidden_layers=depth), tmp_path / "draft", byte_tokenizer())
-    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="none") as llm:
+    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="all") as llm:
         policy = llm.engine.loop.policy
         assert isinstance(policy, DraftGate)
         sound, wished = policy.on_chunk, set()

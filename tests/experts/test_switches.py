@@ -107,7 +107,7 @@ def test_a_slower_link_passes_the_switch_on() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_what_the_draft_wishes_for_is_waited_for_when_it_is_over(depth: int) -> None:
     place = Place(depth=depth)
-    place.source.synchronous = True
+    place.source.overlap = False
     place.prefetch((0, 0), (1, 0))
     place.clock.sleep(5.0)  # the draft goes on
     assert place.transfer.submissions == [], "nothing overlaps with it"
@@ -124,7 +124,7 @@ def test_what_the_draft_wishes_for_is_waited_for_when_it_is_over(depth: int) -> 
 
 def test_what_the_target_wishes_for_is_waited_for_at_once() -> None:
     place = Place()
-    place.source.synchronous = True
+    place.source.overlap = False
     place.source.draft_is_over()
     place.use(0, 0)
     now = place.clock.now()
@@ -135,7 +135,7 @@ def test_what_the_target_wishes_for_is_waited_for_at_once() -> None:
 
 def test_a_wish_that_finds_no_slot_holds_nothing_up() -> None:
     place = Place(slots=2)
-    place.source.synchronous = True
+    place.source.overlap = False
     place.prefetch((1, 0), (1, 1), (1, 2), (2, 0))
     place.source.draft_is_over()
     assert place.source.counters.prefetch_loads == 2, (
@@ -147,7 +147,7 @@ def test_a_wish_that_finds_no_slot_holds_nothing_up() -> None:
 
 def test_a_failed_copy_is_told_where_the_expert_is_used() -> None:
     place = Place()
-    place.source.synchronous = True
+    place.source.overlap = False
     broken = ExpertKey(1, 1)
 
     def fail(job: CopyJob) -> None:

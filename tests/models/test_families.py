@@ -74,7 +74,7 @@ def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> Non
     assert result == VerifyResult("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
     assert short(result.prediction) == "in part"
     target = next(path for path in sorted(tmp_path.glob("target-*")))
-    options = {"num_speculative_tokens": 3, "cutoff": "none", "dtype": "float32", "progress": False}
+    options = {"num_speculative_tokens": 3, "cutoff": "all", "dtype": "float32", "progress": False}
     for prefetch in ("draft-gate", "next-gate", "draft-gate+next-gate"):
         wished: set[int] = set()
         with LLM(str(target), str(tmp_path / "draft"), device="cpu", prefetch=prefetch, **options) as llm:  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def with_link(trace: Trace) -> Trace:
 
 
 def test_what_is_recorded_is_what_ran(qwen_pair: Pair, home: None) -> None:
-    trace, texts = recorded(qwen_pair.target, qwen_pair.good, prefetch="draft-gate", cutoff="none")
+    trace, texts = recorded(qwen_pair.target, qwen_pair.good, prefetch="draft-gate", cutoff="all")
     live = trace.about["ledger"]
     assert live["drafted"] == trace.step_drafted.sum()
     assert live["accepted"] == trace.step_accepted.sum()
@@ -94,7 +94,7 @@ def test_what_is_recorded_is_what_ran(qwen_pair: Pair, home: None) -> None:
 
 def test_a_perfect_draft_foretells_what_is_chosen(qwen_pair: Pair, home: None) -> None:
     """The target drafts for itself, nearly unrounded: its own routers choose nearly what they will choose."""
-    trace, _ = recorded(qwen_pair.target, Path("self:int8"), prefetch="draft-gate", cutoff="none")
+    trace, _ = recorded(qwen_pair.target, Path("self:int8"), prefetch="draft-gate", cutoff="all")
     width = max(trace.shape.experts)
     steps = [
         (step, rows) for step, rows in zip(Replayer(trace).steps(3), rows_of(trace), strict=True) if step.drafted == 3

@@ -21,7 +21,7 @@ from spmoe.replay.steps import Prediction
 
 TRACE = make_trace(steps=40)
 REPLAYER = Replayer(TRACE)
-NONE = Cutoff.parse("none")
+NONE = Cutoff.parse("all")
 
 
 @pytest.mark.parametrize("share", ["25%", "50%", "75%"])

@@ -71,7 +71,7 @@ class HostStore:
             raise StoreError(
                 f"{format_bytes(self.spec.nbytes)} of host memory cannot be pinned ({error}); raise `ulimit -l` "
                 f"(now {_locked_limit()}), free some memory ({format_bytes(available_memory())} are free), or pass "
-                "--pageable, which is several times slower"
+                "--no-pin-memory, which is several times slower"
             ) from error
 
 

@@ -23,7 +23,7 @@ class _Way(NamedTuple):
     prefetch: str
     eviction: str
     batching: bool
-    synchronous: bool
+    overlap: bool
     named: bool
     ablation: str | None
 
@@ -31,7 +31,7 @@ class _Way(NamedTuple):
     def of(cls, row: Row) -> _Way:
         base = PLAIN if is_plain(row) else row["system"] or row["prefetch"]
         return cls(
-            base, row["prefetch"], row["eviction"], row["batching"], row["synchronous"], row["system"] is not None,
+            base, row["prefetch"], row["eviction"], row["batching"], row["overlap"], row["system"] is not None,
             row["ablation"],
         )  # fmt: skip
 
@@ -75,7 +75,7 @@ class Labels:
             name += f" / {way.eviction}"
         off = ABLATIONS.get(way.ablation or ALL_ON, {})  # what its name says already
         name += ", unbatched" * (not way.batching and "batching" not in off)
-        name += ", synchronous" * (way.synchronous and "synchronous" not in off)
+        name += ", no overlap" * (not way.overlap and "overlap" not in off)
         all_on = way.ablation == ALL_ON and way._replace(ablation=None) not in self._whole
         return name if way.ablation is None or all_on else f"{name}, {way.ablation}"
 

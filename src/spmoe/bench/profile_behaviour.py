@@ -19,7 +19,7 @@ OBSERVED = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
 PROMPT = 32  # tokens of a prompt
 _MARGIN = 4  # steps within which some text comes, so that a generation can be stopped
 _BY = (Stage.DRAFT, Stage.VERIFY)
-ALL_LAYERS = Cutoff(CutoffMode.NONE)
+ALL_LAYERS = Cutoff(CutoffMode.ALL)
 
 LayerObserver = Callable[[Generation], AbstractContextManager[None]]
 

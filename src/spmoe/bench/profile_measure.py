@@ -64,12 +64,12 @@ def measure_profile(engine: Engine, behave: Callable[[], tuple[Behaviour, ...]],
 def _undisturbed(engine: Engine) -> Iterator[None]:
     """No policy of its own, and eviction that any prefetch request may claim a slot of."""
     before = engine.config
-    engine.reconfigure(prefetch="on-demand", eviction="lru", synchronous=False)
+    engine.reconfigure(prefetch="on-demand", eviction="lru", overlap=True)
     try:
         yield
     finally:
-        engine.source.synchronous = False
-        engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, synchronous=before.synchronous)
+        engine.source.overlap = True
+        engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, overlap=before.overlap)
 
 
 def text_tokens(engine: Engine) -> list[int]:
@@ -136,7 +136,7 @@ def _mover(engine: Engine, most: int) -> Iterator[Callable[[int], list[float]]]:
         link = EmulatedLink(engine.config.link_gbps * 1e9, clock)
         yield timed(lambda size: link.wait(link.enter(size, urgent=True)))
     elif engine.device.type == "cuda":
-        yield lambda size: copy_seconds(engine.device, size, _TRIES, pinned=not engine.config.pageable)
+        yield lambda size: copy_seconds(engine.device, size, _TRIES, pinned=engine.config.pin_memory)
     else:
         file, buffer = ExpertFile.open(expert_file_path(engine.checkpoint, engine.dtype)), memoryview(bytearray(most))
         start = file.offset(next(iter(file.spec.keys())))
@@ -277,14 +277,14 @@ class _Blobs:
 
     def fetch(self) -> tuple[int, float]:
         """Copy some with nothing else going on: how many, and how long that took."""
-        self._source.synchronous = True
+        self._source.overlap = False
         wished, started = self.prefetch(), self._engine.clock.now()
         self.settle()
         return self.arrived(wished), self._engine.clock.now() - started
 
     def settle(self) -> None:
         """Let what was wished for arrive."""
-        self._source.synchronous = True
+        self._source.overlap = False
         self._source.draft_is_over()
-        self._source.synchronous = False
+        self._source.overlap = True
         self._source.end_step()

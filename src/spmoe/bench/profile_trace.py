@@ -37,7 +37,7 @@ class TraceNeeds:
         return self._known[asked]
 
     def _replay(self, policy: str, draft_tokens: int, slots: int) -> Needs:
-        memory, every = Size(bytes=slots * self._blob), Cutoff(CutoffMode.NONE)
+        memory, every = Size(bytes=slots * self._blob), Cutoff(CutoffMode.ALL)
         as_here, at_once = (
             self._replayer.run(Setting(policy, self._eviction, draft_tokens, every, memory, link))
             for link in (self._link, _QUICK_LINK)

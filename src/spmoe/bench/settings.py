@@ -17,9 +17,9 @@ _NOTHING = "on-demand"
 ALL_ON = "all on"
 ABLATIONS: dict[str, dict[str, Any]] = {  # by what is switched off
     ALL_ON: {},
-    "no cutoff": {"cutoff": Cutoff(CutoffMode.NONE)},
+    "no cutoff": {"cutoff": Cutoff(CutoffMode.ALL)},
     "no batching": {"batching": False},
-    "no asynchrony": {"synchronous": True},
+    "no asynchrony": {"overlap": False},
     "no prefetch": {"prefetch": _NOTHING},
 }
 
@@ -44,7 +44,7 @@ class Setting:
     eviction: str = _DEFAULTS["eviction"]
     cutoff: Cutoff = _DEFAULTS["cutoff"]
     batching: bool = True
-    synchronous: bool = False
+    overlap: bool = True
     system: str | None = None  # the name of policy and eviction together
     ablation: str | None = None  # which part was switched off, of `ABLATIONS`
 
@@ -52,7 +52,7 @@ class Setting:
         parts = [str(self.memory), self.prefetch, f"K={self.draft_tokens}"]
         parts += [self.eviction] * (self.eviction != _DEFAULTS["eviction"])
         parts += [f"cutoff {self.cutoff}"] * (self.cutoff != _DEFAULTS["cutoff"])
-        parts += ["no batching"] * (not self.batching) + ["synchronous"] * self.synchronous
+        parts += ["no batching"] * (not self.batching) + ["no overlap"] * (not self.overlap)
         return ", ".join(parts)
 
     @property
@@ -64,7 +64,7 @@ class Setting:
             "eviction": self.eviction,
             "cutoff": self.cutoff,
             "batching": self.batching,
-            "synchronous": self.synchronous,
+            "overlap": self.overlap,
         }
 
     @property

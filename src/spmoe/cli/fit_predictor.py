@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
 
 
-@takes_shared_options_but("prefetch", "cutoff", "synchronous", "projection")  # nothing is fetched ahead
+@takes_shared_options_but("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
 def fit_predictor(
     engine: dict[str, Any],
     text: Annotated[Path, typer.Option(help="Text to fit on, of the kind that the model is to write.")],

@@ -70,8 +70,8 @@ def _engine(
         str | None,
         typer.Option(help="CUDA: one limit for weights, KV, workspace and experts: a size, or auto (what is free)."),
     ] = None,
-    pageable: Annotated[
-        bool, typer.Option("--pageable", help="CUDA: do not lock the experts' host memory; copies are slower.")
+    pin_memory: Annotated[
+        bool, typer.Option("--pin-memory/--no-pin-memory", help="CUDA: pin the experts' host memory.")
     ] = False,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: no recorded graphs, for debugging.")
@@ -79,8 +79,8 @@ def _engine(
     batching: Annotated[
         bool, typer.Option("--batching/--no-batching", help="For measuring: no batching is one copy per submission.")
     ] = True,
-    synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="For measuring: wait for every prefetch, so that nothing overlaps.")
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Overlap copies with compute; off for measuring.")
     ] = False,
 ) -> dict[str, Any]:
     options = dict(locals())

@@ -77,7 +77,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), threaded=threaded, timeline=timeline
     )
     source.loads.batching = config.batching
-    source.synchronous = config.synchronous
+    source.overlap = config.overlap
     try:
         states: dict[int, KvState] = {}
         drafter = _make_drafter(config, target, draft, states)

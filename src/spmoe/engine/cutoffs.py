@@ -34,11 +34,11 @@ def profile_settings(
         "device": config.device,
         "shape": config.shape,
         "enforce_eager": config.enforce_eager,
-        "pageable": config.pageable,
+        "pin_memory": config.pin_memory,
         "prefetch": config.prefetch,  # what is missing, which is learnt, depends on it and on what follows
         "eviction": config.eviction_rule,
         "batching": config.batching,
-        "synchronous": config.synchronous,
+        "overlap": config.overlap,
         **asdict(inputs),
         **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }

@@ -36,7 +36,7 @@ from spmoe.predict.oracle import Recording, RoutingRecorder
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.types import ExpertKey
 
-CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "synchronous"})
+CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "overlap"})
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Engine:
             self.source.change_eviction(known[rule])
         self.config = config
         self.source.loads.batching = config.batching
-        self.source.synchronous = config.synchronous
+        self.source.overlap = config.overlap
         self.loop.draft_tokens = k
         self.loop.length = self.draft_length(config)
         self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()

@@ -78,14 +78,14 @@ def _cuda_expert_runtime(
     from spmoe.backends.graphs import GraphRecorder
 
     driver, notices = cuda_runtime(), list[str]()
-    if config.pageable:
+    if not config.pin_memory:
         notices.append("experts are in pageable memory, which the device reads several times slower than locked memory")
     slots = DeviceSlots(count, models.spec, models.device)
-    if store is not None and (store.spec, store.pinned) != (models.spec, not config.pageable):
+    if store is not None and (store.spec, store.pinned) != (models.spec, config.pin_memory):
         store.close()
         store = None
     filled = store is not None
-    store = store or HostStore(models.spec, driver, pinned=not config.pageable)
+    store = store or HostStore(models.spec, driver, pinned=config.pin_memory)
     try:
         if not filled:
             with models.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:

@@ -49,7 +49,7 @@ class ExpertSource:
         self.blob_bytes = blob_bytes
         self.timeline = timeline or Timeline()
         self.counters = counters
-        self.synchronous = False  # copies of prefetch requests are waited for: nothing overlaps with them
+        self.overlap = True  # else copies of prefetch requests are waited for: nothing overlaps with them
         self.patient = False  # what is wished for waits until `see_to_wishes` is called, or a layer runs
         self.cache = ExpertCache(slots.count, eviction)
         self._slots, self._clock = slots, clock
@@ -94,14 +94,14 @@ class ExpertSource:
             for request in prefetches.where(prefetches.fetch & ~there):
                 self._queue.put(request)
             drafting = self._position < 0
-        if len(self._queue) and self.synchronous and not drafting:
+        if len(self._queue) and not self.overlap and not drafting:
             self._fetch_all()
         elif len(self._queue) and not self.patient:
             self.see_to_wishes()
 
     def draft_is_over(self) -> None:
         """Verification is about to start: where nothing may overlap with copies, the draft's are made now."""
-        if self.synchronous:
+        if not self.overlap:
             self._fetch_all()
 
     def change_eviction(self, eviction: Eviction) -> None:
@@ -230,9 +230,9 @@ class ExpertSource:
 
     def see_to_wishes(self, until: Event | None = None) -> None:
         """Something may be submitted: by the worker, or else now, until an event is over."""
-        if self._worker is not None and not self.synchronous:
+        if self._worker is not None and self.overlap:
             self._worker.poke()
-        elif not self.synchronous:  # where nothing overlaps, whoever prefetch requests waits for it
+        elif self.overlap:  # where nothing overlaps, whoever prefetch requests waits for it
             self.pump(until)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from spmoe.replay.simulate import Simulation
 from spmoe.replay.steps import ForwardPlan, Prediction, StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
 
-_ALL_LAYERS = Cutoff(CutoffMode.NONE)
+_ALL_LAYERS = Cutoff(CutoffMode.ALL)
 _DRAWN_STEPS = 32
 
 
