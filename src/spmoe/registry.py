@@ -69,4 +69,4 @@ class Registry(Generic[T]):
 
 PREFETCH_POLICIES: Registry[Any] = Registry("prefetch policy", "spmoe.predict.policies", "spmoe.prefetch_policies")
 EVICTION_POLICIES: Registry[Any] = Registry("eviction policy", "spmoe.experts.eviction", "spmoe.eviction_policies")
-DRAFTERS: Registry[Any] = Registry("drafter", "spmoe.draft.drafters", "spmoe.drafters")
+DRAFTERS: Registry[Any] = Registry("drafter", "spmoe.draft", "spmoe.drafters")

@@ -1,6 +1,7 @@
-"""The nouns every room shares. Words are those of docs/architecture.md; nothing here decides anything.
+"""Types that several packages share. Nothing here decides anything.
 
-A *layer* is always counted among the target's MoE layers, in the order a forward reaches them.
+A *layer* is always counted among the target's MoE layers, in the order a forward reaches them. A *depth* is a decoder
+layer of the model that runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from spmoe.config import SamplingParams
 
-PROMPT_ROWS = 32  # from so many on, how many rows of a forward chose an expert says more than that some did
+PROMPT_ROWS = 32  # from so many rows on, the share of rows routed to an expert says more than whether some row is
 
 
 class ExpertKey(NamedTuple):
@@ -27,7 +28,7 @@ class ExpertKey(NamedTuple):
 
 
 class Stage(Enum):
-    """Where in a request a forward pass belongs."""
+    """Stage of a request that a forward belongs to."""
 
     PREFILL = "prefill"
     DRAFT = "draft"
@@ -43,9 +44,9 @@ class Residency(Enum):
 
 
 class PrefetchRequest(NamedTuple):
-    """A guess that an expert will be needed: `score` in [0, 1], wanted before `deadline` (a layer) runs.
+    """A prediction that an expert is needed: `score` in [0, 1], needed before layer `deadline` runs.
 
-    One that is not to be fetched still says what is worth keeping.
+    A request that is not to be fetched still tells the eviction policy which residents to keep.
     """
 
     key: ExpertKey
@@ -56,22 +57,22 @@ class PrefetchRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefetchRequests:
-    """Prefetch requests that come together, each expert once, as columns: a draft pass names hundreds."""
+    """Prefetch requests of one prediction, each expert once, as columns: a draft pass predicts hundreds."""
 
-    layers: np.ndarray  # int64 [prefetch requests]
-    experts: np.ndarray  # int64 [prefetch requests]
-    scores: np.ndarray  # float64 [prefetch requests]
-    deadlines: np.ndarray  # int64 [prefetch requests]
-    fetch: np.ndarray  # bool [prefetch requests]
+    layers: np.ndarray  # int64 [requests]
+    experts: np.ndarray  # int64 [requests]
+    scores: np.ndarray  # float64 [requests]
+    deadlines: np.ndarray  # int64 [requests]
+    fetch: np.ndarray  # bool [requests]
 
     def __len__(self) -> int:
         return len(self.layers)
 
     @classmethod
-    def of(cls, prefetches: Iterable[PrefetchRequest]) -> PrefetchRequests:
-        """From one by one; of several for one expert the highest score counts."""
+    def of(cls, requests: Iterable[PrefetchRequest]) -> PrefetchRequests:
+        """Make columns from single requests; of several for one expert the highest score counts."""
         best: dict[ExpertKey, PrefetchRequest] = {}
-        for request in prefetches:
+        for request in requests:
             if request.key not in best or best[request.key].score < request.score:
                 best[request.key] = request
         if not best:
@@ -81,22 +82,16 @@ class PrefetchRequests:
         return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
 
     def numbers(self, width: int) -> np.ndarray:
-        """Each expert's, counted through layers that have so many."""  # int64 [prefetch requests]
-        known: tuple[int, np.ndarray] | None = self.__dict__.get("_numbers")  # replays ask again and again
-        if known is None or known[0] != width:
-            known = self.__dict__["_numbers"] = (width, self.layers * width + self.experts)
-        return known[1]
+        """Return each expert's index in a flat [layers, width] table."""  # int64 [requests]
+        return self.layers * width + self.experts
 
     def span(self) -> tuple[int, int]:
-        """The first of their layers, and the last; there must be one."""
-        known: tuple[int, int] | None = self.__dict__.get("_span")
-        if known is None:
-            layers = self.layers  # `argmin` is faster than `min` where they are few
-            known = self.__dict__["_span"] = (layers.item(layers.argmin()), layers.item(layers.argmax()))
-        return known
+        """Return the first and the last of their layers; there must be a request."""
+        layers = self.layers  # `argmin` is faster than `min` for few elements
+        return layers.item(layers.argmin()), layers.item(layers.argmax())
 
     def where(self, kept: np.ndarray | slice) -> PrefetchRequests:
-        """Some of them."""  # kept: bool [prefetch requests], or a range
+        """Return some of the requests."""  # kept: bool [requests], or a range
         columns = (self.layers, self.experts, self.scores, self.deadlines, self.fetch)
         return PrefetchRequests(*(column[kept] for column in columns))
 
@@ -109,7 +104,7 @@ NO_PREFETCHES = PrefetchRequests(*(np.zeros(0, dtype) for dtype in (int, int, fl
 
 
 class Routing(NamedTuple):
-    """What the target's own gates say about some hidden states."""
+    """Experts that gates select for some hidden states."""
 
     experts: Tensor  # [layers, rows, top_k] int64
     scores: Tensor  # [layers, rows, top_k] float32, every row sums to one
@@ -117,22 +112,22 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerChunk:
-    """What a chunk of layers of the model that ran has produced.
+    """Hidden states of a few consecutive decoder layers of a forward.
 
-    `depths` are decoder layers of that model, out of `depth_count`. `routing` is the policy's own question, answered
-    already where the model that ran could ask it on its device.
+    `depths` are decoder layers of the model that runs, out of `depth_count`. `routing` is the answer to the policy's
+    own `ask` if that ran on the device already.
     """
 
     stage: Stage
     depths: range
     depth_count: int
-    residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty where routing says it all
+    residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty if routing says it all
     routing: Routing | None = None
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One request's tokens: the prompt, then every accepted, recovered or bonus token."""
+    """One generation request: the prompt's tokens, then every accepted, recovered or bonus token."""
 
     id: int
     tokens: list[int]
@@ -144,14 +139,14 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """K proposed tokens for one sequence; `probs` is what they were sampled from, absent when greedy."""
+    """K proposed tokens of one sequence; `probs` is the distribution they were sampled from, None if greedy."""
 
     tokens: list[int]
     probs: Tensor | None = None  # [K, vocabulary] float32
 
 
 class VerifyResult(NamedTuple):
-    """How many draft tokens are kept, and the recovered (or, when all are kept, bonus) token after them."""
+    """Number of accepted draft tokens, and the recovered (or, if all are accepted, bonus) token after them."""
 
     accepted: int
     next_token: int
@@ -159,7 +154,7 @@ class VerifyResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """What a policy is told when a step ends."""
+    """Outcome of a step's draft, as prefetch policies are told."""
 
     drafted: int
     accepted: int

@@ -80,7 +80,7 @@ def compile_all() -> None:
     for hidden, ffn, top_k in ((4096, 4096, 2), (2048, 1408, 8)):
         geometry = experts.Geometry(hidden, ffn, 0, 2 * hidden * ffn)
         arena, table = zeros(1, 3 * hidden * ffn), zeros(8, dtype=torch.int32)
-        for rows in (5, experts.MOST_ROWS):
+        for rows in (5, experts.MAX_KERNEL_ROWS):
             states, index = zeros(rows, hidden), zeros(rows, top_k, dtype=torch.int64)
             scratch = experts.Places(top_k, geometry, torch.bfloat16, "cpu").scratch(rows)
             weights = index.float()

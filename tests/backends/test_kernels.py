@@ -227,7 +227,7 @@ def test_too_much_is_refused(device: str) -> None:
 def test_places_fit_what_memory_is_planned_for(hidden: int, ffn: int, top_k: int) -> None:
     """Two rows of the widest field, in float32, for each expert that a row is sent to: see engine/memory.py."""
     one = Places(top_k, Geometry(hidden, ffn, 0, 0), torch.bfloat16, "meta")
-    assert one._up.nbytes + one._parts.nbytes <= 4 * max(2 * ffn, hidden) * 2 * top_k * experts.MOST_ROWS
+    assert one._up.nbytes + one._parts.nbytes <= 4 * max(2 * ffn, hidden) * 2 * top_k * experts.MAX_KERNEL_ROWS
 
 
 def test_tiles_are_the_same_up_to_sixteen_rows() -> None:

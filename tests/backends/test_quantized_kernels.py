@@ -18,7 +18,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends import quantize  # noqa: E402
-from spmoe.backends.base import gate_activation  # noqa: E402
+from spmoe.backends.base import gated_activation  # noqa: E402
 from spmoe.backends.kernels import quantized  # noqa: E402
 from spmoe.backends.kernels.experts import Tile, Tiles  # noqa: E402
 from spmoe.backends.kernels.quantized import config_for, run_coded, run_coded_plain, weights_of  # noqa: E402
@@ -206,13 +206,13 @@ def test_experts_use_it_where_it_runs_and_knows_them(
 
 
 def test_what_bounds_its_gate_is_no_plain_gate() -> None:
-    assert gate_activation(Gated()) == "silu"
-    assert gate_activation(Gated(nn.ReLU())) == "relu"
-    assert gate_activation(Gated(most=10.0)) is None
-    assert gate_activation(Gated(nn.Mish())) is None
+    assert gated_activation(Gated()) == "silu"
+    assert gated_activation(Gated(nn.ReLU())) == "relu"
+    assert gated_activation(Gated(most=10.0)) is None
+    assert gated_activation(Gated(nn.Mish())) is None
     biased = Gated()
     biased.has_bias = True
-    assert gate_activation(biased) is None
+    assert gated_activation(biased) is None
 
 
 @needs_cuda

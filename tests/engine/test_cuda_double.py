@@ -653,7 +653,7 @@ def test_prompts_are_read_by_the_kernels_part_by_part(
 ) -> None:
     """Each expert is moved once for all parts; of more parts than that, each has a product of its own."""
     plain, found = experts.run_expert_batch_plain, set[int]()
-    monkeypatch.setattr("spmoe.backends.base._MOST_PARTS", parts)
+    monkeypatch.setattr("spmoe.backends.base._MAX_KERNEL_PASSES", parts)
     monkeypatch.setattr(
         "spmoe.backends.cuda.run_expert_batch", lambda hidden, *rest: (found.add(len(hidden)), plain(hidden, *rest))[1]
     )

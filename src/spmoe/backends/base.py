@@ -1,23 +1,23 @@
-"""The contract of a backend: the arithmetic of a layer's experts, batch by batch."""
+"""The contract of a backend: the arithmetic of a layer's experts, one expert batch after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spmoe.experts.batches import ExpertBatch
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.access import ExpertAccess, ExpertBatch
+from spmoe.experts.experts import Experts
 from spmoe.types import PROMPT_ROWS
 
-MOST_ROWS = 64  # that a kernel runs an expert for at once
-_MOST_PARTS = 8  # of so many rows, run one after the other
-_WORTH_READING = 200 * 10**6  # bytes that a device of 1 TB/s reads while the host submits a product, which takes 200 us
+MAX_KERNEL_ROWS = 64  # rows that a grouped kernel takes at once
+_MAX_KERNEL_PASSES = 8  # over so many rows each
+_PASS_BYTES = 200 * 10**6  # what 1 TB/s reads in the 200 us that the host needs to launch one expert's products
 
-_KERNELS_CALL_IT = {
+_KERNEL_ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUActivation": "gelu",
@@ -27,23 +27,25 @@ _KERNELS_CALL_IT = {
 }
 
 
-def kernel_name(activation: Any) -> str | None:
-    """The kernels' name for an activation; None if they do not know it."""
-    return _KERNELS_CALL_IT.get(type(activation).__name__)
+def kernel_activation(activation: Any) -> str | None:
+    """Return the kernels' name of an activation module; None if they do not implement it."""
+    return _KERNEL_ACTIVATIONS.get(type(activation).__name__)
 
 
-def kernel_rows(expert_bytes: int) -> int:
-    """The most rows that experts of this size are run for by kernels, which read them again for every `MOST_ROWS`.
+def kernel_row_limit(expert_bytes: int) -> int:
+    """Return the most rows for which grouped kernels run experts of this size.
 
-    A product for each expert reads it once, but costs the host longer than that takes, unless it is large.
+    Kernels read an expert again for every `MAX_KERNEL_ROWS` rows. A product per expert reads it once, but costs the
+    host more time than that, unless the expert is large.
     """
-    return MOST_ROWS * min(_MOST_PARTS, max(1, _WORTH_READING // expert_bytes))
+    return MAX_KERNEL_ROWS * min(_MAX_KERNEL_PASSES, max(1, _PASS_BYTES // expert_bytes))
 
 
-def gate_activation(experts: Any) -> str | None:
-    """The kernels' name for what gated experts without biases do between their products; None if that is another thing.
+def gated_activation(experts: Any) -> str | None:
+    """Return the kernels' activation of gated experts without biases; None for any other kind of experts.
 
-    Which is act(gate) * up, the halves side by side and never bounded, as an example shows.
+    Kernels compute act(gate) * up with the halves side by side and no clamping; an example shows whether the module
+    does so too.
     """
     if not experts.has_gate or experts.has_bias or experts.is_transposed:
         return None
@@ -53,24 +55,24 @@ def gate_activation(experts: Any) -> str | None:
         plain = torch.allclose(experts._apply_gate(torch.cat((gate, up))[None])[0], experts.act_fn(gate) * up)
     except (RuntimeError, TypeError, AttributeError):
         return None
-    return kernel_name(experts.act_fn) if plain else None
+    return kernel_activation(experts.act_fn) if plain else None
 
 
 def kernel_failures() -> tuple[type[Exception], ...]:
-    """What running a kernel may raise that says no more than that it does not run here, or not on such tensors."""
+    """Return the exceptions by which a kernel says that it cannot run here, or not on such tensors."""
     found: list[type[Exception]] = [ImportError, RuntimeError, ValueError]
     with suppress(ImportError):
-        from triton.errors import TritonError  # a compiler that refuses it, a device with too little for it
+        from triton.errors import TritonError  # the compiler refuses it, or the device lacks resources for it
 
         found.append(TritonError)
     return tuple(found)
 
 
 class ExpertsForward(Protocol):
-    """What an experts module calls in place of its own forward."""
+    """Replaces the forward of one experts module."""
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of each row's experts."""
+        """Return the weighted sum of each row's routed experts."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
         ...
 
@@ -78,42 +80,42 @@ class ExpertsForward(Protocol):
 class Backend(Protocol):
     """Runs experts on one kind of device."""
 
-    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
-        """What one layer's experts module is to call."""
+    def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
+        """Return the forward of one layer's experts module."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything submitted so far; for measurements."""
+        """Wait for everything launched so far; for measurements."""
         ...
 
 
 class ExpertArithmetic(Protocol):
-    """Runs experts as they come."""
+    """Computes experts batch by batch."""
 
     def run_experts(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        """The weighted sum of each row's experts, whatever the order in which they arrive."""
+        """Return the weighted sum of each row's routed experts, in whatever order they arrive."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
         ...
 
 
 class HostExperts:
-    """Takes a layer's experts from an `ExpertSource`; the router's choice is read by the host first."""
+    """Forward of one layer whose routed experts the host reads before it computes."""
 
-    def __init__(self, layer: int, source: ExpertSource, arithmetic: ExpertArithmetic) -> None:
+    def __init__(self, layer: int, access: ExpertAccess, arithmetic: ExpertArithmetic) -> None:
         self._layer = layer
-        self._source = source
+        self._access = access
         self._arithmetic = arithmetic
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         needed, shares = routed_experts(index)
-        batches = self._source.use(self._layer, needed, shares=shares)
-        return self._arithmetic.run_experts(experts, hidden, index, weights, batches)
+        with closing(self._access.use(self._layer, needed, shares=shares)) as batches:
+            return self._arithmetic.run_experts(experts, hidden, index, weights, batches)
 
 
 def routed_experts(index: Tensor) -> tuple[list[int], list[float]]:
-    """The experts that some rows chose; of many rows also which share chose each. Waits for the device."""
+    """Return the experts that rows are routed to and, for a prompt, the share of rows of each. Waits for the device."""
     # index: [rows, top_k]
     if len(index) < PROMPT_ROWS:
         return torch.unique(index).tolist(), []

@@ -1,4 +1,4 @@
-"""The CPU backend: plain PyTorch, and the definition that faster backends are proved against."""
+"""The CPU backend: plain PyTorch, and the reference that faster backends are tested against."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from spmoe.backends.base import ExpertsForward, HostExperts
-from spmoe.experts.batches import ExpertBatch
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.access import ExpertBatch
+from spmoe.experts.experts import Experts
 
 
 class CpuBackend:
-    """One expert after the other, with the arithmetic and the order of addition of transformers' eager experts.
+    """Runs one expert after the other, with the arithmetic and the order of addition of transformers' eager experts.
 
-    Contributions are kept apart until all have arrived and then added in order of expert number, so the result does
-    not depend, in any bit, on which experts were resident.
+    Contributions are kept apart until all experts have arrived and are then added in order of expert number, so the
+    result does not depend, in any bit, on which experts were resident.
     """
 
-    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
-        return HostExperts(layer, source, self)
+    def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
+        return HostExperts(layer, experts.access, self)
 
     def synchronize(self) -> None:
         pass
@@ -32,23 +32,24 @@ class CpuBackend:
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
         rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
-        shares = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
+        contributions = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
         for batch in batches:
             for expert, tensors in zip(batch.experts, batch.weights, strict=True):
-                choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product care
-                out = run_expert(experts, parts(experts, tensors), hidden[rows]) * weights[rows, choice, None]
-                shares[rank[rows, choice], rows] = out.to(shares.dtype)
+                choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product depend on it
+                out = run_expert(experts, expert_tensors(experts, tensors), hidden[rows])
+                out = out * weights[rows, choice, None]
+                contributions[rank[rows, choice], rows] = out.to(contributions.dtype)
         total = torch.zeros_like(hidden)
-        for share in shares:
-            total += share
+        for contribution in contributions:
+            total += contribution
         return total
 
 
-WHOLE = "whole"  # the one field of a blob in a model whose layers have experts of several sizes
+WHOLE = "whole"  # the only field of a blob in a model whose layers have experts of several sizes
 
 
-def parts(experts: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """An expert's own tensors, where its blob is laid out for experts of any layer."""
+def expert_tensors(experts: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return an expert's own tensors, also where its blob is laid out for experts of any layer."""
     if WHOLE not in tensors:
         return tensors
     whole, found, start = tensors[WHOLE].view(-1), {}, 0
@@ -60,7 +61,7 @@ def parts(experts: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """One expert's feed-forward, as its module declares it."""  # x: [rows, hidden] -> [rows, hidden]
+    """Return one expert's feed-forward, as its module declares it."""  # x: [rows, hidden] -> [rows, hidden]
     if experts.has_gate:
         x = experts._apply_gate(_project(experts, tensors, "gate_up_proj", x))
     else:

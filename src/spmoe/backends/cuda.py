@@ -1,59 +1,67 @@
-"""The CUDA backend: experts in grouped kernels that read slots in place; large ones of many rows in plain products."""
+"""The CUDA backend: grouped kernels that read experts in their slots; plain products for large experts of many rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spmoe.backends.base import MOST_ROWS, ExpertsForward, gate_activation, kernel_name, kernel_rows, routed_experts
+from spmoe.backends.base import (
+    MAX_KERNEL_ROWS,
+    ExpertsForward,
+    gated_activation,
+    kernel_activation,
+    kernel_row_limit,
+    routed_experts,
+)
 from spmoe.backends.cpu import CpuBackend
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
-from spmoe.backends.graphs import GraphRecorder, Phase
+from spmoe.backends.graphs import GraphRecorder, HostWork, Phase
 from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_expert_batch
 from spmoe.backends.kernels.inputs import take_batch
-from spmoe.experts.batches import ExpertBatch, PinnedLayer
-from spmoe.experts.source import ExpertSource
-from spmoe.experts.transfer import Event
+from spmoe.experts.access import ExpertBatch
+from spmoe.experts.cache import PinnedLayer
+from spmoe.experts.experts import Experts
+from spmoe.experts.transfer import DeviceEvent
 from spmoe.types import ExpertKey
 
-_RING = 4096  # batches that may be on their way to the device; a step has fewer, and ends when all have run
+_RING = 4096  # expert batches that may be posted and not taken; a step has fewer, and ends when all have run
 
 
 class CudaCopyStream:
-    """A stream for copies beside the stream that computes."""
+    """A stream for copies beside the compute stream."""
 
-    def __init__(self, driver: CudaRuntime, device: torch.device) -> None:
-        self._driver = driver
+    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
+        self._runtime = runtime
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._compute = torch.cuda.current_stream(device)
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def copy(self, pieces: Sequence[CopyRange]) -> Event:
-        self._driver.copy(pieces, self._stream)
-        end = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+    def copy(self, ranges: Sequence[CopyRange]) -> DeviceEvent:
+        self._runtime.copy(ranges, self._stream)
+        end = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         end.record(self._stream)
         return end
 
-    def wait_for(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         self._stream.wait_event(event)  # type: ignore[arg-type]
 
     def bind_compute_stream(self) -> None:
         self._compute = torch.cuda.current_stream(self._device)
 
-    def record_compute_event(self) -> Event:
-        point = torch.cuda.Event()
-        point.record(self._compute)
-        return point
+    def record_compute_event(self) -> DeviceEvent:
+        event = torch.cuda.Event()
+        event.record(self._compute)
+        return event
 
-    def compute_wait_event(self, event: Event) -> None:
+    def compute_wait_event(self, event: DeviceEvent) -> None:
         stream = torch.cuda.current_stream(self._device)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -61,19 +69,19 @@ class CudaCopyStream:
         after.record(stream)
         self._waits.append((before, after))
 
-    def stalled_seconds(self) -> float:
+    def take_stall_seconds(self) -> float:
         count = len(self._waits)
         while count and not self._waits[count - 1][1].query():
             count -= 1
-        over, self._waits = self._waits[:count], self._waits[count:]  # they end in order: all before one that is over
+        over, self._waits = self._waits[:count], self._waits[count:]  # waits end in order
         return float(sum(before.elapsed_time(after) for before, after in over)) / 1000
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()
 
 
 class CudaBlobAddresses:
-    """Blobs in the host store, slots on the device."""
+    """Addresses of blobs in the host store and of slots on the device."""
 
     def __init__(self, store: HostStore, slots: DeviceSlots) -> None:
         self.nbytes = store.spec.layout.nbytes
@@ -97,219 +105,203 @@ class CudaBackend:
         self.plain = CpuBackend()
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
         self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
-        self.batch = torch.zeros_like(slots.table[0])  # [experts], the slots of the batch that runs
-        self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)
-        self._ring = pinned_zeros(_RING, len(self.batch), dtype=torch.int32)
-        self._places = self._ring.numpy()
+        self.batch_slots = torch.zeros_like(slots.table[0])  # [experts], slots of the expert batch that runs
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)  # expert batches taken
+        self._ring = pinned_zeros(_RING, len(self.batch_slots), dtype=torch.int32)
+        self._ring_rows = self._ring.numpy()
         self._posted = 0
-        self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
-        self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and part
-        self._chosen: dict[tuple[int, int, int], Tensor] = {}
+        self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and pass
+        self._routed: dict[tuple[int, int, int], Tensor] = {}
 
-    def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
-        return CudaExperts(layer, source, self)
+    def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
+        return CudaExperts(layer, experts, self)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.slots.arena.device)
 
     def post(self, slots: np.ndarray | int = -1) -> None:
-        """Say where the experts of the next batch to run are; -1 for those that are not in it."""  # [experts]
-        self._places[self._posted % _RING] = slots
+        """Post the slots of the expert batch that runs next; -1 for experts that are not in it."""  # [experts]
+        self._ring_rows[self._posted % _RING] = slots
         self._posted += 1
 
     def post_batch(self, batch: ExpertBatch) -> None:
-        """The same of a batch."""
-        place = self._places[self._posted % _RING]
-        place.fill(-1)
-        place[list(batch.experts)] = batch.slots
+        """Post an expert batch to run next."""
+        row = self._ring_rows[self._posted % _RING]
+        row.fill(-1)
+        row[list(batch.experts)] = batch.slots
         self._posted += 1
 
     def take_batch(self) -> None:
-        """On the device: the batch posted next is the one that runs."""
-        take_batch(self._ring, self._cursor, self.batch)
+        """Launch the kernel that makes the next posted batch the one that runs."""
+        take_batch(self._ring, self._cursor, self.batch_slots)
 
-    def stay_resident(self, slots: Mapping[ExpertKey, int]) -> None:
-        """Every expert is in a slot for good: the device is told once, and the host need not know what is chosen."""
+    def keep_resident(self, slots: Mapping[ExpertKey, int]) -> None:
+        """Give the device the slots of all experts, once: from now on the host need not know the routed experts."""
         for key, slot in slots.items():
             self.slots.table[key] = slot
         self.all_resident = True
 
-    def scratch(self, rows: int, top_k: int, geometry: Geometry, part: int = 0) -> Scratch:
-        """Places for what experts compute of a part of the rows. Layers run one after the other and share them."""
-        if (top_k, part) not in self._scratches:
-            self._scratches[top_k, part] = Places(top_k, geometry, self.dtype, self.slots.arena.device)
-        return self._scratches[top_k, part].scratch(rows)
+    def scratch(self, rows: int, top_k: int, geometry: Geometry, number: int = 0) -> Scratch:
+        """Return memory for one kernel pass over some rows. Layers run one after the other and share it."""
+        if (top_k, number) not in self._scratches:
+            self._scratches[top_k, number] = Places(top_k, geometry, self.dtype, self.slots.arena.device)
+        return self._scratches[top_k, number].scratch(rows)
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Around batches: whatever goes wrong inside, what is posted next is what the device takes next."""
+    def in_step_with_device(self) -> Iterator[None]:
+        """After a failure inside, make the batch posted next the batch that the device takes next."""
         try:
             yield
         except BaseException:
             with suppress(RuntimeError):  # of a device that is broken
-                self._posted = int(self._cursor)  # waits for what was submitted
+                self._posted = int(self._cursor)  # waits for what was launched
             raise
 
-    def chosen(self, layer: int, rows: int, top_k: int) -> Tensor:
-        """Where the host reads which experts a layer's router chose."""  # [rows, top_k] int64, pinned
+    def routed_buffer(self, layer: int, rows: int, top_k: int) -> Tensor:
+        """Return the pinned memory in which the host reads a layer's routed experts."""  # [rows, top_k] int64
         key = (layer, rows, top_k)
-        if key not in self._chosen:
-            self._chosen[key] = pinned_zeros(rows, top_k)
-        return self._chosen[key]
+        if key not in self._routed:
+            self._routed[key] = pinned_zeros(rows, top_k)
+        return self._routed[key]
 
     def geometry(self, experts: Any) -> Geometry | None:
-        """Where the grouped kernels find an expert's weights in a blob; None where they cannot run such experts."""
+        """Return where the grouped kernels find an expert's weights in a blob; None if they cannot run such experts."""
         fields = {field.name: field for field in self.slots.layout.fields}
-        if fields.keys() != {"gate_up_proj", "down_proj"} or gate_activation(experts) is None:
+        if fields.keys() != {"gate_up_proj", "down_proj"} or gated_activation(experts) is None:
             return None
         gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
         return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
 
 
 class CudaExperts:
-    """One layer's experts. While a forward is recorded, the host's part of the work goes between two graphs."""
+    """Forward of one layer's experts. In a captured forward, the host's part runs between two graphs."""
 
-    def __init__(self, layer: int, source: ExpertSource, backend: CudaBackend) -> None:
+    def __init__(self, layer: int, experts: Experts, backend: CudaBackend) -> None:
         self._layer = layer
-        self._source = source
+        self._access = experts.access
+        self._pool = experts.pool
+        self._run_ahead = experts.run_ahead
         self._backend = backend
         self._table = backend.slots.table[layer]  # [experts]
         self._geometry: Geometry | None = None
-        self._looked = False
+        self._inspected = False
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if not self._looked:
-            self._geometry, self._looked = self._backend.geometry(experts), True
+        if not self._inspected:
+            self._geometry, self._inspected = self._backend.geometry(experts), True
         geometry, (rows, top_k) = self._geometry, index.shape
         backend, recorder = self._backend, self._backend.recorder
-        if geometry is None or rows > (
-            kernel_rows(backend.slots.layout.nbytes) if recorder.phase is Phase.EAGER else MOST_ROWS
-        ):
+        eager = recorder.phase is Phase.EAGER
+        limit = kernel_row_limit(backend.slots.layout.nbytes) if eager else MAX_KERNEL_ROWS
+        if geometry is None or rows > limit:
             return self._run_plain(experts, hidden, index, weights)
-        parts = [slice(start, min(start + MOST_ROWS, rows)) for start in range(0, rows, MOST_ROWS)]
-        scratches = [backend.scratch(p.stop - p.start, top_k, geometry, at) for at, p in enumerate(parts)]
-        activation, arena, out = str(kernel_name(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
+        passes = [slice(start, min(start + MAX_KERNEL_ROWS, rows)) for start in range(0, rows, MAX_KERNEL_ROWS)]
+        scratches = [backend.scratch(p.stop - p.start, top_k, geometry, number) for number, p in enumerate(passes)]
+        activation, arena, out = str(kernel_activation(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
 
         def run(table: Tensor) -> None:
-            for part, scratch in zip(parts, scratches, strict=True):
+            for part, scratch in zip(passes, scratches, strict=True):
                 run_expert_batch(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
 
         def run_next_batch() -> None:
             backend.take_batch()
-            run(backend.batch)
+            run(backend.batch_slots)
 
         if backend.all_resident:
             run(self._table)
-        elif recorder.phase is Phase.EAGER:
-            needed, shares = self._wait_for_choice(index)
-            with backend.in_step():
+        elif eager:
+            needed, shares = self._wait_for_router(index)
+            with backend.in_step_with_device():
                 self._run_batches(run_next_batch, needed, shares=shares)
         else:
             if recorder.phase is Phase.WARMUP:
-                with backend.in_step():
-                    backend.post()  # no expert is in this batch; the kernels are compiled
+                with backend.in_step_with_device():
+                    backend.post()  # an empty batch: the kernels are compiled
                     run_next_batch()
-            chosen = backend.chosen(self._layer, rows, top_k)
-            chosen.copy_(index, non_blocking=True)
-            here, known = chosen.view(-1).numpy(), recorder.new_event()
-            recorder.split_around(run_next_batch, lambda submit, notes: self._run_ahead(submit, here, known, notes))
-        for part, scratch in zip(parts, scratches, strict=True):
+            routed = backend.routed_buffer(self._layer, rows, top_k)
+            routed.copy_(index, non_blocking=True)
+            on_host, known = routed.view(-1).numpy(), recorder.new_event()
+            recorder.split_around(
+                run_next_batch,
+                lambda launch, observations: self._run_captured(launch, on_host, known, observations),
+            )
+        for part, scratch in zip(passes, scratches, strict=True):
             add_up(scratch, out[part])
         return out
 
-    def _wait_for_choice(self, index: Tensor) -> tuple[list[int], list[float]]:
-        """The experts that rows chose, and which share of them did; copies that are under way go on meanwhile."""
-        if len(self._source.loads):
-            known = self._backend.recorder.new_event()
-            known.record()
-            self._source.transfer.wait_and_pump(known)
-        return routed_experts(index)
-
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Experts that the kernels do not know, or many rows: one product after the other, led by the host."""
+        """Run experts that the kernels do not implement, or many rows: one product after the other, led by the host."""
 
-        def run(notes: Sequence[Callable[[], None]] = ()) -> Tensor:
-            needed, shares = self._wait_for_choice(index)
-            for note in notes:
-                note()
-            batches = self._source.use(self._layer, needed, shares=shares)
-            return self._backend.plain.run_experts(experts, hidden, index, weights, batches)
+        def run(observations: Sequence[HostWork] = ()) -> Tensor:
+            needed, shares = self._wait_for_router(index)
+            for observe in observations:
+                observe()
+            with closing(self._access.use(self._layer, needed, shares=shares)) as batches:
+                return self._backend.plain.run_experts(experts, hidden, index, weights, batches)
 
         recorder = self._backend.recorder
         if recorder.phase is Phase.EAGER:
             return run()
-        out, notes = torch.zeros_like(hidden), recorder.take_notes()
+        out, observations = torch.zeros_like(hidden), recorder.take_observations()
 
         def between() -> None:
-            with torch.inference_mode():  # which recording was in, and replaying is not
-                out.copy_(run(notes))
+            with torch.inference_mode():  # on during capture, off during replay
+                out.copy_(run(observations))
 
         recorder.split(between)
         return out
 
-    def _run_ahead(
-        self, run: Callable[[], None], chosen: np.ndarray, known: Any, notes: list[Callable[[], None]]
-    ) -> None:
-        """Give the device what is READY before the host knows what is needed, which it reads meanwhile."""
+    def _wait_for_router(self, index: Tensor) -> tuple[list[int], list[float]]:
+        """Return the routed experts and, for a prompt, the share of rows of each; copies go on meanwhile."""
+        if self._pool.loads_in_flight:
+            known = self._backend.recorder.new_event()
+            known.record()
+            self._run_ahead.wait(known)
+        return routed_experts(index)
+
+    def _run_captured(self, launch: HostWork, routed: np.ndarray, known: Any, observations: list[HostWork]) -> None:
+        """Launch the READY experts before the host knows the routed ones, which it reads meanwhile."""
         known.record()
-        pinned = self._source.open(self._layer)
+        pinned = self._access.pin_layer(self._layer)
         try:
-            with self._backend.in_step():
-                self._run_pinned(run, chosen, known, notes, pinned)
+            with self._backend.in_step_with_device():
+                self._run_pinned(launch, routed, known, observations, pinned)
         except BaseException:
-            self._source.shut(pinned)
+            self._access.unpin_layer(pinned)
             raise
 
     def _run_pinned(
-        self,
-        run: Callable[[], None],
-        chosen: np.ndarray,
-        known: Any,
-        notes: list[Callable[[], None]],
-        pinned: PinnedLayer,
+        self, launch: HostWork, routed: np.ndarray, known: Any, observations: list[HostWork], pinned: PinnedLayer
     ) -> None:
+        access, run_ahead = self._access, self._run_ahead
         if (pinned.slots >= 0).any():
             self._backend.post(pinned.slots)
-            run()
-        self._catch_up(known)  # while the device is busy
-        self._source.transfer.wait_and_pump(known)
-        needed = sorted(set(chosen.tolist()))
-        if self._source.use_pinned(pinned, needed):
-            self._backend.put_off = (self._layer, notes)
+            launch()
+        with run_ahead.reading_predictions():
+            run_ahead.settle(self._layer)  # the layer before, while the device is busy
+        # not beyond the router's event: the device has one batch of work left then, and must not run dry
+        run_ahead.submit_prefetches(until=known)
+        run_ahead.wait(known)
+        needed = sorted(set(routed.tolist()))
+        if access.covers(pinned, needed):
+            run_ahead.defer(self._layer, lambda: access.commit(pinned, needed), observations)
         else:
-            self._run_batches(run, needed, pinned, notes)
-
-    def _catch_up(self, known: Any) -> None:
-        """What the layer before has put off: its hits, what it foretells, and prefetch requests that are to be submitted.
-
-        Those only until the router's choice is known: the device has a batch left then, and must not run dry.
-        """
-        source, patient = self._source, self._source.patient
-        source.patient = True
-        try:
-            source.book()
-            (layer, notes), self._backend.put_off = self._backend.put_off, (-1, [])
-            if layer == self._layer - 1:  # else that forward was given up, or is over
-                for note in notes:
-                    note()
-        finally:
-            source.patient = patient
-        source.see_to_wishes(known)
+            self._run_batches(launch, needed, pinned, observations)
 
     def _run_batches(
         self,
-        run: Callable[[], None],
+        launch: Callable[[], None],
         needed: list[int],
         pinned: PinnedLayer | None = None,
-        notes: Sequence[Callable[[], None]] = (),
+        observations: Sequence[HostWork] = (),
         shares: Sequence[float] = (),
     ) -> None:
-        """Run the experts that the router has chosen as they come."""
-        batches = self._source.use(self._layer, needed, pinned, shares)
-        batch = next(batches, None)  # what is missing has been demanded by now
-        for note in notes:
-            note()
-        while batch is not None:
-            self._backend.post_batch(batch)
-            run()
-            batch = next(batches, None)
+        """Launch the routed experts as they arrive."""
+        with closing(self._access.use(self._layer, needed, pinned, shares)) as batches:
+            batch = next(batches, None)  # loads of missing experts have been submitted by now
+            for observe in observations:
+                observe()
+            while batch is not None:
+                self._backend.post_batch(batch)
+                launch()
+                batch = next(batches, None)

@@ -1,10 +1,10 @@
 """Copies from host to device, on a stream of their own.
 
-What is demanded is submitted at once and whole. What is wished for goes chunk by chunk, with no more than a window of
-chunks on the stream, so that a demand waits for that window at most. The thread that computes keeps the window full,
-also while it waits for the device: another would take the interpreter from it whenever a chunk ends. Compute is ordered
-behind a copy on the device: the host does not wait for bytes. Likewise a slot is written again only after the kernels
-that read it.
+A demanded expert is submitted at once and whole. Prefetched experts go chunk by chunk, with no more than a window of
+chunks on the stream, so that a demand waits for that window at most. The thread that launches kernels keeps the window
+full, also while it waits for the device: another thread would take the interpreter from it whenever a chunk ends.
+Compute is ordered behind a copy on the device, so the host does not wait for bytes. Likewise a slot is overwritten only
+after the kernels that read it.
 """
 
 from __future__ import annotations
@@ -17,52 +17,51 @@ from typing import Protocol
 
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyHandle, CopyJob, Event
+from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, CopyJob, DeviceEvent
 from spmoe.types import ExpertKey
 
-CHUNK_BYTES = 16 * 2**20  # large enough for the link's full speed
-WINDOW = 2  # chunks on the stream: one moves, the next is behind it when it ends
+WINDOW = 2  # chunks on the stream: one is copied, the next is queued behind it
 
 
 def chunk_for(nbytes: int) -> int:
-    """How much of blobs of this size goes at a time: a whole one rather than one and a bit."""
+    """Return the chunk size for blobs of this size: a whole blob rather than one chunk and a bit."""
     return nbytes if CHUNK_BYTES < nbytes < 2 * CHUNK_BYTES else CHUNK_BYTES
 
 
 class CopyStream(Protocol):
-    """The device as this file needs it: a stream for copies beside the one that computes."""
+    """The device as this file needs it: a stream for copies beside the compute stream."""
 
-    def copy(self, pieces: Sequence[CopyRange]) -> Event:
-        """Submit copies; the event is their end."""
+    def copy(self, ranges: Sequence[CopyRange]) -> DeviceEvent:
+        """Submit copies; return the event of their end."""
         ...
 
-    def wait_for(self, event: Event) -> None:
-        """Copies submitted from now on come after this event."""
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Order copies submitted from now on after this event."""
         ...
 
     def bind_compute_stream(self) -> None:
-        """The calling thread is the one that submits to compute, on its current stream."""
+        """Bind the calling thread's current stream as the compute stream."""
         ...
 
-    def record_compute_event(self) -> Event:
-        """Everything that thread has submitted to compute so far."""
+    def record_compute_event(self) -> DeviceEvent:
+        """Return an event behind everything launched on the compute stream so far."""
         ...
 
-    def compute_wait_event(self, event: Event) -> None:
-        """What the calling thread submits to compute from now on comes after this event."""
+    def compute_wait_event(self, event: DeviceEvent) -> None:
+        """Order kernels that the calling thread launches from now on after this event."""
         ...
 
-    def stalled_seconds(self) -> float:
-        """How long compute has waited for such events since last asked; what has not ended yet is left for later."""
+    def take_stall_seconds(self) -> float:
+        """Return how long compute has waited for such events since the last call, as far as they have passed."""
         ...
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait for every copy to end."""
         ...
 
 
 class BlobAddresses(Protocol):
-    """Where blobs and slots are."""
+    """Addresses of blobs and slots."""
 
     nbytes: int  # of a blob
 
@@ -74,18 +73,18 @@ class BlobAddresses(Protocol):
 class Submission:
     """Copies that end together."""
 
-    ordered = False  # compute is behind their end
+    ordered = False  # compute is ordered behind their end
 
 
 class CudaCopyHandle:
-    """One copy."""
+    """Handle on one copy."""
 
     def __init__(self, transfer: CudaTransfer, job: CopyJob) -> None:
         self.job = job
         self.sent = 0  # bytes
-        self.end: Event | None = None  # known once everything is on the stream
+        self.end: DeviceEvent | None = None  # known once the whole blob is on the stream
         self.error: SpmoeError | None = None
-        self.settled = False  # it has an end, or an error
+        self.settled = False  # it has an end event or an error
         self._transfer = transfer
         self._submission = Submission()
 
@@ -99,8 +98,8 @@ class CudaCopyHandle:
         if self.end is not None and not self._submission.ordered:
             self.end.synchronize()
 
-    def order(self) -> None:
-        """Compute that is submitted next comes after this copy; the host goes on."""
+    def stream_wait(self) -> None:
+        """Order compute that is launched next after this copy; the host goes on."""
         self.prioritize()
         if self.error is not None:
             raise self.error
@@ -112,37 +111,39 @@ class CudaCopyHandle:
         self._transfer.send_now(self)
 
     def fail(self, error: SpmoeError) -> None:
-        """The copy will not be made, unless it has been."""
+        """Set the error, unless the copy is settled."""
         if not self.settled:
             self.error = error
             self.settled = True
 
-    def sent_whole(self, end: Event, submission: Submission) -> None:
-        """The last byte is on the stream."""
+    def mark_sent(self, end: DeviceEvent, submission: Submission) -> None:
+        """Note that the last byte is on the stream."""
         self.end = end
         self._submission = submission
         self.settled = True
 
 
 class CudaTransfer:
-    """Host to device."""
+    """Copies blobs from host memory into slots on the device."""
+
+    draws_timeline = False
 
     def __init__(
         self, copy_stream: CopyStream, addresses: BlobAddresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW
     ) -> None:
         self.copy_stream = copy_stream
-        self.batched = True  # copies may share a submission
-        # the link must not run dry between the end of one copy and the prefetcher's next look
+        # the link must not run dry between the end of one copy and the next time requests are submitted
         self.depth = 1 + max(1, -(-2 * window * chunk // addresses.nbytes))
+        self._batching = True
         self._addresses = addresses
         self._chunk = chunk
         self._window = window
         self._lock = threading.Lock()
-        self._waiting: deque[CudaCopyHandle] = deque()  # prefetch requests not wholly on the stream
-        self._flying: deque[Event] = deque()  # chunks of prefetch requests on the stream
-        self._last_use: dict[int, int] = {}  # by slot, the last point before what reads it
-        self._points = 1
-        self._over = 0  # what was given to compute after this point, and before the next, is over
+        self._waiting: deque[CudaCopyHandle] = deque()  # prefetches that are not wholly on the stream
+        self._in_flight: deque[DeviceEvent] = deque()  # chunks of prefetches on the stream
+        self._last_use: dict[int, int] = {}  # by slot, the epoch of the kernels that read it last
+        self._epoch = 1
+        self._finished = 0  # kernels of this epoch and of earlier ones have finished
         self._closed = False
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
@@ -157,44 +158,47 @@ class CudaTransfer:
                 else:
                     self._waiting.extend(handles)
                     self._advance()
-            except BaseException as error:  # an interrupt: nobody will have these tickets
+            except BaseException as error:  # an interrupt: nobody gets these handles
                 for handle in handles:
                     handle.fail(_as_transfer_error(handle.job, error))
                 raise
         return list(handles)
 
-    def keep_full(self) -> None:
+    def set_batching(self, batching: bool) -> None:
+        self._batching = batching
+
+    def pump(self) -> None:
         if self._waiting:
             with self._lock:
                 self._advance()
 
-    def wait_and_pump(self, event: Event) -> None:
+    def wait_and_pump(self, event: DeviceEvent) -> None:
         while self._waiting and not event.query():
-            self.keep_full()
-            time.sleep(0)  # others may have the interpreter
+            self.pump()
+            time.sleep(0)  # let other threads have the interpreter
         event.synchronize()
 
     def bind_compute_stream(self) -> None:
         self.copy_stream.bind_compute_stream()
 
-    def mark(self) -> int:
-        self._points += 1
-        return self._points
+    def begin_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
 
-    def passed(self, mark: int) -> None:
-        self._over = max(self._over, mark - 1)
+    def finish_epochs(self, epoch: int) -> None:
+        self._finished = max(self._finished, epoch - 1)
 
-    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
-        """A number for each slot costs nothing; an event is only made for one that is written while it matters."""
-        point = self._points if mark is None else mark
+    def protect_slots(self, slots: Iterable[int], epoch: int | None = None) -> None:
+        """Note an epoch for each slot, which is cheap; an event is only made when such a slot is overwritten."""
+        epoch = self._epoch if epoch is None else epoch
         with self._lock:
-            self._last_use.update(dict.fromkeys(slots, point))
+            self._last_use.update(dict.fromkeys(slots, epoch))
 
-    def stalled_seconds(self) -> float:
-        return self.copy_stream.stalled_seconds()
+    def take_stall_seconds(self) -> float:
+        return self.copy_stream.take_stall_seconds()
 
     def send_now(self, handle: CudaCopyHandle) -> None:
-        """Put the rest of a prefetch request on the stream: it is demanded."""
+        """Put the rest of a prefetch on the stream: it is demanded now."""
         with self._lock:
             if not handle.settled:
                 self._send([handle])
@@ -207,70 +211,74 @@ class CudaTransfer:
             self._closed = True
             while self._waiting:
                 self._waiting.popleft().fail(TransferError("the engine was closed"))
-        self.copy_stream.drain()
+        self.copy_stream.synchronize()
 
     # ---- under the lock
 
     def _groups(self, handles: list[CudaCopyHandle]) -> list[list[CudaCopyHandle]]:
-        """Small blobs share a submission, and an end, as long as that costs their first user little."""
-        size = max(1, self._chunk // 4 // self._addresses.nbytes) if self.batched else 1
+        """Group small blobs into shared submissions, as long as that costs their first user little."""
+        size = max(1, self._chunk // 4 // self._addresses.nbytes) if self._batching else 1
         return [handles[i : i + size] for i in range(0, len(handles), size)]
 
     def _send(self, handles: list[CudaCopyHandle]) -> None:
-        """Put all that is left of these on the stream."""
+        """Put the rest of these blobs on the stream."""
         self._submit([(handle, self._addresses.nbytes) for handle in handles])
 
     def _advance(self) -> None:
-        """Fill the window with chunks of the prefetch requests that wait."""
+        """Fill the window with chunks of waiting prefetches."""
         try:
             self._fill_window()
-        except Exception as error:  # the device is broken, and somebody may be waiting for these
-            self._flying.clear()
+        except Exception as error:  # the device is broken, and somebody may be waiting for these copies
+            self._in_flight.clear()
             while self._waiting:
                 handle = self._waiting.popleft()
                 handle.fail(_as_transfer_error(handle.job, error))
 
     def _fill_window(self) -> None:
-        while self._flying and self._flying[0].query():
-            self._flying.popleft()
-        while len(self._flying) < self._window and (parts := self._next_chunk()):
-            if (over := self._submit(parts)) is not None:
-                self._flying.append(over)
-            self._forget_settled()
+        while self._in_flight and self._in_flight[0].query():
+            self._in_flight.popleft()
+        while len(self._in_flight) < self._window and (parts := self._next_chunk()):
+            if (end := self._submit(parts)) is not None:
+                self._in_flight.append(end)
+            self._drop_settled()
 
     def _next_chunk(self) -> list[tuple[CudaCopyHandle, int]]:
-        """The first that wait, and up to which byte each. They stay until settled: an interrupt must lose none."""
-        self._forget_settled()
-        room, parts = self._chunk, list[tuple[CudaCopyHandle, int]]()
+        """Return the handles of the next chunk, each with the byte up to which it is sent.
+
+        They stay in the queue until settled: an interrupt must lose none.
+        """
+        self._drop_settled()
+        space, parts = self._chunk, list[tuple[CudaCopyHandle, int]]()
         for handle in self._waiting:
-            if room <= 0 or (parts and not self.batched):
+            if space <= 0 or (parts and not self._batching):
                 break
             if not handle.settled:
-                end = min(handle.sent + room, self._addresses.nbytes)
-                room -= end - handle.sent
+                end = min(handle.sent + space, self._addresses.nbytes)
+                space -= end - handle.sent
                 parts.append((handle, end))
         return parts
 
-    def _forget_settled(self) -> None:
+    def _drop_settled(self) -> None:
         while self._waiting and self._waiting[0].settled:
             self._waiting.popleft()
 
-    def _piece(self, handle: CudaCopyHandle, end: int) -> CopyRange:
-        """A copy's next part, up to this byte of the blob."""
+    def _next_range(self, handle: CudaCopyHandle, end: int) -> CopyRange:
+        """Return a copy's next range, up to this byte of the blob."""
         key, slot = handle.job
-        if handle.sent == 0 and self._last_use.pop(slot, 0) > self._over:
-            self.copy_stream.wait_for(self.copy_stream.record_compute_event())  # later than need be, and rarely
+        if handle.sent == 0 and self._last_use.pop(slot, 0) > self._finished:
+            # this waits for more kernels than read the slot, and is rare
+            self.copy_stream.wait_event(self.copy_stream.record_compute_event())
         size = end - handle.sent
         to, source = self._addresses.slot(slot) + handle.sent, self._addresses.source(key) + handle.sent
         handle.sent += size
         return CopyRange(to, source, size)
 
-    def _submit(self, parts: list[tuple[CudaCopyHandle, int]]) -> Event | None:
-        """One submission of copies, each up to a byte; None when it is refused, and they have failed."""
+    def _submit(self, parts: list[tuple[CudaCopyHandle, int]]) -> DeviceEvent | None:
+        """Submit copies together, each up to a byte; return their end, or None if they were refused and failed."""
         handles = [handle for handle, _ in parts]
         try:
-            end = self.copy_stream.copy([self._piece(*part) for part in parts])
-        except BaseException as error:  # whatever it is, also an interrupt, somebody may wait for these copies
+            end = self.copy_stream.copy([self._next_range(*part) for part in parts])
+        except BaseException as error:  # also an interrupt: somebody may be waiting for these copies
             for handle in handles:
                 handle.fail(_as_transfer_error(handle.job, error))
             if not isinstance(error, Exception):
@@ -279,7 +287,7 @@ class CudaTransfer:
         submission = Submission()
         for handle in handles:
             if handle.sent == self._addresses.nbytes:
-                handle.sent_whole(end, submission)
+                handle.mark_sent(end, submission)
         return end
 
 

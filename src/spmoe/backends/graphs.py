@@ -1,7 +1,7 @@
-"""Forwards recorded as CUDA graphs, piecewise: between two graphs the host may look at results and decide.
+"""Forwards as CUDA graphs, captured piecewise: between two graphs the host may read results and decide.
 
-A forward is run twice before it is replayed: once as a rehearsal, in which kernels are compiled and libraries make
-their workspaces, and once to be recorded. What is computed in either counts for nothing.
+A forward runs twice before it is replayed: once as a warm-up, in which kernels are compiled and libraries allocate
+their workspaces, and once for capture. The results of both are discarded.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import cache
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from spmoe.gc_pause import gc_paused
 
 T = TypeVar("T")
-Between = Callable[[Callable[[], None], list[Callable[[], None]]], None]  # submit the work, and the notes
+HostWork = Callable[[], None]
+Between = Callable[[HostWork, list[HostWork]], None]  # given: launch the captured work, and the observations so far
 
 
 class Phase(Enum):
-    """What becomes of kernels that are submitted now."""
+    """Effect of the kernels that are launched now."""
 
-    EAGER = "run, and count"
-    WARMUP = "run, for nothing"
-    RECORDING = "noted down"
+    EAGER = "eager"  # they run, and their results count
+    WARMUP = "warm-up"  # they run, and their results are discarded
+    CAPTURE = "capture"  # they are captured and do not run
 
 
 class Stopwatch:
-    """How long replays take on the device; off unless asked for."""
+    """Measures how long replays take on the device; off by default."""
 
     def __init__(self) -> None:
         self.running = False
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> torch.cuda.Event | None:
-        """Time what is submitted from now on, until `stop` is given what this returns."""
+        """Begin a span; pass the returned event to `stop`."""
         if not self.running:
             return None
         start = torch.cuda.Event(enable_timing=True)
@@ -44,14 +45,14 @@ class Stopwatch:
         return start
 
     def stop(self, start: torch.cuda.Event | None) -> None:
-        """That was all of it."""
+        """End a span."""
         if start is not None:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._spans.append((start, end))
 
     def take(self) -> float:
-        """Seconds so far, which are then forgotten; waits for the last."""
+        """Wait for the last span; return the seconds of all spans and forget them."""
         seconds = 0.0
         for start, end in self._spans:
             end.synchronize()
@@ -60,23 +61,23 @@ class Stopwatch:
         return seconds
 
 
-class Recording:
-    """A recorded forward."""
+class CapturedGraph:
+    """A captured forward: CUDA graphs, with host work between them."""
 
     def __init__(self, stopwatch: Stopwatch | None = None) -> None:
-        self.pieces: list[Callable[[], None]] = []
+        self.pieces: list[HostWork] = []
         self._stopwatch = stopwatch or Stopwatch()
 
-    def begin(self) -> None:
-        """Submit the first graph, up to where the host has something to do."""
-        self._submit(self.pieces[:1])
+    def launch_first(self) -> None:
+        """Launch the first graph, up to the first host work."""
+        self._run(self.pieces[:1])
 
-    def finish(self) -> None:
-        """Submit the others, one after the other, with the host's own work in between."""
-        self._submit(self.pieces[1:])
+    def launch_rest(self) -> None:
+        """Launch the other graphs in order, with the host work between them."""
+        self._run(self.pieces[1:])
 
-    def _submit(self, pieces: list[Callable[[], None]]) -> None:
-        """These, timed: until others follow, the device may have nothing to do."""
+    def _run(self, pieces: list[HostWork]) -> None:
+        """Time these pieces alone: until the rest is launched, the device may be idle."""
         if not pieces:
             return
         start = self._stopwatch.start()
@@ -85,116 +86,140 @@ class Recording:
         self._stopwatch.stop(start)
 
 
+class GraphRecorder(Protocol):
+    """Captures forwards. `CudaGraphRecorder` captures CUDA graphs; a test double runs the forward again instead."""
+
+    phase: Phase
+    stopwatch: Stopwatch
+
+    def capture(self, forward: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        """Warm up and capture a forward; every replay fills the tensors of the returned result again."""
+        ...
+
+    def split(self, between: HostWork) -> None:
+        """During capture: end the graph here and let the host do this before the next one."""
+        ...
+
+    def split_around(self, work: HostWork, between: Between) -> None:
+        """During capture: capture `work` as a graph of its own, which `between` launches as often as it likes.
+
+        `between` also gets the observations since the last split, to be made once the host has waited for the device.
+        """
+        ...
+
+    def observe_later(self, observe: HostWork) -> None:
+        """During capture: make this observation at the next split at which the host waits for the device."""
+        ...
+
+    def take_observations(self) -> list[HostWork]:
+        """Return the observations since the last call; the caller makes them on every replay."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until everything launched on the current stream has finished."""
+        ...
+
+    def new_event(self) -> Any:
+        """Return a CUDA event to record between two graphs and to wait for."""
+        ...
+
+
 @cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recorders: libraries keep a workspace for every stream that they have ever seen."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all recorders: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
 
 
-class GraphRecorder:
-    """Records forwards of one device. They share memory for what they compute on the way: run one at a time."""
+class CudaGraphRecorder:
+    """Captures forwards of one device. Their graphs share memory for intermediate results: run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.phase = Phase.EAGER
-        self.turns = 0  # forwards begun so far: what one leaves on the device, the next may write over
         self.stopwatch = Stopwatch()
-        self.while_waiting: Callable[[], None] = lambda: None  # what the host does before it waits for a chained draft
-        self.be_patient: Callable[[bool], None] = lambda patient: None  # whether that is left to it
-        self.wait_and_pump: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize()  # how it waits
-        self._stream = _recording_stream(device)
-        self._spoilt = False  # the allocator takes its memory for one that is being recorded into
+        self._stream = _capture_stream(device)
+        self._pool_unusable = False  # after a failed capture the allocator believes that the pool is in use
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._recording = Recording()
-        self._notes: list[Callable[[], None]] = []
-        self._take_memory()
+        self._captured = CapturedGraph()
+        self._observations: list[HostWork] = []
+        self._new_pool()
 
-    def record(self, forward: Callable[[], T]) -> tuple[Recording, T]:
-        """Rehearse and record; the result's tensors are those that every replay fills anew."""
-        if self._spoilt:
-            self._take_memory()
+    def capture(self, forward: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        if self._pool_unusable:
+            self._new_pool()
         outer = torch.cuda.current_stream(self._stream.device)
-        self._recording, self._notes = Recording(self.stopwatch), list[Callable[[], None]]()
+        self._captured, self._observations = CapturedGraph(self.stopwatch), list[HostWork]()
         self._stream.wait_stream(outer)
         try:
             with torch.cuda.stream(self._stream):
                 self.phase = Phase.WARMUP
                 forward()
                 self._stream.synchronize()
-                self.phase = Phase.RECORDING
-                with gc_paused():  # graphs of an engine that is gone must not be freed while one is recorded
-                    result = self._capture(forward)
+                self.phase = Phase.CAPTURE
+                with gc_paused():  # freeing a closed engine's graphs during a capture aborts the process
+                    result = self._run_capture(forward)
         finally:
             self.phase = Phase.EAGER
             outer.wait_stream(self._stream)
-        return self._recording, result
+        return self._captured, result
 
-    def _capture(self, forward: Callable[[], T]) -> T:
-        self._begin()
+    def _run_capture(self, forward: Callable[[], T]) -> T:
+        self._begin_graph()
         try:
             result = forward()
         except BaseException:
-            with suppress(RuntimeError):  # which would hide why
-                self._end()
+            with suppress(RuntimeError):  # it would hide the first error
+                self._end_graph()
             raise
-        self._end()
+        self._end_graph()
         return result
 
-    def split(self, between: Callable[[], None]) -> None:
-        """While recording: end the graph here, and let the host do this before the next one."""
-        if self.phase is Phase.RECORDING:
-            self._end()
-            self._recording.pieces.append(between)
-            self._begin()
+    def split(self, between: HostWork) -> None:
+        if self.phase is Phase.CAPTURE:
+            self._end_graph()
+            self._captured.pieces.append(between)
+            self._begin_graph()
 
-    def split_around(self, work: Callable[[], None], between: Between) -> None:
-        """The same, where the host submits this work, recorded as a graph of its own, as often as it finds right.
-
-        It is also handed what was noted since the last such split, to be done once it has waited for the device.
-        """
-        if self.phase is Phase.RECORDING:
-            self._end()
-            self._begin()
+    def split_around(self, work: HostWork, between: Between) -> None:
+        if self.phase is Phase.CAPTURE:
+            self._end_graph()
+            self._begin_graph()
             work()
-            self._end()
-            submit, notes = self._recording.pieces.pop(), self.take_notes()
-            self._recording.pieces.append(lambda: between(submit, notes))
-            self._begin()
+            self._end_graph()
+            launch, observations = self._captured.pieces.pop(), self.take_observations()
+            self._captured.pieces.append(lambda: between(launch, observations))
+            self._begin_graph()
 
-    def note(self, later: Callable[[], None]) -> None:
-        """While recording: let the host do this at the next split at which it waits for the device anyway."""
-        if self.phase is Phase.RECORDING:
-            self._notes.append(later)
+    def observe_later(self, observe: HostWork) -> None:
+        if self.phase is Phase.CAPTURE:
+            self._observations.append(observe)
 
-    def take_notes(self) -> list[Callable[[], None]]:
-        """What was noted since they were last taken: whoever takes them does them, on every replay."""
-        notes, self._notes = self._notes, []
-        return notes
+    def take_observations(self) -> list[HostWork]:
+        observations, self._observations = self._observations, []
+        return observations
 
     def wait(self) -> None:
-        """Until all that was submitted here is over."""
         torch.cuda.current_stream(self._stream.device).synchronize()
 
     def new_event(self) -> torch.cuda.Event:
-        """A mark to `record` between two graphs, and to wait for."""
         return torch.cuda.Event()
 
-    def _take_memory(self) -> None:
+    def _new_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._spoilt = False
-        # memory is kept for graphs as long as one of them lives: this one does
-        self._anchor, _ = self.record(lambda: torch.zeros(1, device=self._stream.device))
+        self._pool_unusable = False
+        # the pool's memory lives as long as one of its graphs does: this one
+        self._anchor, _ = self.capture(lambda: torch.zeros(1, device=self._stream.device))
 
-    def _begin(self) -> None:
+    def _begin_graph(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # copies go on, on other threads, while a forward is recorded
+        # other threads go on copying during a capture
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def _end(self) -> None:
+    def _end_graph(self) -> None:
         if self._graph is not None:
             graph, self._graph = self._graph, None
             try:
                 graph.capture_end()
             except RuntimeError:
-                self._spoilt = True
+                self._pool_unusable = True
                 raise
-            self._recording.pieces.append(graph.replay)
+            self._captured.pieces.append(graph.replay)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from spmoe.backends.base import gate_activation
+from spmoe.backends.base import gated_activation
 from spmoe.backends.cpu import CpuBackend
 from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
@@ -180,7 +180,7 @@ class QuantizedExperts:
     def _activation(self, layer: int, experts: nn.Module) -> str | None:
         if layer not in self._activations:
             known = {field.name for field in self._plain.fields} == set(_PLAIN)
-            self._activations[layer] = gate_activation(experts) if known else None
+            self._activations[layer] = gated_activation(experts) if known else None
         return self._activations[layer]
 
     def _run_at_once(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Drafts: whatever proposes tokens."""
+"""Drafters: whatever proposes tokens. One module per drafter, named as `--draft` names it."""

@@ -1,43 +1,92 @@
-"""The contract of a draft: propose tokens, and show what its layers produce on the way."""
+"""The contract of a drafter: propose tokens, and show its model's hidden states on the way.
+
+A drafter is one module of this package that registers one class: `ngram.py` registers `ngram`. `--draft NAME:ARGUMENT`
+selects it; any other text is a checkpoint and selects `model`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
-from torch import Tensor
+import torch
 
 from spmoe import types
+from spmoe.experts.run_ahead import RunAhead
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.hidden_states import LayerObserver
+from spmoe.models.kv import KvState
+from spmoe.models.loaded import LoadedModels
+from spmoe.models.runner import ModelRunner
 
 
-class ChunkObserver(Protocol):
-    """Who looks on: `ask` is what to compute about a chunk of layers, a call hands the chunk and the answer over."""
+class Observers(Protocol):
+    """Makes observers that show a forward's hidden states to the prefetch policy."""
 
-    def ask(self, depths: range, residual: Tensor) -> types.Routing | None:  # residual: [depths, rows, hidden]
+    def observer(
+        self, stage: types.Stage, depth_count: int, chunks: int, *, immediate: bool = False
+    ) -> LayerObserver | None:
+        """Return an observer of a forward of this stage; None if the policy does not look at it."""
         ...
 
-    def __call__(self, seen: types.LayerChunk) -> None: ...
+
+@dataclass(frozen=True)
+class DraftSources:
+    """Sources that a drafter's model is loaded from."""
+
+    argument: str  # of `--draft NAME:ARGUMENT`
+    checkpoint: Checkpoint | None  # of a draft that is another checkpoint
+    models: LoadedModels
+    progress: bool
 
 
-class Drafter(Protocol):
-    """Proposes up to k tokens per sequence. It keeps its own state of every sequence until told to release it."""
+@dataclass(frozen=True)
+class DraftContext:
+    """Everything a drafter is built from."""
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
-        """Catch up with the sequences' tokens and propose k more each; k = 0 only catches up with a new prompt."""
-        ...
+    runner: ModelRunner | None  # the model that `load_runner` returned
+    vocab_size: int  # of the target
+    device: torch.device
+    prefill_chunk: int
+    run_ahead: RunAhead
+    target_kv: MutableMapping[int, KvState]  # the target's KV caches by sequence id
 
-    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
-        """k tokens of this sequence will be asked for next: let the device find them already, if it can by itself."""
-        ...
 
-    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
-        """Greedy drafts of up to k tokens will be asked for: have recorded what can be."""
-        ...
+class Drafter:
+    """Proposes up to K tokens per sequence. It keeps state of every sequence until told to release it."""
+
+    runner: ModelRunner | None = None  # whose hidden states are shown, if there is one
+    routes_experts = False  # whether its own routers name the target's experts
+    proposes = True  # whether it ever proposes a token
+
+    @classmethod
+    def load_runner(cls, sources: DraftSources) -> ModelRunner | None:
+        """Load the drafter's model, if it has one. Called before memory is divided."""
+        return None
+
+    @classmethod
+    def notice(cls, sources: DraftSources, runner: ModelRunner | None) -> str | None:
+        """Return what the user should know about the loaded model, if anything."""
+        return None
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Self:
+        """Make the drafter."""
+        raise NotImplementedError
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        """Read the sequences' new tokens and propose up to K more for each; with K = 0 only read a new prompt."""
+        raise NotImplementedError
+
+    def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
+        """Launch the draft that is asked for next on the device, if it needs no host."""
+
+    def prepare(self, k: int, observers: Observers) -> None:
+        """Capture the forwards of greedy drafts of up to K tokens."""
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         """Forget, per sequence id, every position from the given length on."""
-        ...
 
     def release(self, sequence_id: int) -> None:
-        """The sequence is over."""
-        ...
+        """Drop the state of a finished sequence."""

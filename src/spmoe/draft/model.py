@@ -1,58 +1,79 @@
-"""A draft model: a smaller network, held in memory whole, that runs K single-token passes per step."""
+"""A draft model: a smaller language model, resident as a whole, that runs K single-token passes per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from spmoe import types
-from spmoe.draft.base import ChunkObserver
+from spmoe.draft.base import DraftContext, Drafter, DraftSources, Observers
+from spmoe.errors import UsageError
+from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
+from spmoe.registry import DRAFTERS
 from spmoe.verify.filters import draw, probabilities
 
-FIRST_PASS_CHUNKS = 2  # a step's first prediction should not wait for a whole pass; later ones may, in one cheaper call
+FIRST_PASS_CHUNKS = 2  # a step's first prediction should not wait for a whole pass; later passes use one cheaper call
 
 
-class _Begun(NamedTuple):
-    """Tokens that are being found, and what for: all of it must be as it was when they are asked for."""
+@DRAFTERS.register("model")
+class DraftModel(Drafter):
+    """Proposes the tokens of another language model with the same tokenizer."""
 
-    sequence: int
-    length: int
-    k: int
-    fetch: Callable[[], list[int]]
-
-
-class DraftModel:
-    """Proposes what another language model with the same tokenizer would say."""
-
-    def __init__(self, runner: ModelRunner, vocab_size: int, prefill_chunk: int) -> None:
-        self.runner = runner
-        self._vocab_size = vocab_size  # the target's
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocab_size: int,
+        prefill_chunk: int,
+        run_ahead: RunAhead,
+        states: MutableMapping[int, KvState] | None = None,
+    ) -> None:
+        self.runner: ModelRunner = runner
+        self._vocab_size = vocab_size  # of the target
         self._prefill_chunk = prefill_chunk
-        self._states: MutableMapping[int, KvState] = {}
-        self._begun: _Begun | None = None
+        self._run_ahead = run_ahead
+        self._states: MutableMapping[int, KvState] = {} if states is None else states
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
-        return [self._propose(sequence, k, on_chunk) for sequence in sequences]
+    @classmethod
+    def load_runner(cls, sources: DraftSources) -> ModelRunner | None:
+        if sources.checkpoint is None:
+            raise UsageError("a draft model needs a checkpoint; give a directory or a hub id with --draft")
+        runner = sources.models.load_draft(sources.checkpoint)
+        if not runner.can_rewind:
+            raise UsageError(
+                f"the draft {sources.checkpoint.name} keeps a state that cannot be rolled back; choose another draft"
+            )
+        return runner
 
-    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
-        self._begun, kv = None, self._states.get(sequence.id)
+    @classmethod
+    def build(cls, context: DraftContext) -> Self:
+        assert context.runner is not None
+        return cls(context.runner, context.vocab_size, context.prefill_chunk, context.run_ahead)
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        return [self._propose(sequence, k, observers) for sequence in sequences]
+
+    def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
+        kv = self._states.get(sequence.id)
         if kv is None or len(sequence.tokens) + k > self.runner.max_positions:
             return
         pending = sequence.tokens[kv.length :]
-        if sequence.sampling.greedy and kv.length > 0 and len(pending) <= self._prefill_chunk:
-            fetch = self.runner.greedy(self._known(pending), kv, *self._passes(k, on_chunk))
-            self._begun = _Begun(sequence.id, len(sequence.tokens), k, fetch)
+        if not sequence.sampling.greedy or kv.length == 0 or len(pending) > self._prefill_chunk:
+            return
+        passes, choices = self._greedy_passes(k, observers)
+        launcher = self.runner.greedy_launcher(self._known_tokens(pending), kv, passes, choices)
+        if launcher is not None:
+            self._run_ahead.launch_draft(sequence.id, len(sequence.tokens), k, launcher)
 
-    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
-        for pending in (1, 2) if k else ():  # the newest token and, where the draft before was kept whole, its last
-            self.runner.prepare_greedy(pending, *self._passes(k, on_chunk))
+    def prepare(self, k: int, observers: Observers) -> None:
+        for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
+            self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -60,11 +81,10 @@ class DraftModel:
                 self._states[sequence_id].rewind(length)
 
     def release(self, sequence_id: int) -> None:
-        self._begun = None
         if (kv := self._states.pop(sequence_id, None)) is not None:
             self.runner.release_kv(kv)
 
-    def _propose(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> types.Draft:
+    def _propose(self, sequence: types.Sequence, k: int, observers: Observers) -> types.Draft:
         if len(sequence.tokens) + k > self.runner.max_positions:
             return types.Draft([])
         kv = self._states.get(sequence.id)
@@ -72,35 +92,38 @@ class DraftModel:
             kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity)
         elif k == 0:
             return types.Draft([])
-        if self._begun is None or self._begun[:3] != (sequence.id, len(sequence.tokens), k):
-            self.begin(sequence, k, on_chunk)
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return types.Draft(begun.fetch())
-        pending = sequence.tokens[kv.length :]
+        if (tokens := self._launched_tokens(sequence, k, observers)) is not None:
+            return types.Draft(tokens)
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
-        logits = self._catch_up(pending, kv, self._watch(stage, on_chunk, FIRST_PASS_CHUNKS))
-        tokens: list[int] = []
-        probs: list[Tensor] = []
+        logits = self._read(sequence.tokens[kv.length :], kv, self._observer(stage, observers, FIRST_PASS_CHUNKS))
+        tokens, probs = [], list[Tensor]()
         for position in range(k):
             if position:
-                observer = self._watch(types.Stage.DRAFT, on_chunk, 1)
-                logits = self.runner.forward(tokens[-1:], kv, keep=1, observer=observer)
+                observer = self._observer(types.Stage.DRAFT, observers, 1)
+                logits = self.runner.forward(tokens[-1:], kv, 1, observer=observer)
             tokens.append(self._choose(logits, sequence, probs))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
-    def _catch_up(self, pending: list[int], kv: KvState, observer: LayerObserver | None) -> Tensor:
-        pending = self._known(pending)
+    def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
+        """Return the tokens of the launched draft, which is launched now if it was not; None if it cannot be."""
+        wanted = (sequence.id, len(sequence.tokens), k)
+        if (tokens := self._run_ahead.take_draft(*wanted)) is None:
+            self.launch(sequence, k, observers)
+            tokens = self._run_ahead.take_draft(*wanted)
+        return tokens
+
+    def _read(self, pending: list[int], kv: KvState, observer: LayerObserver | None) -> Tensor:
+        pending = self._known_tokens(pending)
         for start in range(0, len(pending), self._prefill_chunk):
-            logits = self.runner.forward(pending[start : start + self._prefill_chunk], kv, keep=1, observer=observer)
+            logits = self.runner.forward(pending[start : start + self._prefill_chunk], kv, 1, observer=observer)
         return logits
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        # a target padded further than this model has tokens that are nothing to it; any stand-in keeps positions right
+    def _known_tokens(self, tokens: list[int]) -> list[int]:
+        # tokens of a target's padded vocabulary mean nothing to this model; any stand-in keeps positions right
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
-        """Pick a token the way the target would; when sampling, note the distribution it came from."""
+        """Choose a token as the target would; when sampling, append its distribution to `probs`."""
         missing = self._vocab_size - logits.shape[-1]
         logits = pad(logits, (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
         if sequence.sampling.greedy:
@@ -108,17 +131,10 @@ class DraftModel:
         probs.append(probabilities(logits[-1:], sequence.sampling)[0])
         return draw(probs[-1], sequence.rng)
 
-    def _passes(self, k: int, on_chunk: ChunkObserver | None) -> tuple[list[LayerObserver | None], int]:
-        """Who looks on at each greedy pass, and how many entries of the vocabulary it chooses from."""
-        first, later = (self._watch(types.Stage.DRAFT, on_chunk, chunks) for chunks in (FIRST_PASS_CHUNKS, 1))
+    def _greedy_passes(self, k: int, observers: Observers) -> tuple[list[LayerObserver | None], int]:
+        """Return the observer of each greedy pass, and the size of the vocabulary that it chooses from."""
+        first, later = (self._observer(types.Stage.DRAFT, observers, chunks) for chunks in (FIRST_PASS_CHUNKS, 1))
         return [first] + [later] * (k - 1), min(self._vocab_size, self.runner.vocab_size)
 
-    def _watch(self, stage: types.Stage, on_chunk: ChunkObserver | None, chunks: int) -> LayerObserver | None:
-        if on_chunk is None:
-            return None
-        count = self.runner.depth_count
-
-        def tell(depths: range, residual: Tensor, routing: types.Routing | None) -> None:
-            on_chunk(types.LayerChunk(stage, depths, count, residual, routing))
-
-        return LayerObserver(chunks, on_chunk.ask, tell)
+    def _observer(self, stage: types.Stage, observers: Observers, chunks: int) -> LayerObserver | None:
+        return observers.observer(stage, self.runner.depth_count, chunks)

@@ -1,27 +1,24 @@
-"""No draft: plain decoding, through the same loop."""
+"""No draft: plain decoding, through the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Self
 
 from spmoe import types
-from spmoe.draft.base import ChunkObserver
+from spmoe.draft.base import DraftContext, Drafter, Observers
+from spmoe.registry import DRAFTERS
 
 
-class NoDraft:
+@DRAFTERS.register("none")
+class NoDraft(Drafter):
     """Proposes nothing."""
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
+    proposes = False
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Self:
+        return cls()
+
+    def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
         return [types.Draft([]) for _ in sequences]
-
-    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
-        pass
-
-    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
-        pass
-
-    def rewind(self, lengths: Mapping[int, int]) -> None:
-        pass
-
-    def release(self, sequence_id: int) -> None:
-        pass

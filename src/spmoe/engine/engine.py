@@ -1,8 +1,8 @@
-"""A running engine: its parts, what had to be decided to put them together, and what it learns."""
+"""A running engine: parts that stay, and the policy, drafter and step loop of its present configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,25 +14,25 @@ from spmoe.backends.devices import limit_memory
 from spmoe.config import DraftTokens, EngineConfig
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
-from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import write_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction
-from spmoe.experts.filling import exchange, residents
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.kv import KvState
+from spmoe.models.loaded import LoadedModels
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff
+from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
-from spmoe.predict.next_gate import draft_gate_part
-from spmoe.predict.oracle import Recording, RoutingRecorder
+from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
+from spmoe.predict.policies.oracle import RoutingRecorder
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.types import ExpertKey
 
@@ -41,124 +41,181 @@ CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "evictio
 
 @dataclass
 class LearnedState:
-    """What requests leave to the next: experts in slots, and what rules and policies have learnt."""
+    """State that requests leave to the next: residents, and what policies have learned."""
 
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
-    policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # those that learn, and K
-    lengths: dict[str, DraftLength] = field(default_factory=dict)  # by policy, where how many are drafted is learnt
-    residents: list[ExpertKey] = field(default_factory=list)  # while another has the slots
-    learnt: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # by its file, and what it is from
+    policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
+    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy, where K is learned
+    residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
+    profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # and the counts they were learned from
 
 
-@dataclass
-class Engine:
-    """The parts of a running engine, and what had to be decided to put them together."""
+@dataclass(frozen=True)
+class EngineParts:
+    """Parts of an engine that stay the same while it runs."""
 
-    config: EngineConfig
-    dtype: torch.dtype
+    models: LoadedModels
     tokenizer: Any
-    target: Target
-    loop: Loop
-    source: ExpertSource
-    store: StoreSpec
-    slots: int
-    clock: Clock
-    max_model_len: int
-    device: torch.device
-    room: ExpertRuntime
-    memory: MemoryPlan
-    checkpoint: Checkpoint
     draft_checkpoint: Checkpoint | None
-    draft: Drafter | None  # the loop has it while K > 0
-    make_policy: Callable[[Engine], PrefetchPolicy]
-    learned: LearnedState
-    projection: HiddenStateProjection | None = None  # maps from the draft's states to the target's
-    profile: Profile | None = None
-    cutoff: int | None = None  # layers that may be prefetched for; None: no prefetching
-    notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
-    profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
-    learnt: dict[Path, Profile] = field(default_factory=dict)  # by the file in which it will be kept
-    recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
-    since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
+    drafter: Drafter
+    projection: HiddenStateProjection | None  # from the draft's hidden states to the target's
+    runtime: ExpertRuntime
+    experts: Experts
+    memory: MemoryPlan
+    max_model_len: int
+    clock: Clock
+    target_kv: MutableMapping[int, KvState]  # by sequence id
+
+
+class Engine:
+    """Runs one model with one configuration, which may change between requests."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, learned: LearnedState, notices: list[str]) -> None:
+        self.config = config
+        self.parts = parts
+        self.learned = learned
+        self.notices = notices  # where the engine does less than was asked, and why
+        self.recording: RecordedRouting | None = None  # routing of the request that runs next, for the oracle
+        self._new_profiles: dict[Path, Profile] = {}  # to be written at `close`
+        self.prefetching: Prefetching = self._make_prefetching()
+        self.loop: Loop = self._make_loop()
+
+    # ---- parts that others ask for often
+
+    @property
+    def target(self) -> Target:
+        """The model whose output counts."""
+        return self.parts.models.target
+
+    @property
+    def spec(self) -> StoreSpec:
+        """Description of the target's experts."""
+        return self.parts.models.spec
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.parts.models.device
+
+    @property
+    def experts(self) -> Experts:
+        """The expert side of the engine."""
+        return self.parts.experts
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the engine was built."""
+        return self.parts.experts.ledger.counters
+
+    @property
+    def slots(self) -> int:
+        """Number of expert slots."""
+        return self.parts.memory.slots
+
+    @property
+    def active_drafter(self) -> Drafter:
+        """The drafter, or none while K is 0."""
+        return self.parts.drafter if self.config.max_draft_tokens else NoDraft()
+
+    # ---- configuration
 
     def reconfigure(self, learned: LearnedState | None = None, **changes: Any) -> None:
-        """Change any of `CHANGEABLE` between two requests, without a reload; what was learnt for either is kept.
+        """Change any of `CHANGEABLE` between two requests, without a reload; learned state is kept for both.
 
-        With the experience of other requests, of this eviction rule, go on as if those had been the last.
-        Forwards are recorded for up to the K that the engine was built with; a larger one is slower.
+        With another learned state, go on as if its requests had been the last. Forwards are captured for up to the K
+        that the engine was built with; a larger K is slower.
         """
         if unknown := sorted(set(changes) - CHANGEABLE):
             raise UsageError(f"{', '.join(unknown)} cannot be changed while an engine runs; build another")
         config = replace(self.config, **changes)
-        k = config.most_draft_tokens
-        if k and self.draft is None:
+        if config.max_draft_tokens and not self.parts.drafter.proposes:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
-        if self.recording is None:
-            config.refuse_oracle()
         if config == self.config and learned is None:
             return
-        self._keep_learnt()
-        rule, known = config.eviction_rule, (learned or self.learned).evictions
-        if new := rule not in known:
-            known[rule] = make_eviction(rule, self.store.experts)
-        if learned is not None:
-            self.learned.residents, self.learned = residents(self.source), learned
-            exchange(self.source, known[rule], [] if new else learned.residents)  # a new rule knows of nobody there
-        elif rule != self.config.eviction_rule:
-            self.source.change_eviction(known[rule])
+        self._keep_profile()
+        self._change_eviction(config, learned)
         self.config = config
-        self.source.loads.batching = config.batching
-        self.source.overlap = config.overlap
-        self.loop.draft_tokens = k
-        self.loop.length = self.draft_length(config)
-        self.loop.drafter = self.draft if self.draft is not None and k else NoDraft()
-        self.profile = self.profile_file = self.cutoff = self.source.grants.step_budget = None
-        self.loop.policy = self.make_policy(self)
+        configure_experts(self.experts, config)
+        self.prefetching = self._make_prefetching()
+        self.loop = self._make_loop()
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Run one request inside, on demand, to have its routing recorded; set it as `recording` for the oracle."""
-        policy, recorder = self.loop.policy, RoutingRecorder()
-        self.loop.policy = recorder
+    def record(self) -> Iterator[RecordedRouting]:
+        """Record the routing of one request that runs inside, on demand; set it as `recording` for the oracle."""
+        before, recorder = self.loop, RoutingRecorder()
+        self.loop = self._make_loop(recorder)
         try:
             yield recorder.recording
         finally:
-            self.loop.policy = policy
+            self.loop = before
 
     def learn_cutoff(self) -> None:
-        """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
-        counters, policy = self.loop.counters.minus(self.since), draft_gate_part(self.loop.policy)
-        if self.profile is None or policy is None or counters.verified < ENOUGH_STEPS:
-            return
-        layers = len(self.target.moe)
-        self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
-        usual = self.loop.draft_tokens if self.loop.length is None else round(counters.drafted / counters.verified)
-        inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, usual)
-        self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
-
-    def draft_length(self, config: EngineConfig) -> DraftLength | None:
-        """Who chooses how many tokens are drafted, with what it has learnt, where that is left open."""
-        if config.num_speculative_tokens != "auto" or self.draft is None:
-            return None
-        known, name = self.learned.lengths, config.prefetch
-        if name not in known:
-            known[name] = DraftLength(max(self.store.experts), self.target.top_k, config.most_draft_tokens)
-        return known[name]
+        """Choose an automatic cutoff again from the experts that requests so far have missed."""
+        self.prefetching.learn_cutoff(self.counters, self.loop)
 
     def close(self) -> None:
-        """Keep what was learnt, and release everything. Idempotent."""
-        self._keep_learnt()
-        for file, profile in self.learnt.items():
+        """Keep what was learned, and release everything. Idempotent."""
+        self._keep_profile()
+        for file, profile in self._new_profiles.items():
             write_profile(file, profile)
-        with suppress(RuntimeError):  # a device that is broken
-            self.room.backend.synchronize()  # a draft that was begun may still run over what is about to be freed
-        self.source.close()
-        self.room.close()
-        if self.memory.limit is not None:
+        with suppress(RuntimeError):  # of a device that is broken
+            self.parts.runtime.backend.synchronize()  # a launched draft may still use memory that is freed below
+        self.experts.close()
+        self.parts.runtime.close()
+        if self.parts.memory.limit is not None:
             limit_memory(self.device, None)
 
-    def _keep_learnt(self) -> None:
+    def _make_prefetching(self) -> Prefetching:
+        prefetching = make_prefetching(self)
+        self.notices += [notice for notice in prefetching.notices if notice not in self.notices]
+        self.experts.scheduler.step_budget = prefetching.step_budget
+        return prefetching
+
+    def _make_loop(self, policy: PrefetchPolicy | None = None) -> Loop:
+        config, parts, drafter = self.config, self.parts, self.active_drafter
+        return Loop(
+            parts.models.target,
+            drafter,
+            policy or self.prefetching.policy,
+            parts.experts,
+            parts.clock,
+            config.max_draft_tokens if drafter.proposes else 0,
+            config.prefill_chunk,
+            parts.target_kv,
+            self._draft_length(),
+        )
+
+    def _draft_length(self) -> DraftLength | None:
+        """Return the object that chooses K, with what it has learned; None if K is fixed."""
+        config = self.config
+        if config.num_speculative_tokens != "auto" or not self.parts.drafter.proposes:
+            return None
+        known, name = self.learned.draft_lengths, config.prefetch
+        if name not in known:
+            known[name] = DraftLength(max(self.spec.experts), self.target.top_k, config.max_draft_tokens)
+        return known[name]
+
+    def _change_eviction(self, config: EngineConfig, learned: LearnedState | None) -> None:
+        name, known = config.eviction_policy, (learned or self.learned).evictions
+        if new := name not in known:
+            known[name] = make_eviction(name, self.spec.experts)
+        if learned is not None:
+            self.learned.residents, self.learned = self.experts.pool.residents(), learned
+            # a new eviction policy has seen no residents
+            self.experts.pool.exchange(known[name], [] if new else learned.residents)
+        elif name != self.config.eviction_policy:
+            self.experts.pool.change_eviction(known[name])
+
+    def _keep_profile(self) -> None:
         self.learn_cutoff()
-        if self.profile_file is not None and self.profile is not None:
-            self.learnt[self.profile_file] = self.profile
-            self.learned.learnt[self.profile_file] = (self.profile, self.loop.counters.minus(self.since))
+        prefetching = self.prefetching
+        if prefetching.profile_file is not None and prefetching.profile is not None:
+            self._new_profiles[prefetching.profile_file] = prefetching.profile
+            counts = self.counters.minus(prefetching.since)
+            self.learned.profiles[prefetching.profile_file] = (prefetching.profile, counts)
+
+
+def configure_experts(experts: Experts, config: EngineConfig) -> None:
+    """Apply the options that may change between requests."""
+    experts.pool.set_batching(config.batching)
+    experts.scheduler.overlap = config.overlap

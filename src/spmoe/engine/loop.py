@@ -1,175 +1,218 @@
-"""The loop: one step of speculative decoding over offloaded experts. Read `step` first."""
+"""The step: speculative decoding over offloaded experts. Read `Loop.step` first."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import MutableMapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from spmoe.draft.base import Drafter
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
+from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
-from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity
 from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_length import FIRST, DraftLength
-from spmoe.types import DraftOutcome, LayerChunk, Routing, Sequence, Stage
+from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
 
 
-class Lookout:
-    """Predicts and prefetches, while a model runs."""
+class PolicyObservers:
+    """Shows hidden states to the prefetch policy and queues the requests that it returns."""
 
-    def __init__(self, loop: Loop, stage: Stage) -> None:
-        self._loop = loop
-        self.ask = partial(loop.policy.ask, stage)
+    def __init__(self, policy: PrefetchPolicy, experts: Experts) -> None:
+        self._policy = policy
+        self._experts = experts
 
-    def __call__(self, seen: LayerChunk) -> None:
-        if seen.stage in self._loop.policy.stages:
-            self._loop.source.prefetch(self._loop.policy.on_chunk(seen))
+    def observer(
+        self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False
+    ) -> LayerObserver | None:
+        """Return an observer of a forward of this stage; None if the policy does not look at it."""
+        if stage not in self._policy.stages:
+            return None
+
+        def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
+            chunk = LayerChunk(stage, depths, depth_count, residual, routing)
+            self._experts.scheduler.request(self._policy.on_chunk(chunk))
+
+        key = self._policy.name if immediate else ""
+        return LayerObserver(chunks, partial(self._policy.ask, stage), show, key, immediate)
 
 
 class Loop:
-    """Everything a step touches."""
+    """Runs steps with one drafter and one prefetch policy."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter,
         policy: PrefetchPolicy,
-        source: ExpertSource,
+        experts: Experts,
         clock: Clock,
-        draft_tokens: int,
+        max_draft_tokens: int,
         prefill_chunk: int,
-        states: dict[int, KvState] | None = None,
+        target_kv: MutableMapping[int, KvState],
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy
-        self.source = source
-        self.draft_tokens = draft_tokens  # K, or the most
-        self.length: DraftLength | None = None  # who chooses how many, where that is left open
-        self.counters: Counters = source.counters
+        self.max_draft_tokens = max_draft_tokens  # K, or its upper bound if `draft_length` chooses it
+        self.draft_length = draft_length  # chooses K; None: K is fixed
+        self._experts = experts
         self._clock = clock
         self._prefill_chunk = prefill_chunk
-        self.states = states if states is not None else {}  # the target's, by sequence; a draft may share them
+        self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
+        self._observers = PolicyObservers(policy, experts)
 
-    def step(self, sequence: Sequence, room: int) -> list[int]:
-        """Draft, predict, prefetch, verify, accept, account; the new tokens, of which there are at most `room`."""
-        started, loaded = self._clock.now(), self.counters.useful_loads
-        self.source.begin_step(sequence.id, self.policy.on_routed)
-        self.source.prefetch(self.policy.begin_step(sequence.id))
-        k = self._draft_length(sequence, room)
+    def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
+        """Draft, predict, prefetch, verify, accept, account; return at most `max_new_tokens` new tokens."""
+        started, loads = self._clock.now(), self._experts.ledger.counters.useful_loads
+        self._experts.step.begin(sequence.id, self.policy.on_routed)
+        self._experts.scheduler.request(self.policy.begin_step(sequence.id))
 
-        (draft,) = self.drafter.propose([sequence], k, self._lookout(Stage.DRAFT))
+        k = self._num_draft_tokens(sequence, max_new_tokens)
+        (draft,) = self.drafter.propose([sequence], k, self._observers)  # predicts and prefetches on the way
         drafted = self._clock.now()
-        self.source.draft_is_over()
+        self._experts.scheduler.finish_draft()
 
-        logits = self._verify(sequence, draft.tokens)  # [K + 1, vocabulary]
-        self.source.end_step()  # while a device comes to the end of it
-        verifier = GreedyVerifier(self.target.argmax) if sequence.sampling.greedy else RejectionVerifier()
-        result = verifier.verify(sequence, draft, logits)
-        self.source.computed()
+        output = self._verify(sequence, draft.tokens)
+        self._experts.step.end()
+        result = self._judge(sequence, draft, output)
+        self._experts.step.finish_compute()
+        self._learn_draft_length(sequence, draft, result, started, drafted)
 
-        if self.length is not None and sequence.sampling.greedy and len(sequence.tokens) > sequence.prompt_length:
-            self.length.learn(len(draft.tokens), result.accepted, drafted - started, self._clock.now() - drafted)
-        new = [*draft.tokens[: result.accepted], result.next_token]
-        sequence.tokens += new
-        self._rewind(sequence, len(sequence.tokens) - 1)
-        if (k := self._draft_length(sequence, room - len(new))) > 0:
-            with suppress(Exception):  # what goes wrong goes wrong again when asked for, and these tokens are kept
-                self.drafter.begin(sequence, k, self._lookout(Stage.DRAFT))  # a device goes on while the host does
-                self._begin_verification(sequence, k)
-
-        self.source.book_stalls()
-        self.policy.on_accept(DraftOutcome(len(draft.tokens), result.accepted))
-        self.counters.steps += 1
-        self.counters.tokens += len(new)
-        self.counters.count_draft(len(draft.tokens), result.accepted, self.counters.useful_loads - loaded)
-        self._account_time(started, drafted, self._clock.now())
+        new = self._accept(sequence, draft, result)
+        self._launch_next(sequence, max_new_tokens - len(new))
+        self._account(draft, result, loads, started, drafted)
         return new
 
     def prepare(self) -> None:
-        """Have all forwards recorded that greedy requests replay, over the states that earlier ones have left."""
+        """Capture every forward that greedy requests replay, over the KV caches of earlier requests."""
         observer = self._target_observer()
-        for rows in range(1, self.draft_tokens + 2):  # drafts get shorter at the end of a request
+        for rows in range(1, self.max_draft_tokens + 2):  # drafts get shorter at the end of a request
             self.target.prepare(rows, rows, observer)
-        self.drafter.prepare(self.draft_tokens, self._lookout(Stage.DRAFT))
+        self.drafter.prepare(self.max_draft_tokens, self._observers)
 
     def release(self, sequence: Sequence) -> None:
-        """The request is over, however it ended."""
-        self.source.end_step()
-        if (kv := self.states.pop(sequence.id, None)) is not None:
+        """Drop a request's state, however it ended."""
+        self._experts.step.end()
+        self._experts.run_ahead.invalidate()
+        if (kv := self._target_kv.pop(sequence.id, None)) is not None:
             self.target.release_kv(kv)
         self.drafter.release(sequence.id)
 
-    def _account_time(self, started: float, drafted: float, ended: float) -> None:
-        self.counters.draft_seconds += drafted - started
-        self.counters.verify_seconds += ended - drafted
-        self.source.timeline.add(Activity.DRAFT, started, drafted)
-        self.source.timeline.add(Activity.VERIFY, drafted, ended)
+    # ---- draft
 
-    def _draft_length(self, sequence: Sequence, room: int) -> int:
-        """K, less at the end of a request and where rotary embeddings change; none before the prompt has been read."""
-        if sequence.id not in self.states:
+    def _num_draft_tokens(self, sequence: Sequence, max_new_tokens: int) -> int:
+        """Return K for the next step: fewer at the end of a request or before LongRoPE switches; 0 for a prompt."""
+        if sequence.id not in self._target_kv:
             return 0
-        k = self.draft_tokens
-        if self.length is not None:  # what is drawn at random must not depend on how long steps take
-            k = self.length.current if sequence.sampling.greedy else min(k, FIRST)
-        rows = self.target.changes.until(len(sequence.tokens) - 1)  # that go on as the last one does
-        return min(k, room - 1, k if rows is None else rows - 1)
+        k = self.max_draft_tokens
+        if self.draft_length is not None:  # sampled text must not depend on how long steps take
+            k = self.draft_length.current if sequence.sampling.greedy else min(k, FIRST)
+        rows = self.target.longrope.until(len(sequence.tokens) - 1)  # that use the same RoPE variant
+        return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
-    def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
-        """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""
-        kv = self.states.get(sequence.id)
-        if kv is not None and self.target.changes.invalidate(kv.length, len(sequence.tokens)):
-            self.target.release_kv(self.states.pop(sequence.id))
-            kv = None
-        if kv is None:
-            kv = self.states[sequence.id] = self.target.new_kv(sequence.capacity)
+    def _learn_draft_length(
+        self, sequence: Sequence, draft: Draft, result: VerifyResult, started: float, drafted: float
+    ) -> None:
+        """Tell the choice of K how this step went; a step that reads a prompt says nothing about it."""
+        reads_prompt = len(sequence.tokens) == sequence.prompt_length
+        if self.draft_length is not None and sequence.sampling.greedy and not reads_prompt:
+            now = self._clock.now()
+            self.draft_length.learn(len(draft.tokens), result.accepted, drafted - started, now - drafted)
+
+    # ---- verify
+
+    def _verify(self, sequence: Sequence, draft: list[int]) -> ForwardResult:
+        """Run the target over the tokens it has not read; return logits at the last token and each draft token."""
+        kv = self._kv_of(sequence)
         total_length = 0 if kv.length else len(sequence.tokens)
-        pending, keep = sequence.tokens[kv.length :] + draft, len(draft) + 1
-        chunk = max(self._prefill_chunk, keep)  # of several recorded forwards of as many rows, one's logits are left
+        pending, num_logits = sequence.tokens[kv.length :] + draft, len(draft) + 1
+        chunk = max(self._prefill_chunk, num_logits)  # logits of the last chunk only, as replays overwrite them
         chunk = chunk if self.target.inspection.resumes else len(pending)
-        if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
-            certain, pending = pending[:-keep], pending[-keep:]
+        if draft and not kv.can_rewind:  # its state goes back to a snapshot only: take one just before the draft
+            certain, pending = pending[:-num_logits], pending[-num_logits:]
             while certain:
-                rows = chunk if total_length else min(chunk, self.target.changes.until(kv.length) or chunk)
+                rows = chunk if total_length else min(chunk, self.target.longrope.until(kv.length) or chunk)
                 self.target.forward(certain[:rows], kv, 1, total_length=total_length)
                 certain = certain[rows:]
-            kv.mark()
+            kv.snapshot()
         observer = self._target_observer()
         parts = [
-            self.target.forward(pending[start : start + chunk], kv, keep, observer=observer, total_length=total_length)
+            self.target.run(pending[start : start + chunk], kv, num_logits, observer=observer, total_length=total_length)
             for start in range(0, len(pending), chunk)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[-keep:]
+        return parts[0] if len(parts) == 1 else EagerResult(torch.cat([part.logits for part in parts])[-num_logits:])
 
-    def _begin_verification(self, sequence: Sequence, k: int) -> None:
-        """Let a device go on from the draft that was begun to the forward that verifies it."""
-        kv = self.states[sequence.id]
-        if len(sequence.tokens) == kv.length + 1:
-            self.target.begin(sequence.tokens[-1], k, kv, self._target_observer())
-
-    def _lookout(self, stage: Stage) -> Lookout | None:
-        return Lookout(self, stage) if stage in self.policy.stages else None
+    def _kv_of(self, sequence: Sequence) -> KvState:
+        """Return the target's KV cache of a sequence; an empty one if it must be read from the start."""
+        kv = self._target_kv.get(sequence.id)
+        if kv is not None and self.target.longrope.invalidate(kv.length, len(sequence.tokens)):
+            self.target.release_kv(self._target_kv.pop(sequence.id))
+            kv = None
+        if kv is None:
+            kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity)
+        return kv
 
     def _target_observer(self) -> LayerObserver | None:
-        """Who looks at each of the target's layers while it runs, if the policy does."""
-        lookout, count = self._lookout(Stage.VERIFY), self.target.depth_count
-        if lookout is None or not self.target.has_hidden_states:
+        if not self.target.has_hidden_states:
             return None
+        depth_count = self.target.depth_count
+        return self._observers.observer(Stage.VERIFY, depth_count, depth_count, immediate=True)
 
-        def tell(depths: range, residual: torch.Tensor, routing: Routing | None) -> None:
-            lookout(LayerChunk(Stage.VERIFY, depths, count, residual, routing))
+    # ---- accept
 
-        return LayerObserver(count, lookout.ask, tell, at_once=True, question=self.policy.name)
+    def _judge(self, sequence: Sequence, draft: Draft, output: ForwardResult) -> VerifyResult:
+        """Decide how many draft tokens the target accepts; waits for the device."""
+        if sequence.sampling.greedy:
+            return GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, output.logits)
+        return RejectionVerifier().verify(sequence, draft, output.logits)
 
-    def _rewind(self, sequence: Sequence, length: int) -> None:
-        self.states[sequence.id].rewind(length)
+    def _accept(self, sequence: Sequence, draft: Draft, result: VerifyResult) -> list[int]:
+        """Append the accepted tokens and the next one; roll both KV caches back to them."""
+        new = [*draft.tokens[: result.accepted], result.next_token]
+        sequence.tokens += new
+        length = len(sequence.tokens) - 1
+        self._target_kv[sequence.id].rewind(length)
         self.drafter.rewind({sequence.id: length})
+        return new
+
+    def _launch_next(self, sequence: Sequence, max_new_tokens: int) -> None:
+        """Let a device start the next draft, and its verification behind it, while the host accounts for this step."""
+        if (k := self._num_draft_tokens(sequence, max_new_tokens)) < 1:
+            return
+        kv = self._target_kv[sequence.id]
+
+        def launch() -> None:
+            self.drafter.launch(sequence, k, self._observers)
+            if len(sequence.tokens) == kv.length + 1:
+                self.target.launch_verify(sequence.tokens[-1], k, kv, self._target_observer())
+
+        self._experts.run_ahead.launch_next(launch)
+
+    # ---- account
+
+    def _account(self, draft: Draft, result: VerifyResult, loads: int, started: float, drafted: float) -> None:
+        """Count the step and tell the prefetch policy how its draft went."""
+        count, accepted, ledger = len(draft.tokens), result.accepted, self._experts.ledger
+        self._experts.step.count_stalls()
+        self.policy.on_accept(DraftOutcome(count, accepted))
+        ended, missing = self._clock.now(), ledger.counters.useful_loads - loads
+        ledger.step(
+            tokens=accepted + 1,
+            drafted=count,
+            accepted=accepted,
+            missing=missing,
+            draft_seconds=drafted - started,
+            verify_seconds=ended - drafted,
+        )
+        self._experts.timeline.add(Activity.DRAFT, started, drafted)
+        self._experts.timeline.add(Activity.VERIFY, drafted, ended)

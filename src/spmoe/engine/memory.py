@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spmoe.backends.base import kernel_rows
+from spmoe.backends.base import kernel_row_limit
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
 from spmoe.engine.memory_plan import MemoryPlan
@@ -76,7 +76,7 @@ def _activations(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     And, where experts are run by kernels, what every one that a token is sent to makes of it.
     """
     widest = max(max(field.shape) for field in spec.layout.fields)
-    by_kernels = min(config.prefill_chunk, kernel_rows(spec.layout.nbytes))
+    by_kernels = min(config.prefill_chunk, kernel_row_limit(spec.layout.nbytes))
     return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * by_kernels)
 
 

@@ -1,128 +1,177 @@
-"""Which prefetch policy an engine gets, with what cutoff, and what is left of it where nothing can be predicted."""
+"""Prefetching of an engine: which policy runs, with what cutoff, and what the engine offers to policies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spmoe.config import CutoffMode
-from spmoe.draft.model import DraftModel
-from spmoe.draft.none import NoDraft
-from spmoe.draft.self_quantized import QuantizedSelfRunner
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
-from spmoe.engine.engine import Engine
-from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
+from spmoe.config import CutoffMode, EngineConfig
+from spmoe.engine.profiling import (
+    cutoff_inputs,
+    measure,
+    profile_path,
+    profile_settings,
+    read_profile,
+    usual_draft_tokens,
+    write_profile,
+)
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
-from spmoe.predict.activation import Activation
-from spmoe.predict.adaptive import Adaptive
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.cutoff import choose_cutoff
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.next_gate import CombinedPolicy, NextGate
-from spmoe.predict.on_demand import OnDemand
-from spmoe.predict.oracle import Oracle
+from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
+from spmoe.predict.policies import plan_policy
+from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection
 
-
-def make_policy(engine: Engine) -> PrefetchPolicy:
-    """The policy asked for, or what is left of it; what is missing becomes a notice."""
-    wanted, target = engine.config.prefetch, engine.target
-    own_signals = bool(target.gated) and target.has_hidden_states
-    if wanted == "oracle":
-        return Oracle(lambda: engine.recording or [])  # without a budget: what it prefetch requests for is needed
-    if wanted == "activation":
-        policy = _kept(engine, lambda: Activation(engine.store.experts))
-    elif wanted == "adaptive" and own_signals:
-        policy = _kept(engine, lambda: Adaptive(target, target.gated))
-    else:
-        policy = _by_gates(engine, own_signals)
-    if not isinstance(policy, OnDemand):
-        _note_silent_layers(engine, policy)
-        # more than the slots can hold at once would push itself out again within the step
-        engine.source.grants.step_budget = engine.slots * engine.store.layout.nbytes
-    return policy
+if TYPE_CHECKING:
+    from spmoe.engine.engine import Engine
+    from spmoe.engine.loop import Loop
 
 
-def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
-    """A policy with what it learnt when it ran before."""
-    name = (engine.config.prefetch, engine.config.num_speculative_tokens)
-    policies = engine.learned.policies
-    if name not in policies:
-        policies[name] = make()
-    return policies[name]
+@dataclass
+class Prefetching:
+    """The prefetch policy of an engine, with its cutoff and the profile that the cutoff comes from."""
+
+    policy: PrefetchPolicy
+    config: EngineConfig
+    cutoff: int | None = None  # layers, counted from the first, that may be prefetched for; None: no cutoff
+    step_budget: int | None = None  # bytes that may be prefetched in one step; None: no bound
+    notices: tuple[str, ...] = ()
+    inputs: CutoffInputs | None = None
+    profile: Profile | None = None  # None: the cutoff needs none
+    profile_file: Path | None = None  # that caches the profile
+    since: Counters = field(default_factory=Counters)  # counts from which on this configuration learns
+
+    def learn_cutoff(self, counters: Counters, loop: Loop) -> None:
+        """Choose an automatic cutoff again from the experts that steps have missed, once there are enough steps."""
+        counts = counters.minus(self.since)
+        if self.profile is None or self.inputs is None or counts.verified < ENOUGH_STEPS:
+            return
+        missing = counts.missing / counts.verified / self.inputs.layers
+        self.profile = replace(self.profile, missing_per_layer=missing)
+        k = loop.max_draft_tokens if loop.draft_length is None else round(counts.drafted / counts.verified)
+        self.cutoff = choose_cutoff(self.config.cutoff, self.profile, replace(self.inputs, draft_tokens=k))
+        self.policy.set_cutoff(self.cutoff)
 
 
-def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
-    """Prediction by the target's gates, of the draft's states, of the target's own, or both."""
-    wanted, target, drafter = engine.config.prefetch, engine.target, engine.loop.drafter
-    first = second = None
-    if "draft-gate" in wanted and isinstance(drafter, DraftModel):
-        first = _draft_gate(engine, drafter)
-    elif "draft-gate" in wanted and not isinstance(drafter, NoDraft):
-        then = "the target's own layers predict the next one's" if own_signals else "they are loaded on demand"
-        _note(engine, f"a draft without a model has no hidden states to predict experts from; {then}")
-        second = NextGate(target, only=target.gated) if own_signals else None
-    if "next-gate" in wanted and own_signals:
-        second = NextGate(target, only=target.gated, sure=first is not None)
-    elif "next-gate" in wanted or wanted == "adaptive":
-        _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
-    if first is not None and second is not None:
-        return CombinedPolicy(first, second)
-    return first or second or OnDemand()
+@dataclass(frozen=True)
+class DraftSide:
+    """The draft as prefetch policies see it."""
+
+    drafting: bool  # whether tokens are drafted at all
+    runner: ModelRunner | None  # None: no model drafts
+    routes_experts: bool  # whether the draft's own routers name the target's experts
 
 
-def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
-    """Prediction from the draft, its cutoff taken from a profile that is made if there is none yet."""
-    config, target = engine.config, engine.target
-    if (reason := _no_prediction(target, drafter.runner, engine.projection)) is not None:
-        _note(engine, f"{reason}; experts are loaded on demand")
-        return None
-    usual = usual_draft_tokens(config.num_speculative_tokens)
-    inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, usual)
-    if config.cutoff.mode is not CutoffMode.FIXED:
-        file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
-        engine.profile_file = file
-        engine.profile, steps = engine.learned.learnt.get(file, (read_profile(file), Counters()))
-        if engine.profile is None:
-            wait = engine.room.backend.synchronize
-            engine.profile = measure(target, drafter.runner, engine.source, inputs, engine.clock, wait)
-            write_profile(file, engine.profile)
-        engine.since = engine.loop.counters.minus(steps)
-    engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
-    only = None if isinstance(drafter.runner, QuantizedSelfRunner) else target.gated  # its own routers answer for all
-    return DraftGate(target, drafter.runner.depth_count, engine.cutoff, engine.projection, only)
+def make_prefetching(engine: Engine) -> Prefetching:
+    """Make the policy that the configuration names, or its fallback, with its cutoff."""
+    config, parts, drafter = engine.config, engine.parts, engine.active_drafter
+    draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts)
+    recorded = None if engine.recording is None else lambda: engine.recording or []
+    context = policy_context(engine.target, engine.spec.experts, draft, parts.projection, recorded)
+    plan = plan_policy(config.prefetch, context)
+    cutoff = _Cutoff()
+    if plan.uses_cutoff:
+        cutoff = _find_cutoff(engine, drafter.runner)
+        context = replace(context, cutoff=cutoff.layers)
+    policy = plan.build(context)
+    if policy.learns:  # it keeps what it has learned under this configuration
+        policy = engine.learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
+        if cutoff.layers is not None:
+            policy.set_cutoff(cutoff.layers)
+    # more bytes than the slots hold would evict prefetches of the same step before they are used
+    budget = engine.slots * engine.spec.layout.nbytes if policy.uses_step_budget else None
+    return Prefetching(
+        policy, config, cutoff.layers, budget, plan.notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
+    )
 
 
-def _note_silent_layers(engine: Engine, policy: PrefetchPolicy) -> None:
-    """Say so where gates are asked and some layers have none that can be."""
-    target, drafter = engine.target, engine.loop.drafter
-    own_routers = isinstance(drafter, DraftModel) and isinstance(drafter.runner, QuantizedSelfRunner)
-    asks = isinstance(policy, (NextGate, CombinedPolicy)) or (isinstance(policy, DraftGate) and not own_routers)
-    if asks and not target.gates_found:
-        count, layers = len(target.moe) - len(target.gated), len(target.moe)
-        _note(
-            engine,
-            f"{count} of {layers} MoE layers have no gate that can be called alone; theirs are loaded on demand",
-        )
+def policy_context(
+    target: Target,
+    experts_per_layer: Sequence[int],
+    draft: DraftSide,
+    projection: HiddenStateProjection | bool | None,
+    recorded: Callable[[], RecordedRouting] | None = None,
+) -> PolicyContext:
+    """Describe what a target and a draft offer to policies; models may be on the meta device.
+
+    `projection` may be True if there is one that is not loaded. The cutoff is not known yet.
+    """
+    runner = draft.runner
+    return PolicyContext(
+        experts_per_layer=experts_per_layer,
+        gates=target,
+        gated_layers=target.gated,
+        drafting=draft.drafting,
+        draft_depth=None if runner is None else runner.depth_count,
+        draft_routes=draft.routes_experts,
+        projection=projection if isinstance(projection, HiddenStateProjection) else None,
+        recorded_routing=recorded,
+        unmet={
+            **_unmet_by_draft(draft, target, projection),
+            **_unmet_by_target(target),
+            **({} if recorded is not None else {Need.RECORDED_ROUTING: NO_RECORDING}),
+        },
+    )
 
 
-def _note(engine: Engine, notice: str) -> None:
-    if notice not in engine.notices:
-        engine.notices.append(notice)
+@dataclass(frozen=True)
+class _Cutoff:
+    layers: int | None = None
+    inputs: CutoffInputs | None = None
+    profile: Profile | None = None
+    file: Path | None = None
+    since: Counters = field(default_factory=Counters)
 
 
-def _no_prediction(target: Target, draft: ModelRunner, projection: HiddenStateProjection | None) -> str | None:
-    """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
-    if isinstance(draft, QuantizedSelfRunner):
-        return None  # its own routers answer
+def _find_cutoff(engine: Engine, draft: ModelRunner | None) -> _Cutoff:
+    """Choose the cutoff from a profile, which is measured if there is none yet."""
+    config, parts, target = engine.config, engine.parts, engine.target
+    inputs = cutoff_inputs(
+        engine.spec, target.top_k, engine.slots, usual_draft_tokens(config.num_speculative_tokens)
+    )
+    if config.cutoff.mode is CutoffMode.FIXED or draft is None:
+        return _Cutoff(choose_cutoff(config.cutoff, None, inputs), inputs)
+    file = profile_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
+    profile, counts = engine.learned.profiles.get(file, (read_profile(file), Counters()))
+    if profile is None:
+        wait = parts.runtime.backend.synchronize
+        profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
+        write_profile(file, profile)
+    since = engine.counters.minus(counts)
+    return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since)
+
+
+def _unmet_by_target(target: Target) -> dict[Need, str]:
+    """Say why policies cannot predict from the target's hidden states, if they cannot."""
     if not target.gated:
-        return "the target's gates cannot be called alone"
-    if not draft.has_hidden_states:
-        return "the draft's hidden states cannot be tapped"
-    if draft.hidden_size != target.hidden_size and projection is None:
-        return (
-            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate "
-            "unless `spmoe fit-predictor` fits maps between them"
+        return {Need.TARGET_STATES: "the target's gates cannot be called alone"}
+    if not target.has_hidden_states:
+        return {Need.TARGET_STATES: "the target's hidden states cannot be read"}
+    return {}
+
+
+def _unmet_by_draft(
+    draft: DraftSide, target: Target, projection: HiddenStateProjection | bool | None
+) -> dict[Need, str]:
+    """Say why policies cannot predict from the draft, if they cannot; "" where nothing is drafted."""
+    runner = draft.runner
+    if not draft.drafting:
+        return {Need.DRAFT_STATES: ""}
+    if draft.routes_experts:
+        return {}
+    if runner is None:
+        return {Need.DRAFT_STATES: "a draft without a model has no hidden states to predict experts from"}
+    if not target.gated:
+        return {Need.DRAFT_STATES: "the target's gates cannot be called alone"}
+    if not runner.has_hidden_states:
+        return {Need.DRAFT_STATES: "the draft's hidden states cannot be read"}
+    if runner.hidden_size != target.hidden_size and not projection:
+        reason = (
+            f"the draft is {runner.hidden_size} wide and the target {target.hidden_size}, so the target's gates do not "
+            "accept the draft's hidden states unless `spmoe fit-predictor` fits maps between them"
         )
-    return None
+        return {Need.DRAFT_STATES: reason}
+    return {}

@@ -1,8 +1,8 @@
 """The cache: which expert is in which slot, and in which state. Bookkeeping only: no threads, no bytes, no time.
 
-One pool of slots serves all layers. A key is in at most one slot; a slot that is being written or is pinned (in use)
-is never given to another key. Beside an entry for each expert that has a slot there are tables of all of them, so that
-what is asked of a whole layer, or of all, costs as much as of one.
+One pool of slots serves all layers. A key is in at most one slot; a slot that is being written or is pinned is never
+given to another key. Tables over all experts stand beside the entries, so that a question about a layer, or about all
+layers, costs as much as one about a single expert.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmoe.experts.batches import PinnedLayer
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.scored import ScoredEviction
 from spmoe.experts.transfer import CopyHandle
 from spmoe.types import ExpertKey, Residency
 
@@ -26,17 +24,27 @@ class Entry:
 
     key: ExpertKey
     slot: int
-    prefetched: bool  # came by a prefetch request and has not been needed yet
+    prefetched: bool  # loaded by a prefetch request and not used yet
     state: Residency = Residency.LOADING
     handle: CopyHandle | None = None  # while LOADING, and after a failure
     pins: int = 0
 
 
 class Reservation(NamedTuple):
-    """A slot for a key, and what had to leave it."""
+    """A slot for a key, and the entry that was evicted for it."""
 
     entry: Entry
     evicted: Entry | None
+
+
+@dataclass(slots=True)
+class PinnedLayer:
+    """READY experts of a layer, pinned so that kernels can launch before the routed experts are known."""
+
+    layer: int
+    slots: np.ndarray  # int32 [experts]; -1: not READY
+    epoch: int = 0  # compute epoch that began with the pin; the transfer's number
+    is_pinned: bool = True
 
 
 class ExpertCache:
@@ -44,13 +52,13 @@ class ExpertCache:
 
     def __init__(self, slot_count: int, eviction: Eviction) -> None:
         self.slot_count = slot_count
-        self.peak = 0
+        self.peak = 0  # most slots that were occupied at once
         shape = eviction.shape
         self.present = np.zeros(shape, dtype=bool)  # has a slot
-        self.prefetched = np.zeros(shape, dtype=bool)  # as its entry says
-        self._ready = np.full(shape, -1, dtype=np.int32)  # the slot of what is READY
-        self._held = np.zeros(shape, dtype=bool)  # pinned or LOADING: not to be evicted
-        self._open = [0] * shape[0]  # how often each layer is open: nothing of it is evicted either
+        self.prefetched = np.zeros(shape, dtype=bool)  # same as its entry's flag
+        self._ready = np.full(shape, -1, dtype=np.int32)  # slot of each READY expert
+        self._held = np.zeros(shape, dtype=bool)  # pinned or LOADING: not evictable
+        self._layer_pins = [0] * shape[0]  # a pinned layer's experts are not evictable either
         self.eviction = eviction
         self._entries: dict[ExpertKey, Entry] = {}
         self._free = list(range(slot_count - 1, -1, -1))
@@ -59,126 +67,125 @@ class ExpertCache:
         return len(self._entries)
 
     def change_eviction(self, eviction: Eviction) -> None:
-        """Another rule decides from now on; the old one is told that everything left, the new one that it came."""
+        """Switch to another eviction policy, and tell both policies that the residents moved over."""
         for key in self._entries:
             self.eviction.on_remove(key)
             eviction.on_insert(key)
         self.eviction = eviction
 
     def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[Entry]:
-        """Have just these in slots, and a rule decide that had left them there; those of them that are LOADING.
+        """Switch to an eviction policy together with the residents it last saw; return the entries to load.
 
-        Neither that rule nor the one before is told of it: each knows what it left.
+        Neither policy is told: each knows the residents that it left.
         """
-        self.eviction = ScoredEviction([self.present.shape[1]] * self.present.shape[0])
         for key in [key for key in self._entries if key not in keys]:
-            self._remove(key)
-        loading = [self._place(key, False, None).entry for key in keys if key not in self._entries]
+            self._remove(key, notify=False)
         self.eviction = eviction
-        return loading
+        return [self._insert(key, False, None, notify=False).entry for key in keys if key not in self._entries]
 
     def get(self, key: ExpertKey) -> Entry | None:
-        """The key's entry, if it has a slot."""
+        """Return the key's entry, if it has a slot."""
         return self._entries.get(key)
 
     def entries(self) -> list[Entry]:
-        """Everything that has a slot."""
+        """Return the entry of every expert that has a slot."""
         return list(self._entries.values())
 
-    def open(self, layer: int) -> PinnedLayer:
-        """What a layer has READY; nothing of it leaves until it is shut."""
-        self._open[layer] += 1
+    def pin_layer(self, layer: int) -> PinnedLayer:
+        """Pin a layer's READY experts; none of the layer's experts is evicted until `unpin_layer`."""
+        self._layer_pins[layer] += 1
         return PinnedLayer(layer, self._ready[layer].copy())
 
-    def shut(self, pinned: PinnedLayer) -> None:
-        """Let go of it. Idempotent."""
-        if pinned.is_open:
-            pinned.is_open = False
-            self._open[pinned.layer] -= 1
+    def unpin_layer(self, pinned: PinnedLayer) -> None:
+        """Release a pinned layer. Idempotent."""
+        if pinned.is_pinned:
+            pinned.is_pinned = False
+            self._layer_pins[pinned.layer] -= 1
 
     def reserve(self, key: ExpertKey) -> Reservation | None:
-        """Take a slot for a wished ABSENT key, which is LOADING from then on; None when no slot may be taken.
+        """Take a slot for an ABSENT key that is prefetched, LOADING from then on; None if no slot may be taken.
 
-        It takes only what eviction holds to be worth less than the wished expert.
+        Only residents that the eviction policy scores below the prefetched expert are evicted for it.
         """
         if key in self._entries:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            victims = self.eviction.victims(1, self._staying(), self.eviction.worth(key), key.layer)
+            victims = self.eviction.victims(1, self._not_evictable(), self.eviction.worth(key), key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])
-        return self._place(key, True, evicted)
+        return self._insert(key, True, evicted)
 
     def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> Iterator[Reservation]:
-        """Slots for as many of these ABSENT keys of a layer, from the first, as can be had, one after the other.
+        """Take slots for as many of these ABSENT keys of one layer as possible, in order, one after the other.
 
-        Their victims are chosen together, before the first; any that may leave will do.
+        Victims are selected together, before the first slot is taken; any evictable resident qualifies.
         """
         if any(key in self._entries for key in keys):
             raise ValueError("one of these already has a slot")
         lacking = len(keys) - len(self._free)
         victims: list[ExpertKey] | None = []
         if lacking > 0:
-            staying = self._staying()
-            evictable = int(np.count_nonzero(self.present & ~staying))
-            victims = self.eviction.victims(min(lacking, evictable), staying, float("inf"), keys[0].layer)
-        leaving: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
-        for key, victim in zip(keys, [*leaving, *(victims or ())], strict=False):
-            yield self._place(key, False, None if victim is None else self._remove(victim))
+            not_evictable = self._not_evictable()
+            evictable = int(np.count_nonzero(self.present & ~not_evictable))
+            victims = self.eviction.victims(min(lacking, evictable), not_evictable, float("inf"), keys[0].layer)
+        free: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
+        for key, victim in zip(keys, [*free, *(victims or ())], strict=False):
+            yield self._insert(key, False, None if victim is None else self._remove(victim))
 
     def pin(self, entry: Entry) -> None:
-        """Somebody uses the expert: it stays until unpinned as often."""
+        """Keep the expert in its slot until it is unpinned as often."""
         entry.pins += 1
         self._held[entry.key] = True
 
     def unpin(self, entry: Entry) -> None:
-        """One use is over."""
+        """Undo one `pin`."""
         entry.pins -= 1
         if not entry.pins and entry.state is Residency.READY:
             self._held[entry.key] = False
 
-    def needed(self, entry: Entry) -> None:
-        """What came by a prefetch request has been needed."""
+    def mark_used(self, entry: Entry) -> None:
+        """Clear the flag of a prefetched expert at its first use."""
         entry.prefetched = self.prefetched[entry.key] = False
 
-    def loaded(self, entry: Entry) -> None:
-        """The copy ended well: READY."""
+    def mark_ready(self, entry: Entry) -> None:
+        """Set an entry READY: its copy has ended."""
         entry.state, entry.handle = Residency.READY, None
         self._ready[entry.key] = entry.slot
         self._held[entry.key] = entry.pins > 0
 
-    def failed(self, entry: Entry) -> None:
-        """The copy ended badly: ABSENT, and the slot is free again. The ticket stays, for those who wait for it."""
+    def mark_failed(self, entry: Entry) -> None:
+        """Remove an entry whose copy failed, and free its slot. Waiters find the error in its handle."""
         entry.pins = 0
         self._remove(entry.key)
 
     def retire(self, slot: int) -> None:
-        """A free slot may still be written, nobody knows until when: it is given to no one any more."""
+        """Never use a free slot again: a copy of unknown state may still write it."""
         self._free.remove(slot)
 
-    def _staying(self) -> np.ndarray:
-        """What is not to be evicted."""  # bool [layers, experts]
-        if not any(self._open):
+    def _not_evictable(self) -> np.ndarray:  # bool [layers, experts]
+        if not any(self._layer_pins):
             return self._held
-        staying = self._held.copy()
-        staying[np.flatnonzero(self._open)] = True
-        return staying
+        held = self._held.copy()
+        held[np.flatnonzero(self._layer_pins)] = True
+        return held
 
-    def _place(self, key: ExpertKey, prefetched: bool, evicted: Entry | None) -> Reservation:
+    def _insert(self, key: ExpertKey, prefetched: bool, evicted: Entry | None, *, notify: bool = True) -> Reservation:
         entry = self._entries[key] = Entry(key, self._free.pop(), prefetched)
         self.present[key] = self._held[key] = True
         self.prefetched[key] = prefetched
-        self.eviction.on_insert(key)
+        if notify:
+            self.eviction.on_insert(key)
         self.peak = max(self.peak, len(self._entries))
         return Reservation(entry, evicted)
 
-    def _remove(self, key: ExpertKey) -> Entry:
+    def _remove(self, key: ExpertKey, *, notify: bool = True) -> Entry:
         entry = self._entries.pop(key)
         self.present[key] = self._held[key] = self.prefetched[key] = False
         self._ready[key] = -1
         entry.state = Residency.ABSENT
-        self.eviction.on_remove(key)
+        if notify:
+            self.eviction.on_remove(key)
         self._free.append(entry.slot)
         return entry

@@ -1,4 +1,4 @@
-"""Emulated links: a slower one before a real transfer, and one that moves nothing and takes only virtual time."""
+"""Emulated links: a slower link in front of a real transfer, and one that moves nothing and takes virtual time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.transfer import CopyHandle, CopyJob, Event, HostPaced, Transfer
+from spmoe.experts.transfer import CopyHandle, CopyJob, DeviceEvent, HostCompute, Transfer
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import ExpertKey
 
 
 class _LinkCopy:
-    """One copy's way over an emulated link."""
+    """One copy over an emulated link."""
 
-    def __init__(self, nbytes: int, asked_at: float, order: tuple[bool, int]) -> None:
+    def __init__(self, nbytes: int, requested_at: float, order: tuple[bool, int]) -> None:
         self.nbytes = nbytes
-        self.asked_at = asked_at
-        self.order = order  # (can wait, sequence)
+        self.requested_at = requested_at
+        self.order = order  # (not urgent, sequence number)
         self.done_at: float | None = None  # None until it has started
 
     def __lt__(self, other: _LinkCopy) -> bool:
@@ -28,7 +28,7 @@ class _LinkCopy:
 
 
 class EmulatedLink:
-    """An emulated link: one copy at a time, at a fixed rate, urgent ones before those not started."""
+    """Moves one copy at a time, at a fixed rate; urgent copies go before others that have not started."""
 
     def __init__(self, bytes_per_second: float, clock: Clock) -> None:
         self._rate = bytes_per_second
@@ -44,34 +44,34 @@ class EmulatedLink:
             now = self._clock.now()
             self._advance(now)
             self._sequence += 1
-            link_copy = _LinkCopy(nbytes, now, (not urgent, self._sequence))
-            heapq.heappush(self._waiting, link_copy)
+            copy = _LinkCopy(nbytes, now, (not urgent, self._sequence))
+            heapq.heappush(self._waiting, copy)
             self._advance(now)
-            return link_copy
+            return copy
 
-    def passed(self, link_copy: _LinkCopy) -> bool:
-        """Whether the copy is over."""
+    def done(self, copy: _LinkCopy) -> bool:
+        """Return whether the copy has ended."""
         with self._lock:
             now = self._clock.now()
             self._advance(now)
-            return link_copy.done_at is not None and link_copy.done_at <= now
+            return copy.done_at is not None and copy.done_at <= now
 
-    def wait(self, link_copy: _LinkCopy) -> None:
-        """Sleep until the copy is over."""
-        while not self.passed(link_copy):
-            until = link_copy.done_at if link_copy.done_at is not None else self._free_at
+    def wait(self, copy: _LinkCopy) -> None:
+        """Sleep until the copy has ended."""
+        while not self.done(copy):
+            until = copy.done_at if copy.done_at is not None else self._free_at
             self._clock.sleep(until - self._clock.now())
 
-    def prioritize(self, link_copy: _LinkCopy) -> None:
-        """Move a waiting copy before all that are not urgent."""
+    def prioritize(self, copy: _LinkCopy) -> None:
+        """Make a waiting copy urgent."""
         with self._lock:
             self._advance(self._clock.now())
-            if link_copy.done_at is None:
-                link_copy.order = (False, link_copy.order[1])
+            if copy.done_at is None:
+                copy.order = (False, copy.order[1])
                 heapq.heapify(self._waiting)
 
     def next_event(self) -> float | None:
-        """When the copy now under way ends."""
+        """Return when the copy that runs now ends; None if the link is idle."""
         with self._lock:
             now = self._clock.now()
             self._advance(now)
@@ -79,29 +79,29 @@ class EmulatedLink:
 
     def _advance(self, now: float) -> None:
         while self._waiting and self._free_at <= now:
-            link_copy = heapq.heappop(self._waiting)
-            link_copy.done_at = max(self._free_at, link_copy.asked_at) + link_copy.nbytes / self._rate
-            self._free_at = link_copy.done_at
+            copy = heapq.heappop(self._waiting)
+            copy.done_at = max(self._free_at, copy.requested_at) + copy.nbytes / self._rate
+            self._free_at = copy.done_at
 
 
 class _LinkHandle:
-    """Ready when both the emulated link and the real copy (if there is one) are done."""
+    """Handle that is ready when the emulated link and the real copy, if there is one, are done."""
 
     def __init__(
-        self, link: EmulatedLink, link_copy: _LinkCopy, finish: Callable[[], None], inner: CopyHandle | None = None
+        self, link: EmulatedLink, copy: _LinkCopy, finish: Callable[[], None], inner: CopyHandle | None = None
     ) -> None:
         self._link = link
-        self._passage = link_copy
+        self._copy = copy
         self._finish = finish
         self._inner = inner
         self._lock = threading.Lock()
         self._outcome: Future[None] = Future()
 
     def ready(self) -> bool:
-        return self._link.passed(self._passage) and (self._inner is None or self._inner.ready())
+        return self._link.done(self._copy) and (self._inner is None or self._inner.ready())
 
     def wait(self) -> None:
-        self._link.wait(self._passage)
+        self._link.wait(self._copy)
         if self._inner is not None:
             self._inner.wait()
         with self._lock:
@@ -112,13 +112,13 @@ class _LinkHandle:
                     self._outcome.set_exception(error)
         self._outcome.result()
 
-    def order(self) -> None:
+    def stream_wait(self) -> None:
         self.wait()
         if self._inner is not None:
-            self._inner.order()
+            self._inner.stream_wait()
 
     def prioritize(self) -> None:
-        self._link.prioritize(self._passage)
+        self._link.prioritize(self._copy)
         if self._inner is not None:
             self._inner.prioritize()
 
@@ -126,7 +126,8 @@ class _LinkHandle:
 class ThrottledTransfer:
     """Another transfer behind an emulated, slower link."""
 
-    depth = 2  # one on the link and one behind it, so that the link never idles between two
+    depth = 2  # one copy on the link and one behind it, so that the link is never idle between two
+    draws_timeline = True
 
     def __init__(
         self,
@@ -142,58 +143,53 @@ class ThrottledTransfer:
         self._link = EmulatedLink(self._rate, clock)
         self._timeline = timeline or Timeline()
 
-    @property
-    def batched(self) -> bool:
-        return self._inner.batched
-
-    @batched.setter
-    def batched(self, batched: bool) -> None:
-        self._inner.batched = batched
-
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         handles = self._inner.copy(jobs, urgent=urgent)
         return [self._over_link(handle, job.key, urgent) for handle, job in zip(handles, jobs, strict=True)]
 
     def _over_link(self, handle: CopyHandle, key: ExpertKey, urgent: bool) -> CopyHandle:
-        link_copy = self._link.enter(self._blob_bytes, urgent)
+        copy = self._link.enter(self._blob_bytes, urgent)
         kind = Activity.COPY if urgent else Activity.PREFETCH
 
-        def note() -> None:
-            if link_copy.done_at is not None:
-                started = link_copy.done_at - self._blob_bytes / self._rate
-                self._timeline.add(kind, started, link_copy.done_at, f"{key.layer}.{key.expert}")
+        def draw() -> None:
+            if copy.done_at is not None:
+                started = copy.done_at - self._blob_bytes / self._rate
+                self._timeline.add(kind, started, copy.done_at, f"{key.layer}.{key.expert}")
 
-        return _LinkHandle(self._link, link_copy, note, handle)
+        return _LinkHandle(self._link, copy, draw, handle)
 
-    def keep_full(self) -> None:
-        self._inner.keep_full()
+    def set_batching(self, batching: bool) -> None:
+        self._inner.set_batching(batching)
 
-    def wait_and_pump(self, event: Event) -> None:
+    def pump(self) -> None:
+        self._inner.pump()
+
+    def wait_and_pump(self, event: DeviceEvent) -> None:
         self._inner.wait_and_pump(event)
 
     def bind_compute_stream(self) -> None:
         self._inner.bind_compute_stream()
 
-    def mark(self) -> int:
-        return self._inner.mark()
+    def begin_epoch(self) -> int:
+        return self._inner.begin_epoch()
 
-    def passed(self, mark: int) -> None:
-        self._inner.passed(mark)
+    def finish_epochs(self, epoch: int) -> None:
+        self._inner.finish_epochs(epoch)
 
-    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
-        self._inner.fence(slots, mark)
+    def protect_slots(self, slots: Iterable[int], epoch: int | None = None) -> None:
+        self._inner.protect_slots(slots, epoch)
 
-    def stalled_seconds(self) -> float:
-        return self._inner.stalled_seconds()
+    def take_stall_seconds(self) -> float:
+        return self._inner.take_stall_seconds()
 
     def close(self) -> None:
         self._inner.close()
 
 
-class VirtualTransfer(HostPaced):
-    """A double for tests and replays: takes time on a virtual clock, and does what it is told at start and end.
+class VirtualTransfer(HostCompute):
+    """Transfer for tests and replays: moves nothing, takes time on a virtual clock and calls back at start and end.
 
-    `on_done` may raise a TransferError: that is how a failing copy is played. With no callbacks it moves nothing.
+    `on_done` may raise a TransferError to simulate a copy that fails.
     """
 
     def __init__(
@@ -220,8 +216,8 @@ class VirtualTransfer(HostPaced):
         handles: list[CopyHandle] = []
         for job in jobs:
             self._on_start(job)
-            link_copy = self.link.enter(self._blob_bytes, urgent)
-            handles.append(_LinkHandle(self.link, link_copy, lambda job=job: self._on_done(job)))  # type: ignore[misc]
+            copy = self.link.enter(self._blob_bytes, urgent)
+            handles.append(_LinkHandle(self.link, copy, lambda job=job: self._on_done(job)))  # type: ignore[misc]
         return handles
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Slots: one allocation, made at start, cut into places of one blob each."""
+"""Slots: one allocation, made at start, divided into places of one blob each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Slots(Protocol):
     count: int
 
     def weights(self, slot: int) -> Mapping[str, Tensor]:
-        """The tensors of whatever expert is in the slot."""
+        """Return the tensors of the expert in the slot, as views."""
         ...
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         ...
 
 
 class MemorySlots:
-    """Slots in the machine's memory."""
+    """Slots in host memory."""
 
     def __init__(self, count: int, layout: BlobLayout) -> None:
         self.count = count
@@ -44,11 +44,10 @@ class MemorySlots:
         return self._weights[slot]
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._weights.clear()
         self._bytes.clear()
         self._arena = torch.empty(0, 0, dtype=torch.uint8)
 
     def buffer(self, slot: int) -> memoryview:
-        """The slot's bytes, to be written."""
+        """Return the slot's bytes, writable."""
         return self._bytes[slot]

@@ -1,6 +1,6 @@
 """Transfers: how a blob gets from the store into a slot. The narrow waist of the runtime.
 
-`FileTransfer`, here, reads an expert file. Others are in link.py and, for devices, in backends/.
+`FileTransfer`, here, reads an expert file. Emulated links are in link.py, the CUDA transfer in backends/.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ from spmoe.experts.store import ExpertFile
 from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
+CHUNK_BYTES = 16 * 2**20  # of one submission: large enough for the full speed of a link
+
 
 class CopyJob(NamedTuple):
-    """Bring this expert into this slot."""
+    """Copy this expert into this slot."""
 
     key: ExpertKey
     slot: int
 
 
 class CopyHandle(Protocol):
-    """A handle on one submitted copy."""
+    """Handle on one submitted copy."""
 
     def ready(self) -> bool:
-        """Whether the copy has ended, well or badly. Never blocks."""
+        """Return whether the copy has ended, successfully or not. Never blocks."""
         ...
 
     def wait(self) -> None:
-        """Block until the copy has ended; raises SpmoeError if it failed."""
+        """Block until the copy has ended; raise SpmoeError if it failed."""
         ...
 
-    def order(self) -> None:
-        """Make compute that is submitted next come after this copy, and let it count as ready from then on.
+    def stream_wait(self) -> None:
+        """Order compute that is launched next after this copy; the copy counts as ready from then on.
 
-        Where compute is not submitted but done, that is waiting. Raises like `wait`.
+        Raise SpmoeError if it failed. Transfers whose compute runs on the host block until the copy has ended.
         """
         ...
 
     def prioritize(self) -> None:
-        """Somebody waits for this copy now: it goes before every copy that has not started."""
+        """Move this copy before every copy that has not started: compute needs it now."""
         ...
 
 
-class Event(Protocol):
-    """A point in what a device was given to do."""
+class DeviceEvent(Protocol):
+    """Point in the work that was launched on a device."""
 
     def query(self) -> bool: ...
 
@@ -57,83 +59,89 @@ class Event(Protocol):
 
 
 class Transfer(Protocol):
-    """Moves blobs. Copies run in the order given, urgent ones before others that have not started."""
+    """Moves blobs into slots. Copies run in the order given, urgent ones before others that have not started.
 
-    depth: int  # how many copies keep it busy; more than that only makes later ones wait
-    batched: bool  # whether copies may share a submission
+    Compute that runs asynchronously is divided into numbered epochs, so that no slot is overwritten while a kernel
+    that reads it may still run.
+    """
+
+    depth: int  # copies that keep the transfer busy; more than that only delays later ones
+    draws_timeline: bool  # whether it adds its copies to the timeline itself
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
-        """Submit a batch, return at once with one ticket per job."""
+        """Submit a batch; return at once with one handle per job."""
         ...
 
-    def keep_full(self) -> None:
-        """Submit what waits behind a window of copies, as far as there is room by now."""
+    def set_batching(self, batching: bool) -> None:
+        """Allow or forbid that copies share a submission."""
         ...
 
-    def wait_and_pump(self, event: Event) -> None:
-        """Wait for a point of compute, and keep full meanwhile."""
+    def pump(self) -> None:
+        """Submit copies that wait behind the window of copies in flight, as far as there is space by now."""
+        ...
+
+    def wait_and_pump(self, event: DeviceEvent) -> None:
+        """Wait for a device event, pumping meanwhile."""
         ...
 
     def bind_compute_stream(self) -> None:
-        """The calling thread is the one that gives work to compute, as it does now, until another says so."""
+        """Bind the calling thread's current stream as the compute stream."""
         ...
 
-    def mark(self) -> int:
-        """A point in what is given to compute; later ones are larger."""
+    def begin_epoch(self) -> int:
+        """Begin a new epoch of compute and return its number; later epochs have larger numbers."""
         ...
 
-    def passed(self, mark: int) -> None:
-        """All that compute was given before this point is over."""
+    def finish_epochs(self, epoch: int) -> None:
+        """State that all kernels launched before this epoch have finished."""
         ...
 
-    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
-        """What compute was given before the next point after this one, or so far, may still read these slots.
-
-        They are written only after it.
-        """
+    def protect_slots(self, slots: Iterable[int], epoch: int | None = None) -> None:
+        """Do not overwrite these slots until the kernels up to this epoch (default: the current one) finish."""
         ...
 
-    def stalled_seconds(self) -> float:
-        """How long compute has waited, on its own device, behind ordered copies since last asked."""
+    def take_stall_seconds(self) -> float:
+        """Return how long the compute stream has waited for copies since the last call."""
         ...
 
     def close(self) -> None:
-        """Let copies in flight end, fail the rest, release everything."""
+        """Let copies in flight end, fail the others and release everything."""
         ...
 
 
-class HostPaced:
-    """What a transfer does about compute that runs on the host: nothing, since it has ended when its call returns."""
+class HostCompute:
+    """Transfer methods for compute that runs on the host: every kernel has finished when its call returns."""
 
-    batched = True  # a batch of reads is only a list of them
+    draws_timeline = False
 
-    def keep_full(self) -> None:
-        """Others do."""
+    def set_batching(self, batching: bool) -> None:
+        """Do nothing: reads are never merged."""
 
-    def wait_and_pump(self, event: Event) -> None:
-        """Nothing else is to be done."""
+    def pump(self) -> None:
+        """Do nothing: reader threads take every job."""
+
+    def wait_and_pump(self, event: DeviceEvent) -> None:
         event.synchronize()
 
     def bind_compute_stream(self) -> None:
-        """Whoever it is."""
+        """Do nothing: there is no stream."""
 
-    def mark(self) -> int:
-        """Whatever was given is over."""
+    def begin_epoch(self) -> int:
         return 0
 
-    def passed(self, mark: int) -> None:
-        """It always is."""
+    def finish_epochs(self, epoch: int) -> None:
+        """Do nothing: all epochs have finished."""
 
-    def fence(self, slots: Iterable[int], mark: int | None = None) -> None:
-        """Nothing reads a slot behind the caller's back."""
+    def protect_slots(self, slots: Iterable[int], epoch: int | None = None) -> None:
+        """Do nothing: no kernel reads a slot asynchronously."""
 
-    def stalled_seconds(self) -> float:
-        """The caller has seen every wait itself."""
+    def take_stall_seconds(self) -> float:
+        """Return 0: the caller measures its own waits."""
         return 0.0
 
 
 class FutureHandle:
-    """A ticket on a copy that another thread runs at once."""
+    """Handle on a copy that a reader thread runs."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -144,14 +152,14 @@ class FutureHandle:
     def wait(self) -> None:
         self._future.result()
 
-    order = wait
+    stream_wait = wait
 
     def prioritize(self) -> None:
-        """Nothing to do: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
+        """Do nothing: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
 
 
-class FileTransfer(HostPaced):
-    """Reads blobs from an expert file with several reads outstanding; reads hold no interpreter lock."""
+class FileTransfer(HostCompute):
+    """Reads blobs from an expert file with several reads in flight; a read does not hold the interpreter lock."""
 
     def __init__(self, file: ExpertFile, slots: MemorySlots, readers: int = 4) -> None:
         self.depth = readers
@@ -177,7 +185,7 @@ class FileTransfer(HostPaced):
         with self._lock:
             if self._closed:
                 return
-            self._closed = True  # nothing is put after this, so nothing is left behind by the loop below
+            self._closed = True  # nothing is queued after this, so the loop below empties the queue
             for _ in self._threads:
                 self._put(-1, None)
         for thread in self._threads:

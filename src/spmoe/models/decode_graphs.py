@@ -1,8 +1,8 @@
-"""Programs: forwards of a few rows, recorded once per row count and replayed with new tokens.
+"""Captured forwards of a few rows: one graph per number of rows and KV cache, replayed with new tokens.
 
-Greedy draft tokens never visit the host on their way from one forward to the next: each program ends by noting its
-choice in a chain that the next one reads, and the host looks at predictions and tokens while the device runs ahead. So
-does the forward that verifies them begin: its first graph waits on the device, behind the draft.
+Greedy draft tokens never visit the host on their way from one pass to the next: each graph ends by appending its argmax
+to a token chain on the device, and the next graph reads it there. The forward that verifies a draft begins the same
+way: its first graph waits on the device, behind the draft. `RunAhead` says which of these launches are valid.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,174 +18,162 @@ from torch import Tensor
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder
 from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, pending_tokens, stage, stage_chained
+from spmoe.experts.run_ahead import ReadTokens, RunAhead
 from spmoe.models.attention import device_length
 from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
 from spmoe.types import Routing
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
-Observing = Callable[
-    [LayerObserver | None, OnChunk], AbstractContextManager[None]
-]  # what shows chunks of a forward inside
+# context in which a forward's hidden states are shown, chunk by chunk, to the callable
+Observing = Callable[[LayerObserver | None, OnChunk], AbstractContextManager[None]]
 
 
 class GraphKey(NamedTuple):
-    """What a recorded forward was recorded for."""
+    """Properties that a captured forward is captured for."""
 
     rows: int
-    keep: int
-    chunks: int  # 0: nobody watches
-    choices: int | None = None  # entries of the vocabulary that the greedy choice is among; None: no choice is made
-    place: int = 0  # in a chain; those behind the first take their token from it
-    question: str = ""  # what the watch asks
+    num_logits: int
+    chunks: int  # of hidden states that are shown; 0: none
+    choices: int | None = None  # size of the vocabulary that a greedy draft chooses from; None: no token is chosen
+    place: int = 0  # of a greedy draft pass; passes after the first read their token from the chain
+    observer: str = ""  # the observer's key
 
 
 @dataclass
 class CapturedChunk:
-    """What a watch asked about a chunk of layers, and where the answer arrives."""
+    """Hidden states of a chunk of layers, and the observer's answer about them."""
 
     depths: range
     residual: Tensor  # [depths, rows, hidden], on the device
-    asked: Routing | None  # on the device
+    asked: Routing | None  # on the device; kept alive because every replay writes it
     answer: Routing | None  # pinned
-    arrived: Any  # an event
+    arrived: Any  # CUDA event
 
 
 class DecodeGraphs:
-    """Records and replays a model's forwards."""
+    """Captures and replays a model's forwards."""
 
-    def __init__(self, model: Any, observing: Observing, recorder: GraphRecorder) -> None:
+    def __init__(
+        self,
+        model: Any,
+        observing: Observing,
+        recorder: GraphRecorder,
+        run_ahead: RunAhead,
+        chain: Tensor | None = None,
+        draft_chain: Tensor | None = None,
+    ) -> None:
+        # chain: where greedy tokens are appended; draft_chain: that of the draft whose tokens these forwards verify
         self.model = model
         self.observing = observing
         self.recorder = recorder
-        self.leader: DecodeGraphs | None = (
-            None  # whose chains these forwards may take tokens from; before any is recorded
-        )
-        self.chain = new_chain(model.device)
-        self._chain_here = pinned_zeros(len(self.chain))
+        self.run_ahead = run_ahead
+        self.chain = new_chain(model.device) if chain is None else chain
+        self.draft_chain = self.chain if draft_chain is None else draft_chain
+        self._host_chain = pinned_zeros(len(self.chain))
         self._arrived = recorder.new_event()
-        self._chained = (-1, 0)  # the turn in which a chain was last begun, and its length
-        self._found: list[int] = []  # the tokens of the last chain that was begun, once they are fetched
-        self._begun: tuple[ref[DecodeGraph], int, int, int] | None = None  # a forward, token and length, and its turn
-        self._last: ref[DecodeGraph] | None = None
 
-    def forward(self, tokens: list[int], kv: KvState, keep: int, observer: LayerObserver | None) -> Tensor:
-        """Append tokens; the logits are overwritten by the next forward of as many rows."""  # -> [keep, vocabulary]
-        graph = self.prepare(len(tokens), kv, keep, observer)
-        if not self._is_begun(graph, tokens, kv.length):
-            graph.begin(tokens, kv.length)
-        graph.finish(observer)
-        graph.report()
+    def forward(self, tokens: list[int], kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
+        """Append tokens to a sequence; return the graph, which has the logits until its next replay."""
+        graph = self.prepare(len(tokens), kv, num_logits, observer)
+        if not self.run_ahead.take_verify(graph, tokens, kv.length):
+            graph.launch_first(tokens, kv.length)
+        graph.launch_rest(observer)
+        graph.show_chunks()
         kv.advance(len(tokens))
-        self._last = ref(graph)
-        return graph.logits
+        return graph
 
-    def begin(self, token: int, following: int, kv: KvState, observer: LayerObserver | None) -> None:
-        """Begin to append a token, and those that the leader's chain, launched just now, will have chosen.
+    def launch_verify(self, token: int, k: int, kv: KvState, observer: LayerObserver | None) -> None:
+        """Launch the first graph of the forward that verifies a token and the launched draft's K tokens."""
 
-        It is finished by a `forward` of these tokens; what else is launched before that makes it void.
+        def launch() -> DecodeGraph:
+            graph = self.prepare(1 + k, kv, 1 + k, observer)
+            graph.launch_first([token, *pending_tokens(k)], kv.length)
+            return graph
+
+        self.run_ahead.launch_verify(k, token, kv.length, launch)
+
+    def launch_greedy(
+        self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int
+    ) -> ReadTokens:
+        """Launch n greedy decode steps, one per observer; return a callable that waits for their n tokens.
+
+        The first step appends `tokens`; each later one appends the token before. The KV cache counts all but the last
+        of the new tokens when they are read.
         """
-        if self.leader is not None and self.leader._chained == (self.recorder.turns, following):
-            graph = self.prepare(1 + following, kv, 1 + following, observer)
-            graph.begin([token, *pending_tokens(following)], kv.length)
-            self._begun = (ref(graph), token, kv.length, self.recorder.turns)
+        chain = self.prepare_greedy(len(tokens), kv, observers, choices)
+        for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
+            graph.launch_first(None if place else tokens, kv.length)
+            graph.launch_rest(observer)
+        self._host_chain.copy_(self.chain, non_blocking=True)
+        self._arrived.record()
 
-    def argmax(self, logits: Tensor) -> RowArgmax | None:
-        """The largest of each row and its place, where the last forward gave these logits; waits for its end."""
-        last = self._last() if self._last is not None else None
-        return last.best() if last is not None and last.logits is logits else None
+        def read() -> list[int]:
+            with self.run_ahead.reading_predictions():
+                for graph in chain:
+                    graph.show_chunks()
+            kv.advance(len(tokens) + len(chain) - 1)
+            self.run_ahead.wait(self._arrived)
+            return chosen(self._host_chain, len(chain))
 
-    def _is_begun(self, graph: DecodeGraph, tokens: list[int], length: int) -> bool:
-        begun, self._begun = self._begun, None
-        known = (ref(graph), tokens[0], length, self.recorder.turns)
-        return begun == known and self.leader is not None and self.leader._found == tokens[1:]
+        return read
 
-    def prepare(self, rows: int, kv: KvState, keep: int, observer: LayerObserver | None) -> DecodeGraph:
-        """What `forward` replays, recorded if it has not been."""
-        chunks, question = (0, "") if observer is None else (observer.chunks, observer.question)
-        return self._graph_for(GraphKey(rows, keep, chunks, question=question), kv, observer)
+    def prepare(self, rows: int, kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
+        """Return the graph that `forward` replays, captured if it has not been."""
+        chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
+        return self._graph(GraphKey(rows, num_logits, chunks, observer=key), kv, observer)
 
     def prepare_greedy(
         self, rows: int, kv: KvState, observers: Sequence[LayerObserver | None], choices: int
     ) -> list[DecodeGraph]:
-        """What `greedy` replays, recorded as far as it has not been."""
+        """Return the graphs that `launch_greedy` replays, captured as far as they have not been."""
         chain = []
         for place, observer in enumerate(observers):
             chunks = observer.chunks if observer is not None else 0
-            chain.append(self._graph_for(GraphKey(1 if place else rows, 1, chunks, choices, place), kv, observer))
+            chain.append(self._graph(GraphKey(1 if place else rows, 1, chunks, choices, place), kv, observer))
         return chain
 
-    def greedy(
-        self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int
-    ) -> Callable[[], list[int]]:
-        """Launch as many forwards as there are watches; called, what is returned shows them chunks, and has the tokens.
-
-        Each forward's most likely token follows these; all but the last are appended when they are fetched. What else
-        is launched before that makes them void.
-        """
-        chain, self._found = self.prepare_greedy(len(tokens), kv, observers, choices), []
-        for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
-            graph.begin(None if place else tokens, kv.length)
-            graph.finish(observer)
-        self._chain_here.copy_(self.chain, non_blocking=True)
-        self._arrived.record()
-        self._chained = (self.recorder.turns, len(chain))
-
-        def fetch() -> list[int]:
-            self.recorder.be_patient(True)
-            try:
-                for graph in chain:
-                    graph.report()
-            finally:
-                self.recorder.be_patient(False)
-            kv.advance(len(tokens) + len(chain) - 1)
-            self.recorder.wait_and_pump(self._arrived)
-            self._found = chosen(self._chain_here, len(chain))
-            return list(self._found)
-
-        return fetch
-
-    def _graph_for(self, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> DecodeGraph:
-        whose = (self, key)  # a target and its quantized self run over the same states
-        if whose not in kv.decode_graphs:
-            kv.decode_graphs[whose] = DecodeGraph(self, key, kv, observer)
-        graph: DecodeGraph = kv.decode_graphs[whose]
+    def _graph(self, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> DecodeGraph:
+        owned = (self, key)  # a target and its quantized self share KV caches
+        if owned not in kv.graphs:
+            kv.graphs[owned] = DecodeGraph(self, key, kv, observer)
+        graph: DecodeGraph = kv.graphs[owned]
         return graph
 
 
 class DecodeGraph:
-    """One recorded forward over one attention state."""
+    """One captured forward over one KV cache. It keeps every tensor alive that its replays write."""
 
     def __init__(self, owner: DecodeGraphs, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> None:
-        model, self._recorder = owner.model, owner.recorder
-        self._inbox = pinned_zeros(key.rows + 1)  # tokens, and how many came before
+        model, self._recorder, self._run_ahead = owner.model, owner.recorder, owner.run_ahead
+        self._inbox = pinned_zeros(key.rows + 1)  # tokens, then the length of the KV cache before them
         self._inbox[key.rows] = kv.length
-        self._told = self._inbox.numpy()  # the same memory
-        self._argmax: Tensor | None = None  # of each row of logits, where the host will look at them
+        self._inbox_values = self._inbox.numpy()  # the same memory
+        self._argmax: Tensor | None = None  # of each row of logits, pinned
         if key.choices is None:
-            self._argmax = pinned_zeros(2, min(key.keep, key.rows), dtype=torch.float64)
-        self._over = self._recorder.new_event()
-        self._watch: LayerObserver | None = None
+            self._argmax = pinned_zeros(2, min(key.num_logits, key.rows), dtype=torch.float64)
+        self._finished = self._recorder.new_event()
+        self._observer: LayerObserver | None = None
         self._chunks: list[CapturedChunk] = []
         self._answers: list[Routing | None] = []
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
-        self._inputs = (ids, positions, length)  # every replay writes there: nobody else may be given that memory
+        self._inputs = (ids, positions, length)
 
         def forward() -> Tensor:
             self._chunks.clear()
             if key.place:
                 stage_chained(owner.chain, ids, positions, length)
             else:
-                stage(self._inbox, owner.chain, (owner.leader or owner).chain, ids, positions, length)
-            on_layers = self._capture_chunk(observer is not None and observer.at_once)
-            with torch.inference_mode(), device_length(length), owner.observing(observer, on_layers):
+                stage(self._inbox, owner.chain, owner.draft_chain, ids, positions, length)
+            on_chunk = self._capture_chunk(observer is not None and observer.immediate)
+            with torch.inference_mode(), device_length(length), owner.observing(observer, on_chunk):
                 output = model(
                     input_ids=ids,
                     position_ids=positions,
                     past_key_values=kv.cache,
                     use_cache=True,
-                    logits_to_keep=key.keep,
+                    logits_to_keep=key.num_logits,
                 )
                 logits: Tensor = output.logits[0]
                 if key.choices is not None:
@@ -195,60 +182,60 @@ class DecodeGraph:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
             return logits
 
-        if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
+        if key.place:  # else the warm-up runs where the last chain ended, possibly amid positions that are in use
             go_on_from(owner.chain, kv.length)
-        self._recording, self.logits = self._recorder.record(forward)
+        self._captured, self.logits = self._recorder.capture(forward)
 
-    def begin(self, tokens: list[int] | None, length: int) -> None:
-        """Submit the forward up to where the host looks at it; without tokens, of the one chosen last."""
+    def launch_first(self, tokens: list[int] | None, length: int) -> None:
+        """Launch the forward up to the first host work; without tokens it appends the last one of the chain."""
         if tokens is not None:
-            self._told[:] = [*tokens, length]
-        self._recorder.turns += 1
-        self._recording.begin()
+            self._inbox_values[:] = [*tokens, length]
+        self._run_ahead.note_launch()
+        self._captured.launch_first()
 
-    def finish(self, observer: LayerObserver | None) -> None:
-        """Submit the rest."""
-        self._watch = observer
-        self._recording.finish()
+    def launch_rest(self, observer: LayerObserver | None) -> None:
+        """Launch the rest of the forward."""
+        self._observer = observer
+        self._captured.launch_rest()
         if self._argmax is not None:
-            self._over.record()
+            self._finished.record()
 
-    def best(self) -> RowArgmax | None:
-        """The largest of each row's logits and its place, unless it made a choice itself; waits for them."""
+    def argmax(self) -> RowArgmax:
+        """Wait for the device; return the argmax of each row of logits."""
         if self._argmax is None:
-            return None
-        self._recorder.wait_and_pump(self._over)
+            return read_argmax(argmax_rows(self.logits))
+        self._run_ahead.wait(self._finished)
         return read_argmax(self._argmax)
 
-    def report(self) -> None:
-        """Tell the watch what it asked for, chunk by chunk as it arrives, unless it was told at once."""
-        if self._watch is None or self._watch.at_once:
+    def show_chunks(self) -> None:
+        """Show the hidden states to the observer, chunk by chunk as they arrive, unless it was shown them already."""
+        if self._observer is None or self._observer.immediate:
             return
         for chunk in self._chunks:
-            self._recorder.while_waiting()
-            self._recorder.wait_and_pump(chunk.arrived)
-            self._tell(chunk)
+            self._run_ahead.submit_prefetches()
+            self._run_ahead.wait(chunk.arrived)
+            self._show(chunk)
 
-    def _tell(self, chunk: CapturedChunk) -> None:
-        if self._watch is not None:
-            self._watch.tell(chunk.depths, chunk.residual, chunk.answer)
+    def _show(self, chunk: CapturedChunk) -> None:
+        if self._observer is not None:
+            self._observer.show(chunk.depths, chunk.residual, chunk.answer)
 
-    def _capture_chunk(self, at_once: bool) -> OnChunk:
-        def on_layers(depths: range, residual: Tensor, asked: Routing | None) -> None:
+    def _capture_chunk(self, immediate: bool) -> OnChunk:
+        def on_chunk(depths: range, residual: Tensor, asked: Routing | None) -> None:
             number = len(self._chunks)
-            if number == len(self._answers):  # pinned memory cannot be had while recording
+            if number == len(self._answers):  # in the warm-up: pinned memory cannot be allocated during a capture
                 self._answers.append(
                     None if asked is None else Routing(*(pinned_zeros(*t.shape, dtype=t.dtype) for t in asked))
                 )
             answer = self._answers[number]
             if asked is not None and answer is not None:
-                for there, here in zip(asked, answer, strict=True):
-                    here.copy_(there, non_blocking=True)
+                for on_device, on_host in zip(asked, answer, strict=True):
+                    on_host.copy_(on_device, non_blocking=True)
             chunk = CapturedChunk(depths, residual, asked, answer, self._recorder.new_event())
             self._chunks.append(chunk)
-            if at_once:
-                self._recorder.note(lambda: self._tell(chunk))
+            if immediate:
+                self._recorder.observe_later(lambda: self._show(chunk))
             else:
                 self._recorder.split(chunk.arrived.record)
 
-        return on_layers
+        return on_chunk

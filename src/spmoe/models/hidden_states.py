@@ -1,4 +1,4 @@
-"""HiddenStateHooks: what a network's layers produce, handed on while its forward runs."""
+"""Hidden states of a running model, shown to an observer layer by layer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor, nn
 
 from spmoe.types import Routing
 
-OnChunk = Callable[[range, Tensor, Routing | None], None]  # decoder layers, residual streams, what was asked of them
+OnChunk = Callable[[range, Tensor, Routing | None], None]  # decoder layers, [layers, rows, hidden], their routing
 OnHiddenStates = Callable[[int, Tensor], None]  # decoder layer, residual stream after attention [rows, hidden]
 
 
 @dataclass(frozen=True)
 class LayerObserver:
-    """Somebody who looks at the residual streams of a forward, a chunk of layers at a time.
+    """Observer of the residual streams of a forward, a chunk of layers at a time.
 
-    `ask` is tensor work, done where the states are; `tell` gets its answer, on the host, when that is there.
+    `ask` is tensor work, done on the device; `show` gets its result on the host when it has arrived.
     """
 
-    chunks: int
+    chunks: int  # that the layers are divided into
     ask: Callable[[range, Tensor], Routing | None]
-    tell: OnChunk
-    question: str = ""  # who asks otherwise over the same layers, so that recorded forwards are told apart by it
-    at_once: bool = False  # whether it is told while the forward is under way, before what it asked about is past
+    show: OnChunk
+    key: str = ""  # tells captured graphs apart whose observers ask different questions about the same layers
+    immediate: bool = False  # shown while the forward runs, before the layers that it predicts
 
-    def tap(self, depth_count: int, on_layers: Callable[[range, Tensor], None]) -> OnHiddenStates:
-        """Gathers layers into chunks."""  # a chunk: [depths, rows, hidden]
+    def collect(self, depth_count: int, on_chunk: Callable[[range, Tensor], None]) -> OnHiddenStates:
+        """Return a listener that gathers layers into chunks of shape [layers, rows, hidden]."""
         size = -(-depth_count // self.chunks)
-        taps: list[Tensor] = []
+        states: list[Tensor] = []
 
-        def on_hidden_states(depth: int, residual: Tensor) -> None:
-            taps.append(residual)
-            if len(taps) == size or depth == depth_count - 1:
-                on_layers(range(depth + 1 - len(taps), depth + 1), torch.stack(taps))
-                taps.clear()
+        def listener(depth: int, residual: Tensor) -> None:
+            states.append(residual)
+            if len(states) == size or depth == depth_count - 1:
+                on_chunk(range(depth + 1 - len(states), depth + 1), torch.stack(states))
+                states.clear()
 
-        return on_hidden_states
+        return listener
 
 
 class HiddenStateHooks:
@@ -65,7 +65,7 @@ class HiddenStateHooks:
     def _hook(self, depth: int) -> Any:
         def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
             if (listener := self._listener) is not None:
-                self._listener = None  # who listens may ask this very norm about other states
+                self._listener = None  # the listener may call this very norm on other states
                 try:
                     listener(depth, args[0].reshape(-1, args[0].shape[-1]))
                 finally:

@@ -1,7 +1,7 @@
-"""KV caches that roll back: forgetting the last tokens is setting a number.
+"""KV caches that roll back: forgetting the last tokens is setting a length.
 
-Where a layer keeps anything else (recurrent, convolutional, indexed, compressed), that is copied at a mark, and rolling
-back is going back to the mark.
+State of any other kind (recurrent, convolutional, indexed, compressed) is copied in a snapshot; rolling back restores
+the snapshot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from spmoe.models.attention import current_length
 
 
 class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, allocated once; `length` says how much of them counts.
+    """Keys and values of one layer, allocated once; the first `length` positions count.
 
-    A sliding-window layer is kept at full length too: the mask does the windowing, and a rollback past the window
-    stays possible.
+    A sliding-window layer has full length too: the mask applies the window, and a rollback past it stays possible.
     """
 
     is_sliding = False
@@ -52,8 +51,8 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
             append(self.keys, self.values, key_states, value_states, length)
             return self.keys, self.values
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:  # writing one row into none would pass unnoticed
-            raise ValueError(f"a state of {self.capacity} positions cannot hold {end}")
+        if end > self.capacity:  # torch would write one row into no space without an error
+            raise ValueError(f"a KV cache of {self.capacity} positions cannot hold {end}")
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -70,14 +69,14 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class KvState:
-    """One sequence's attention state in one model."""
+    """One sequence's KV cache in one model."""
 
     def __init__(self, config: Any, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.decode_graphs: dict[Any, Any] = {}  # forwards recorded over this state's memory
+        self.graphs: dict[Any, Any] = {}  # forwards captured over this cache's memory
         self.can_rewind = can_rewind(config)
-        self._mark: _Mark | None = None
+        self._snapshot: _Snapshot | None = None
         self.cache: Any = _new_cache(config)
         layers = [RollbackLayer(capacity) if type(x) in _POSITIONS_ONLY else x for x in self.cache.layers]
         if self.can_rewind:
@@ -85,37 +84,37 @@ class KvState:
         else:
             self.cache.layers = layers
 
-    def mark(self) -> None:
-        """Remember the state as it is, so that `rewind` can come back to it."""
-        self._mark = None if self.can_rewind else _Mark(self.cache, self.length)
+    def snapshot(self) -> None:
+        """Copy the state as it is, so that `rewind` can restore it; keys and values need no copy."""
+        self._snapshot = None if self.can_rewind else _Snapshot(self.cache, self.length)
 
     def rewind(self, length: int) -> None:
-        """Forget every token from position `length` on; a longer length than is held changes nothing.
+        """Forget every token from position `length` on; do nothing if there is none.
 
-        A state that is not of positions alone goes back to its mark, which may be before `length`: `self.length` says
-        from where on tokens are to be read again.
+        A state that is not keys and values alone goes back to its snapshot, which may be before `length`: the caller
+        reads the tokens from `self.length` on again.
         """
         if length >= self.length:
             return
         if not self.can_rewind:
-            if self._mark is None or self._mark.length > length:
+            if self._snapshot is None or self._snapshot.length > length:
                 raise ValueError("this model's state cannot be rolled back that far")
-            self._mark.restore(self.cache)
-            self.length, self._mark = self._mark.length, None
+            self._snapshot.restore(self.cache)
+            self.length, self._snapshot = self._snapshot.length, None
             return
         self.length = length
         for layer in self.cache.layers:
             layer.length = length
 
     def advance(self, rows: int) -> None:
-        """Count rows that were appended on the device, behind the layers' back."""
+        """Count rows that kernels have appended; the layers' own `update` did not run."""
         self.length += rows
         for layer in self.cache.layers:
             layer.length = self.length
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more position costs, as the layers that have run show it."""
+        """Bytes of one more position, in the layers that have run."""
         return sum(t[..., :1, :].nbytes for layer in self.cache.layers for t in _key_values(layer))
 
 
@@ -124,8 +123,8 @@ def _key_values(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
-class _Mark:
-    """A cache as it was: lengths of what is kept by position, and copies of everything else."""
+class _Snapshot:
+    """A cache as it was: lengths of keys and values, and copies of everything else."""
 
     def __init__(self, cache: Any, length: int) -> None:
         self.length = length
@@ -140,7 +139,7 @@ class _Mark:
 
 
 def _held(layer: Any) -> dict[str, Any]:
-    """All that must be put back for the layer to be as it is now."""
+    """Return the attributes that restore the layer as it is now."""
     if isinstance(layer, RollbackLayer):
         return {"length": layer.length}
     grown = ("keys", "values", "indexer_keys") if isinstance(layer, DynamicLayer) else ()  # replaced, never written
@@ -148,7 +147,7 @@ def _held(layer: Any) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Tensors may be written in place and containers changed; all else is replaced."""
+    """Copy tensors and containers, which are changed in place; anything else is only replaced."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -162,7 +161,7 @@ _POSITIONS_ONLY = (DynamicLayer, DynamicSlidingWindowLayer)  # and no subclass o
 
 
 def _new_cache(config: Any) -> Any:
-    """The cache that the model would make for itself: the family's own, where its modeling file defines one."""
+    """Return the cache that the model would make for itself: the family's own class if it defines one."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None:
         for found in vars(sys.modules[model_class.__module__]).values():
@@ -173,6 +172,6 @@ def _new_cache(config: Any) -> Any:
 
 
 def can_rewind(config: Any) -> bool:
-    """Whether every layer's state is keys and values only, so that forgetting tokens is forgetting positions."""
+    """Return whether every layer's state is keys and values only, so that forgetting tokens is forgetting positions."""
     layers = _new_cache(config).layers
     return bool(layers) and all(type(layer) in _POSITIONS_ONLY for layer in layers)

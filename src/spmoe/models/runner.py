@@ -1,14 +1,19 @@
-"""A network: a transformers causal language model with its taps and KV states, as drafts and targets both are."""
+"""The model runner: a transformers causal language model with hidden-state hooks and KV caches.
+
+Drafts and targets both are one. A forward runs eagerly, through transformers' own code, or replays a captured graph
+where it has few rows and continues a sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spmoe.experts.run_ahead import ReadTokens, RunAhead
 from spmoe.models import attention
 from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
@@ -16,13 +21,33 @@ from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind
 from spmoe.models.longrope import LongRope, as_if_up_to
 from spmoe.models.rotary_table import use_tables
-from spmoe.verify.greedy import RowArgmax
+from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
 if TYPE_CHECKING:
     from spmoe.backends.graphs import GraphRecorder
     from spmoe.models.decode_graphs import DecodeGraphs
 
-_SMALLEST_STATE = 1024  # positions; states that programs are recorded over are made larger than needed, and kept
+_MIN_CAPACITY = 1024  # positions; KV caches that graphs are captured over are larger than needed, and are reused
+
+
+class ForwardResult(Protocol):
+    """Logits of a forward, and their argmax per row."""
+
+    logits: Tensor  # [num_logits, vocabulary]; the next replay of the same graph overwrites them
+
+    def argmax(self) -> RowArgmax:
+        """Wait for the device; return the argmax of each row of logits."""
+        ...
+
+
+class EagerResult:
+    """Result of an eager forward."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def argmax(self) -> RowArgmax:
+        return read_argmax(argmax_rows(self.logits))
 
 
 class ModelRunner:
@@ -32,7 +57,7 @@ class ModelRunner:
         self.model = model
         self.inspection: Inspection = inspect_model(model)
         self.can_rewind = can_rewind(model.config)
-        self.changes = LongRope.of(model)
+        self.longrope = LongRope.of(model)
         text = model.config.get_text_config(decoder=True)
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -45,17 +70,17 @@ class ModelRunner:
 
     @property
     def has_hidden_states(self) -> bool:
-        """Whether every layer's residual stream can be seen."""
+        """Whether every layer's residual stream can be observed."""
         return self._hooks.complete
 
     @property
-    def records(self) -> bool:
-        """Whether forwards of few rows are recorded and replayed."""
+    def captures(self) -> bool:
+        """Whether forwards of few rows are captured and replayed."""
         return self._graphs is not None
 
     @property
-    def spare_states(self) -> list[KvState]:
-        """Those that programs are recorded over, of sequences that are over."""
+    def spare_kv(self) -> list[KvState]:
+        """KV caches of finished sequences, which graphs are captured over."""
         return self._spare
 
     @property
@@ -65,17 +90,17 @@ class ModelRunner:
         return sum(storages.values())
 
     def new_kv(self, capacity: int) -> KvState:
-        """Room for the attention state of one sequence."""
+        """Return a KV cache for one sequence of up to `capacity` positions."""
         if self._graphs is None:
             return KvState(self.model.config, capacity)
         fitting = [kv for kv in self._spare if kv.capacity >= capacity]
         if len(fitting) < len(self._spare):
-            self._graphs.recorder.wait()  # a draft that was begun and is not wanted may still run over one of them
+            self._graphs.recorder.wait()  # a launched draft that nobody reads may still write one that is dropped
         self._spare = [kv for kv in fitting if kv not in fitting[:1]]
-        return fitting[0] if fitting else KvState(self.model.config, state_capacity(capacity))
+        return fitting[0] if fitting else KvState(self.model.config, kv_capacity(capacity))
 
     def release_kv(self, kv: KvState) -> None:
-        """A sequence is over; its state, and what was recorded over it, may serve another."""
+        """Keep a finished sequence's KV cache, and the graphs captured over it, for another sequence."""
         if self._graphs is not None:
             kv.advance(-kv.length)  # every layer, also one that an error left ahead of the others
             self._spare.append(kv)
@@ -84,103 +109,96 @@ class ModelRunner:
         self,
         tokens: list[int],
         kv: KvState,
-        keep: int,
+        num_logits: int,
         on_hidden_states: OnHiddenStates | None = None,
         observer: LayerObserver | None = None,
         total_length: int = 0,
     ) -> Tensor:
-        """Append tokens to a sequence; logits of the last `keep` of them. HiddenStateHooks go to a watch or, raw, to `on_hidden_states`.
+        """Append tokens to a sequence and return the logits of the last `num_logits` of them; see `run`."""
+        return self.run(tokens, kv, num_logits, on_hidden_states, observer, total_length).logits
 
-        The logits of a recorded forward are overwritten by the next one. `reach`: where the text ends that is read in
-        one, though these tokens may be only a part of it.
+    def run(
+        self,
+        tokens: list[int],
+        kv: KvState,
+        num_logits: int,
+        on_hidden_states: OnHiddenStates | None = None,
+        observer: LayerObserver | None = None,
+        total_length: int = 0,
+    ) -> ForwardResult:
+        """Append tokens to a sequence. Hidden states go to an observer or, raw, to `on_hidden_states`.
+
+        `total_length`: full prompt length if these tokens are only a chunk of it; selects the RoPE variant.
         """
-        # -> [keep, vocabulary]
         end = max(total_length, kv.length + len(tokens))
-        crosses = self.changes.between(kv.length, end)
-        if (
-            (decode_graphs := self._usable_graphs(len(tokens), kv)) is not None
-            and on_hidden_states is None
-            and not crosses
-        ):
-            return decode_graphs.forward(tokens, kv, keep, observer)
+        crosses = self.longrope.between(kv.length, end)
+        if on_hidden_states is None and not crosses and (graphs := self._usable_graphs(len(tokens), kv)) is not None:
+            return graphs.forward(tokens, kv, num_logits, observer)
         if self._graphs is not None:
-            self._graphs.recorder.turns += 1  # what was begun over a state may not be true of it any more
+            self._graphs.run_ahead.note_launch()
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._hooks.listen(on_hidden_states) if on_hidden_states is not None else nullcontext()
-        whole = as_if_up_to(self.model, end) if crosses else nullcontext()
-        with torch.inference_mode(), self.observing(observer), raw, whole, attention.quick_to_start():
-            output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
+        rope = as_if_up_to(self.model, end) if crosses else nullcontext()
+        with torch.inference_mode(), self.observing(observer), raw, rope, attention.quick_to_start():
+            output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=num_logits)
         kv.length += len(tokens)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return EagerResult(output.logits[0])
 
     def observing(
-        self, observer: LayerObserver | None, on_layers: OnChunk | None = None
+        self, observer: LayerObserver | None, on_chunk: OnChunk | None = None
     ) -> AbstractContextManager[None]:
-        """While a forward runs inside, ask what a watch asks, and hand chunks and answers on: to it, or elsewhere."""
+        """Show a forward's hidden states, with the observer's answers, to the observer or to `on_chunk`."""
         if observer is None:
             return self._hooks.listen(None)
-        tell = on_layers or observer.tell
-        return self._hooks.listen(
-            observer.tap(self.depth_count, lambda d, chunk: tell(d, chunk, observer.ask(d, chunk)))
-        )
+        show = on_chunk or observer.show
+        listener = observer.collect(self.depth_count, lambda depths, states: show(depths, states, observer.ask(depths, states)))
+        return self._hooks.listen(listener)
 
-    def greedy(
+    def greedy_launcher(
         self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int
-    ) -> Callable[[], list[int]]:
-        """Begin to append tokens and, one after the other, all but the last of the most likely ones that follow.
+    ) -> Callable[[], ReadTokens] | None:
+        """Return a callable that launches n greedy decode steps after these tokens; None if they are not captured.
 
-        There is one such token, of the first `choices` of the vocabulary, for each watch: who looks on as it is found.
-        Called, what is returned finishes it and has them; other forwards before that make it void.
+        There is one step per observer. Each token is the argmax of the first `choices` logits.
         """
-        if (decode_graphs := self._usable_graphs(len(tokens), kv)) is not None:
-            return decode_graphs.greedy(tokens, kv, observers, choices)
+        if (graphs := self._usable_graphs(len(tokens), kv)) is None:
+            return None
+        return lambda: graphs.launch_greedy(tokens, kv, observers, choices)
 
-        def run() -> list[int]:
-            found: list[int] = []
-            for observer in observers:
-                logits = self.forward(found[-1:] or tokens, kv, keep=1, observer=observer)
-                found.append(int(logits[-1, :choices].argmax()))
-            return found
+    def launch_verify(self, token: int, k: int, kv: KvState, observer: LayerObserver | None) -> None:
+        """Launch, if possible, the first graph of the forward of a token and of the launched draft's K tokens.
 
-        return run
-
-    def follow(self, draft: ModelRunner) -> None:
-        """What this draft chooses can be appended without the host having seen it. Before anything is recorded."""
-        if self._graphs is not None:
-            self._graphs.leader = draft._graphs
-
-    def begin(self, token: int, following: int, kv: KvState, observer: LayerObserver | None) -> None:
-        """Begin, if that can be, to append a token and as many as the draft that is followed was told to choose.
-
-        `forward` of all of them then goes on with it.
+        `run` with all of these tokens then launches only the rest.
         """
-        rows = 1 + following
-        if (decode_graphs := self._usable_graphs(rows, kv)) is None or self.changes.between(
-            kv.length, kv.length + rows
-        ):
-            return
-        decode_graphs.begin(token, following, kv, observer)
+        rows = 1 + k
+        crosses = self.longrope.between(kv.length, kv.length + rows)
+        if not crosses and (graphs := self._usable_graphs(rows, kv)) is not None:
+            graphs.launch_verify(token, k, kv, observer)
 
-    def argmax(self, logits: Tensor) -> RowArgmax | None:
-        """The largest of each row and its place, where these are the newest logits and that is on its way already."""
-        return self._graphs.argmax(logits) if self._graphs is not None else None
-
-    def prepare(self, rows: int, keep: int, observer: LayerObserver | None) -> None:
-        """Have `forward` of so many rows recorded over every state that is there for sequences to come."""
+    def prepare(self, rows: int, num_logits: int, observer: LayerObserver | None) -> None:
+        """Capture the forward of so many rows over every spare KV cache."""
         if self._graphs is not None and rows <= self._captured_rows:
-            for kv in self.spare_states:
-                self._graphs.prepare(rows, kv, keep, observer)
+            for kv in self.spare_kv:
+                self._graphs.prepare(rows, kv, num_logits, observer)
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> None:
-        """The same of `greedy`."""
+        """Capture the forwards of a greedy draft over every spare KV cache."""
         if self._graphs is not None and rows <= self._captured_rows:
-            for kv in self.spare_states:
+            for kv in self.spare_kv:
                 self._graphs.prepare_greedy(rows, kv, observers, choices)
 
-    def capture_forwards(self, recorder: GraphRecorder, rows: int, positions: int) -> str | None:
-        """From now on replay forwards of up to this many rows and positions; why that cannot be, if it cannot.
+    def capture_forwards(
+        self,
+        recorder: GraphRecorder,
+        run_ahead: RunAhead,
+        rows: int,
+        positions: int,
+        chain: Tensor | None = None,
+        draft_chain: Tensor | None = None,
+    ) -> str | None:
+        """Replay forwards of up to this many rows and positions from now on; return the reason if that cannot be.
 
-        Fused norms, attention and the recorded forward are tried on a few tokens against the model as it came.
+        Fused norms, attention and the captured forward are compared with the unchanged model on a few tokens.
         """
         if not self.can_rewind:
             return "its state is not keys and values alone"
@@ -192,39 +210,39 @@ class ModelRunner:
 
             undo.append(use_tables(self.model, min(positions, self.max_positions)))
             attention.use(self.model)
-            self._graphs = DecodeGraphs(self.model, self.observing, recorder)
+            self._graphs = DecodeGraphs(self.model, self.observing, recorder, run_ahead, chain, draft_chain)
             self._captured_rows = 2
             found = self._try(tokens)
-        except Exception as error:  # whatever a model's own code cannot do with it
+        except Exception as error:  # whatever a model's own code raises during capture
             reason = str(error) or type(error).__name__
         else:
             if torch.allclose(found.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
                 self._captured_rows = rows
                 self._spare.clear()
                 return None
-            reason = "it does not give the same result when recorded"
+            reason = "it does not give the same result when captured"
         self._graphs, self._captured_rows = None, 0
         self.model.set_attn_implementation(before)
         for back in undo:
             back()
         return reason
 
-    def _try(self, batches: list[list[int]]) -> Tensor:
+    def _try(self, chunks: list[list[int]]) -> Tensor:
         kv = self.new_kv(64)
-        for tokens in batches:
-            logits = self.forward(tokens, kv, keep=len(tokens))
+        for tokens in chunks:
+            logits = self.forward(tokens, kv, len(tokens))
         return logits.clone()
 
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
-        """Recorded forwards, if there are such for this many rows and over a state whose memory is there."""
+        """Return the captured forwards if they serve this many rows and a KV cache that is allocated."""
         return self._graphs if kv.length > 0 and rows <= self._captured_rows else None
 
 
-def state_capacity(needed: int) -> int:
-    """Positions of a state that programs are recorded over: enough for most sequences to share one."""
-    return max(_SMALLEST_STATE, 1 << (needed - 1).bit_length())
+def kv_capacity(needed: int) -> int:
+    """Return the capacity of KV caches that graphs are captured over, so that most sequences can share one."""
+    return max(_MIN_CAPACITY, 1 << (needed - 1).bit_length())
 
 
 def _tolerance(logits: Tensor) -> float:
-    """What two ways to compute the same may differ by: some roundings of the largest logit."""
+    """Return how far two ways to compute the same logits may differ: some roundings of the largest logit."""
     return 64 * torch.finfo(logits.dtype).eps * max(1.0, float(logits.float().abs().max()))

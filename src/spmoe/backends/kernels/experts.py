@@ -18,7 +18,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from spmoe.backends.base import MOST_ROWS
+from spmoe.backends.base import MAX_KERNEL_ROWS
 from spmoe.backends.kernels.activations import ACTIVATIONS, activate
 
 _ENOUGH_PROGRAMS = 512  # to keep a large device's memory busy
@@ -53,8 +53,8 @@ class Tiles:
 
 def config_for(rows: int, geometry: Geometry, top_k: int, dtype: torch.dtype) -> Tiles:
     """Tiles by shape alone, and the same for 1 to 16 rows, so that a row's bits do not depend on its company."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"1 to {MOST_ROWS} rows, not {rows}")
+    if not 1 <= rows <= MAX_KERNEL_ROWS:
+        raise ValueError(f"1 to {MAX_KERNEL_ROWS} rows, not {rows}")
     hidden, ffn = geometry.hidden, geometry.ffn
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
@@ -94,9 +94,9 @@ class Places:
 
     def __init__(self, top_k: int, geometry: Geometry, dtype: torch.dtype, device: torch.device | str) -> None:
         self._shape = (top_k, geometry, dtype)
-        tiles = {rows: config_for(rows, geometry, top_k, dtype) for rows in (16, MOST_ROWS)}  # by rows up to these
+        tiles = {rows: config_for(rows, geometry, top_k, dtype) for rows in (16, MAX_KERNEL_ROWS)}  # by rows up to these
         sums = max(rows * one.splits for rows, one in tiles.items())
-        self._up = torch.empty(MOST_ROWS * top_k * geometry.ffn, dtype=dtype, device=device)
+        self._up = torch.empty(MAX_KERNEL_ROWS * top_k * geometry.ffn, dtype=dtype, device=device)
         self._parts = torch.empty(sums * top_k * geometry.hidden, dtype=torch.float32, device=device)
 
     def scratch(self, rows: int) -> Scratch:

@@ -1,6 +1,6 @@
-"""Materials: the two networks and the experts an engine is put together from, on the device it runs on.
+"""Loaded models: a target without its experts, on its device, and the sources of everything else.
 
-They come from checkpoints as they are or, for benchmarks, widened to the sizes of a larger architecture.
+Weights come from checkpoints as they are or, for benchmarks, widened to the sizes of a larger architecture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from spmoe.backends.quantize import QuantizedExperts, Scheme
 from spmoe.config import EngineConfig
-from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint, building
@@ -28,21 +27,22 @@ from spmoe.observe.progress import progress_bar
 from spmoe.types import ExpertKey
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoadedModels:
-    """A target without its experts, and where those come from."""
+    """A target without its experts, and the sources of those."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
     target: Target
-    spec: StoreSpec
+    spec: StoreSpec  # of the experts
     shape: WideShape | None
-    small: Any  # the model as its checkpoint has it, where the target is a widened one
+    shape_name: str | None
+    small: Any  # the model at its checkpoint's own sizes, if the target is widened
 
     @contextmanager
     def experts(self) -> Iterator[FillBlob]:
-        """A function that writes one expert's tensors into views of its blob."""
+        """Yield a function that writes one expert's tensors into views of its blob."""
         paths = [moe_layer.path for moe_layer in self.target.moe]
         if self.shape is None:
             with ExpertReader(self.checkpoint, self.target.model, paths) as reader:
@@ -59,6 +59,28 @@ class LoadedModels:
 
             yield fill
 
+    def load_draft(self, checkpoint: Checkpoint) -> ModelRunner:
+        """Load a draft in the target's dtype, on its device, widened like the target."""
+        model = load_dense(checkpoint, self.dtype if self.shape is None else torch.float32)
+        with building(checkpoint):
+            if self.shape is not None:
+                model = widen_draft(model, self.shape, self.dtype, self.device)
+            return ModelRunner(model.to(self.device))
+
+    def load_quantized(self, scheme: str, progress: bool) -> QuantizedExperts:
+        """Load the target's experts quantized (`int8`, `int4`), from a file beside the expert file."""
+        experts = quantized_experts(self.spec, self.target.moe, scheme)
+        plain = expert_file_path(self.checkpoint, self.dtype)
+        shape = "" if self.shape_name is None else f"{self.shape_name}-"
+        path = plain.with_name(f"{plain.stem}-{shape}{scheme}{plain.suffix}")
+        with self.experts() as read, progress_bar("Quantizing experts", progress) as report:
+            file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
+        try:
+            experts.load(file, self.device)
+        finally:
+            file.close()
+        return experts
+
 
 def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
     """Load a target without its experts."""
@@ -72,45 +94,22 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         spec = store_spec(checkpoint, model, paths, dtype)
     else:
         spec = wide_store_spec(checkpoint, model, paths, dtype, shape)
-    return LoadedModels(checkpoint, dtype, device, target, spec, shape, small if shape is not None else None)
+    kept = small if shape is not None else None
+    return LoadedModels(checkpoint, dtype, device, target, spec, shape, config.shape, kept)
 
 
-def load_draft(models: LoadedModels, checkpoint: Checkpoint) -> ModelRunner:
-    """A draft of the target's dtype, on its device and widened as it is."""
-    shape = models.shape
-    model = load_dense(checkpoint, models.dtype if shape is None else torch.float32)
-    with building(checkpoint):
-        if shape is not None:
-            model = widen_draft(model, shape, models.dtype, models.device)
-        return ModelRunner(model.to(models.device))
-
-
-def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], name: str) -> QuantizedExperts:
-    """What a target's quantized experts will be; nothing is read."""
+def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], scheme: str) -> QuantizedExperts:
+    """Return the description of a target's quantized experts; nothing is read."""
     transposed: Any = moe[0].experts.is_transposed
-    return QuantizedExperts(spec, Scheme.named(name), transposed)
-
-
-def load_self(config: EngineConfig, models: LoadedModels, name: str) -> QuantizedSelfRunner:
-    """The target's own modules with quantized experts, which are kept on disk beside the expert file."""
-    experts = quantized_experts(models.spec, models.target.moe, name)
-    plain = expert_file_path(models.checkpoint, models.dtype)
-    path = plain.with_name(f"{plain.stem}-{'' if config.shape is None else f'{config.shape}-'}{name}{plain.suffix}")
-    with models.experts() as read, progress_bar("Quantizing experts", config.progress) as report:
-        file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
-    try:
-        experts.load(file, models.device)
-    finally:
-        file.close()
-    return QuantizedSelfRunner(models.target, experts)
+    return QuantizedExperts(spec, Scheme.named(scheme), transposed)
 
 
 def wide_shape(config: EngineConfig, device: torch.device) -> WideShape | None:
-    """The shape to widen to, if any."""
+    """Return the shape to widen to, if any."""
     if config.shape is None:
         return None
     if config.shape not in SHAPES:
         raise UsageError(f"shape must be one of {', '.join(SHAPES)}, not {config.shape!r}")
     if device.type != "cuda":
-        raise UsageError("--shape makes a model of real size, for which a CUDA device is needed; leave it out")
+        raise UsageError("--shape makes a model of real size, which needs a CUDA device; leave it out")
     return SHAPES[config.shape]

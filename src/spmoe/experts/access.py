@@ -1,0 +1,125 @@
+"""Expert access: a layer gets the experts it is routed to, those READY first, the others as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spmoe.errors import SpmoeError
+from spmoe.experts.cache import Entry, PinnedLayer
+from spmoe.experts.pool import Demand, ExpertPool
+from spmoe.experts.prefetch import PrefetchScheduler
+from spmoe.experts.run_ahead import RunAhead
+from spmoe.experts.step import ExpertStep
+from spmoe.experts.transfer import Transfer
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Ledger
+from spmoe.observe.timeline import Activity, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBatch:
+    """Experts of one layer that are ready together; they stay in their slots until the next batch is asked for."""
+
+    layer: int
+    experts: tuple[int, ...]
+    slots: tuple[int, ...]
+    weights: tuple[Mapping[str, Tensor], ...]
+
+
+class ExpertAccess:
+    """Hands out experts in slots."""
+
+    def __init__(
+        self,
+        pool: ExpertPool,
+        scheduler: PrefetchScheduler,
+        step: ExpertStep,
+        run_ahead: RunAhead,
+        transfer: Transfer,
+        clock: Clock,
+        ledger: Ledger,
+        timeline: Timeline,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._step = step
+        self._run_ahead = run_ahead
+        self._transfer = transfer
+        self._clock = clock
+        self._ledger = ledger
+        self._timeline = timeline
+
+    def use(
+        self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None = None, shares: Sequence[float] = ()
+    ) -> Generator[ExpertBatch, None, None]:
+        """Yield the routed experts in batches. Close the iterator to release the experts it holds.
+
+        Experts of `pinned`, which kernels already read, are not yielded. `shares`: for a prompt, the share of rows
+        that are routed to each expert.
+        """
+        self._run_ahead.settle()
+        started, demand = self._clock.now(), Demand()
+        try:
+            self._step.reach_layer(layer)
+            demand = self._pool.claim(layer, experts, pinned, shares)
+            self._step.routed(layer, experts)
+            while demand.ready or demand.waiting or demand.absent:
+                if not demand.ready:
+                    self._wait_for_arrival(demand)
+                if demand.ready:
+                    yield self._batch(layer, demand.ready)
+                    self._pool.release(demand.ready)
+                    demand.ready = []
+        finally:
+            self._pool.abandon(demand)
+            if pinned is not None:
+                self._pool.unpin_layer(pinned)
+            self._timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
+
+    def pin_layer(self, layer: int) -> PinnedLayer:
+        """Pin a layer's READY experts so that kernels can launch before the routed experts are known.
+
+        Release it with `use`, `commit_later` or `unpin_layer`.
+        """
+        return self._pool.pin_layer(layer)
+
+    def unpin_layer(self, pinned: PinnedLayer) -> None:
+        """Release a pinned layer. Idempotent."""
+        self._pool.unpin_layer(pinned)
+
+    def covers(self, pinned: PinnedLayer, experts: Sequence[int]) -> bool:
+        """Return whether all routed experts are among the pinned ones. Kernels before the pin have finished by now."""
+        self._transfer.finish_epochs(pinned.epoch)
+        return bool((pinned.slots[list(experts)] >= 0).all())
+
+    def commit(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:
+        """Account for a layer whose routed experts were all pinned, and release it."""
+        self._step.reach_layer(pinned.layer)
+        self._pool.commit(pinned, experts)
+        self._step.routed(pinned.layer, experts)
+
+    def _wait_for_arrival(self, demand: Demand) -> None:
+        """Wait until another expert arrives, or until the slot that is needed next may be free."""
+        if (blocking := self._pool.poll(demand)) is None or blocking.handle is None:
+            return
+        started = self._clock.now()
+        try:
+            blocking.handle.stream_wait()
+        except SpmoeError:
+            self._pool.give_up(blocking)
+            if blocking in demand.waiting:
+                raise
+        finally:
+            now = self._clock.now()
+            self._ledger.stalled(now - started)
+            self._timeline.add(Activity.STALL, started, now)
+        self._pool.collect(demand)
+
+    def _batch(self, layer: int, entries: list[Entry]) -> ExpertBatch:
+        if len(self._scheduler):
+            self._scheduler.submit()
+        experts, slots = tuple(e.key.expert for e in entries), tuple(e.slot for e in entries)
+        return ExpertBatch(layer, experts, slots, self._pool.weights(entries))

@@ -1,0 +1,69 @@
+"""The expert side of an engine, put together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from spmoe.experts.access import ExpertAccess
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.pool import ExpertPool
+from spmoe.experts.prefetch import PrefetchScheduler
+from spmoe.experts.run_ahead import RunAhead
+from spmoe.experts.slots import Slots
+from spmoe.experts.step import ExpertStep
+from spmoe.experts.transfer import Transfer
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Ledger
+from spmoe.observe.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Access to experts, prefetch scheduling and the step's lifecycle, over one pool of slots."""
+
+    pool: ExpertPool
+    scheduler: PrefetchScheduler
+    run_ahead: RunAhead
+    step: ExpertStep
+    access: ExpertAccess
+    ledger: Ledger
+    timeline: Timeline
+
+    @classmethod
+    def build(
+        cls,
+        slots: Slots,
+        transfer: Transfer,
+        eviction: Eviction,
+        blob_bytes: int,
+        clock: Clock,
+        *,
+        threaded: bool = True,
+        timeline: Timeline | None = None,
+    ) -> Experts:
+        """Connect slots, transfer and eviction policy. `threaded`: a worker thread submits prefetch requests."""
+        timeline, ledger, lock = timeline or Timeline(), Ledger(blob_bytes), threading.RLock()
+        pool = ExpertPool(slots, transfer, eviction, blob_bytes, clock, ledger, timeline, lock)
+        scheduler = PrefetchScheduler(pool, lock, ledger, clock, timeline, threaded)
+        run_ahead = RunAhead(transfer, scheduler)
+        step = ExpertStep(pool, scheduler, run_ahead, transfer, ledger)
+        access = ExpertAccess(pool, scheduler, step, run_ahead, transfer, clock, ledger, timeline)
+        return cls(pool, scheduler, run_ahead, step, access, ledger, timeline)
+
+    def load_all(self, experts_per_layer: Sequence[int]) -> None:
+        """Fill the slots with every expert; counters do not see it as demand."""
+        with self.ledger.ignore_demand():
+            for layer, count in enumerate(experts_per_layer):
+                with closing(self.access.use(layer, range(count))) as batches:
+                    for _ in batches:
+                        pass
+            self.step.begin()
+
+    def close(self) -> None:
+        """End the worker and every copy, and release the slots. Idempotent."""
+        if self.pool.begin_close():
+            self.scheduler.close()
+            self.pool.finish_close()

@@ -1,0 +1,257 @@
+"""Prefetch scheduling: the queue of prefetch requests, their budget, and who submits them.
+
+Requests wait by deadline, then score. They are submitted a chunk at a time while fewer copies are in flight than keep
+the transfer busy. On a CPU, and with an emulated link, a worker thread submits them. Beside a CUDA device the thread
+that launches kernels submits them whenever it would otherwise wait: two threads would compete for the interpreter.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from spmoe.errors import SpmoeError
+from spmoe.experts.cache import Entry
+from spmoe.experts.inflight import wait_for
+from spmoe.experts.pool import ExpertPool
+from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, DeviceEvent
+from spmoe.observe.clock import Clock
+from spmoe.observe.ledger import Ledger
+from spmoe.observe.timeline import Activity, Timeline
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
+
+
+class PrefetchQueue:
+    """Prefetch requests by deadline, then score. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._requests: dict[ExpertKey, PrefetchRequest] = {}
+        self._heap: list[tuple[int, float, ExpertKey]] = []  # may hold entries of requests that were replaced
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def put(self, request: PrefetchRequest) -> None:
+        """Add a request; of two for one expert the higher score counts."""
+        known = self._requests.get(request.key)
+        if known is None or known.score < request.score:
+            self._requests[request.key] = request
+            heapq.heappush(self._heap, _rank(request))
+
+    def first(self) -> PrefetchRequest | None:
+        """Return the next request; it stays in the queue until discarded."""
+        while self._heap:
+            request = self._requests.get(self._heap[0][2])
+            if request is not None and _rank(request) == self._heap[0]:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def discard(self, key: ExpertKey) -> None:
+        """Remove an expert's request."""
+        self._requests.pop(key, None)
+
+    def drop_passed(self, layer: int) -> None:
+        """Drop requests whose deadline is this layer or an earlier one."""
+        while (request := self.first()) is not None and request.deadline <= layer:
+            self.discard(request.key)
+            self._ledger.stale(1)
+
+    def drop_all(self, *, over_budget: bool = False) -> None:
+        """Drop all requests."""
+        count = self._ledger.over_budget if over_budget else self._ledger.stale
+        count(len(self._requests))
+        self._requests.clear()
+        self._heap.clear()
+
+
+def _rank(request: PrefetchRequest) -> tuple[int, float, ExpertKey]:
+    return (request.deadline, -request.score, request.key)
+
+
+class PrefetchScheduler:
+    """Decides which prefetch requests are submitted, and when. Thread-safe."""
+
+    def __init__(
+        self, pool: ExpertPool, lock: threading.RLock, ledger: Ledger, clock: Clock, timeline: Timeline, threaded: bool
+    ) -> None:
+        self.step_budget: int | None = None  # bytes that may be prefetched in one step; None: no bound
+        self.overlap = True  # False, for measuring: whoever requests a prefetch waits for its copy
+        self._pool = pool
+        self._lock = lock
+        self._ledger = ledger
+        self._clock = clock
+        self._timeline = timeline
+        self._queue = PrefetchQueue(ledger)
+        self._issued_bytes = 0  # in this step
+        self._layer = -1  # that runs; -1 while the draft does
+        self._held = False
+        self._worker = PrefetchWorker(self.pump) if threaded else None
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait."""
+        return len(self._queue)
+
+    def begin_step(self) -> None:
+        """Drop the requests of the last step."""
+        with self._lock:
+            self._queue.drop_all()
+            self._issued_bytes = 0
+            self._layer = -1
+
+    def reach_layer(self, layer: int) -> None:
+        """Drop requests for layers up to this one, which runs now: their experts are loaded on demand."""
+        with self._lock:
+            self._layer = layer
+            self._queue.drop_passed(layer)
+
+    def end_step(self) -> None:
+        """Drop all requests."""
+        with self._lock:
+            self._queue.drop_all()
+
+    def request(self, requests: PrefetchRequests) -> None:
+        """Queue prefetch requests and start to submit them."""
+        if not len(requests):
+            return
+        with self._lock:
+            if self._pool.closed:
+                return
+            self._ledger.requested(len(requests))
+            if not (timely := requests.deadlines > self._layer).all():
+                self._ledger.stale(int(np.count_nonzero(~timely)))
+                requests = requests.where(timely)
+            resident = self._pool.note_prefetches(requests)
+            self._ledger.resident(int(np.count_nonzero(resident)))
+            for request in requests.where(requests.fetch & ~resident):
+                self._queue.put(request)
+            drafting = self._layer < 0
+        if not len(self._queue):
+            return
+        if not self.overlap and not drafting:
+            self._fetch_all()
+        elif not self._held:
+            self.submit()
+
+    def finish_draft(self) -> None:
+        """Without overlap: copy what the draft predicted before verification starts."""
+        if not self.overlap:
+            self._fetch_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Queue requests inside without submitting them; a worker thread submits them all the same."""
+        before, self._held = self._held, self._worker is None
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def submit(self, until: DeviceEvent | None = None) -> None:
+        """Have requests submitted: by the worker or, without one, here, until the event has passed."""
+        if not self.overlap:
+            return  # `request` waits for its own copies
+        if self._worker is not None:
+            self._worker.wake()
+        else:
+            self.pump(until)
+
+    def pump(self, until: DeviceEvent | None = None) -> CopyHandle | None:
+        """Submit requests until the event has passed; return the handle to wait for if the transfer is full."""
+        if not len(self._queue) and not self._pool.loads_in_flight:
+            return None
+        submitted = True
+        while submitted:
+            with self._lock:
+                self._pool.reap()
+                if self._pool.closed:
+                    return None
+                try:
+                    submitted = not self._pool.has_unplaced_demand and self._submit_chunk()
+                except SpmoeError:
+                    return None  # counted as failed; the error is raised where the expert is used
+                full = self._pool.loads_in_flight >= self._pool.prefetch_depth
+                handle = self._pool.oldest_handle() if full and len(self._queue) else None
+            if self._worker is not None:
+                time.sleep(0)  # let a thread that waits for the lock have it
+            submitted = submitted and (until is None or not until.query())
+        return handle
+
+    def close(self) -> None:
+        """Drop all requests and end the worker. Idempotent."""
+        self.end_step()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _submit_chunk(self) -> bool:
+        """Reserve slots for a chunk of requests and submit their copies together; return whether there was one."""
+        entries: list[Entry] = []
+        depth, blob_bytes = self._pool.prefetch_depth, self._pool.blob_bytes
+        limit = max(1, CHUNK_BYTES // blob_bytes)
+        while len(entries) < limit and (request := self._queue.first()) is not None:
+            if self._pool.loads_in_flight + len(entries) >= depth:
+                break
+            if self._pool.residency(request.key) is not Residency.ABSENT:
+                self._ledger.resident(1)
+                self._queue.discard(request.key)
+                continue
+            if self.step_budget is not None and self._issued_bytes + blob_bytes > self.step_budget:
+                self._queue.drop_all(over_budget=True)
+                break
+            if (entry := self._pool.reserve(request.key)) is None:
+                break  # every resident scores higher; tried again as layers run
+            self._queue.discard(request.key)
+            self._issued_bytes += blob_bytes
+            self._ledger.prefetch_issued()
+            entries.append(entry)
+        self._pool.submit(entries)
+        return bool(entries)
+
+    def _fetch_all(self) -> None:
+        """Copy everything requested, as far as slots can be taken, and wait for it."""
+        started, full = self._clock.now(), True
+        while full:
+            full = self.pump() is not None
+            wait_for(self._pool.handles())
+        now = self._clock.now()
+        self._ledger.stalled(now - started)
+        self._timeline.add(Activity.STALL, started, now)
+
+
+class PrefetchWorker:
+    """Thread that calls `pump` whenever it is woken, and again as long as `pump` returns a handle to wait for."""
+
+    def __init__(self, pump: Callable[[], CopyHandle | None]) -> None:
+        self._pump = pump
+        self._work = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the thread call `pump`."""
+        self._work.set()
+
+    def close(self) -> None:
+        """End the thread; return when it has ended."""
+        self._closed = True
+        self._work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._work.wait()
+            self._work.clear()
+            while not self._closed and (handle := self._pump()) is not None:
+                try:
+                    handle.wait()
+                except SpmoeError:
+                    continue  # raised where the expert is used
+            if self._closed:
+                return

@@ -1,0 +1,186 @@
+"""Work that runs ahead of the host.
+
+A CUDA device is given work before the host asks for its result, so that neither waits for the other:
+
+- the next step's draft is launched as soon as this step's tokens are known (`launch_draft`);
+- the first graph of its verification is launched behind it, and reads the draft's tokens on the device
+  (`launch_verify`);
+- bookkeeping of a layer whose routed experts were all READY is deferred until the next layer's kernels are launched
+  (`defer`, `settle`);
+- prefetch requests of a draft are read and submitted while the device goes on (`reading_predictions`, `wait`).
+
+`RunAhead` is the only owner of that state. Any launch that it does not make itself invalidates what it has launched:
+captured graphs share memory, and the next forward overwrites their results. On a CPU nothing is ever launched ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from spmoe.experts.prefetch import PrefetchScheduler
+from spmoe.experts.transfer import DeviceEvent, Transfer
+
+_log = logging.getLogger(__name__)
+
+ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
+
+
+class Launched(Enum):
+    """How much of the next step has been launched."""
+
+    NOTHING = "nothing"
+    DRAFT = "the draft"
+    VERIFY = "the draft, and the first graph of its verification behind it"
+
+
+@dataclass(slots=True)
+class _Draft:
+    sequence_id: int
+    length: int  # tokens of the sequence when the draft was launched
+    k: int
+    read: ReadTokens
+    tokens: list[int] | None = None  # once they were read
+
+
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    graph: object  # the captured forward
+    token: int  # the sequence's last token, which the draft's tokens follow
+    length: int  # positions in the KV cache before it
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferredLayer:
+    layer: int
+    commit: Callable[[], None]
+    observations: Sequence[Callable[[], None]]  # hidden states to show to the prefetch policy
+
+
+class RunAhead:
+    """What the device was given ahead of the host, and what the host has put off meanwhile."""
+
+    def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler) -> None:
+        self.launched = Launched.NOTHING
+        self._transfer = transfer
+        self._scheduler = scheduler
+        self._draft: _Draft | None = None
+        self._verify: _Verify | None = None
+        self._deferred: _DeferredLayer | None = None
+        self._launching = False
+
+    # ---- launches
+
+    def launch_draft(self, sequence_id: int, length: int, k: int, launch: Callable[[], ReadTokens]) -> None:
+        """Launch a draft of K tokens for a sequence of `length` tokens, in place of whatever was launched."""
+        self.invalidate()
+        with self._own_launch():
+            self._draft = _Draft(sequence_id, length, k, launch())
+        self.launched = Launched.DRAFT
+
+    def take_draft(self, sequence_id: int, length: int, k: int) -> list[int] | None:
+        """Wait for and return the launched draft's tokens, if it was launched for exactly this; else None."""
+        draft = self._draft
+        if draft is None or (draft.sequence_id, draft.length, draft.k) != (sequence_id, length, k):
+            self.invalidate()
+            return None
+        try:
+            draft.tokens = draft.read()
+        except BaseException:
+            self.invalidate()
+            raise
+        if self.launched is Launched.DRAFT:
+            self.invalidate()
+        return list(draft.tokens)
+
+    def launch_verify(self, k: int, token: int, length: int, launch: Callable[[], object]) -> None:
+        """Launch the first graph of the forward that verifies the launched draft; `launch` returns that forward.
+
+        Do nothing unless a draft of K tokens is launched and nothing was launched behind it.
+        """
+        if self.launched is Launched.DRAFT and self._draft is not None and self._draft.k == k:
+            with self._own_launch():
+                self._verify = _Verify(launch(), token, length)
+            self.launched = Launched.VERIFY
+
+    def take_verify(self, graph: object, tokens: list[int], length: int) -> bool:
+        """Return whether this forward's first graph was launched for exactly these tokens; it counts only once."""
+        draft, verify = self._draft, self._verify
+        self.invalidate()
+        return (
+            draft is not None
+            and verify is not None
+            and verify.graph is graph
+            and (verify.token, verify.length) == (tokens[0], length)
+            and draft.tokens == tokens[1:]
+        )
+
+    def launch_next(self, launch: Callable[[], None]) -> None:
+        """Launch the next step's draft and verification; after a failure nothing is launched.
+
+        This step's tokens are kept: the failure occurs again where the draft is needed, and is raised there.
+        """
+        try:
+            launch()
+        except Exception:
+            _log.debug("the next step could not be launched ahead", exc_info=True)
+            self.invalidate()
+
+    def note_launch(self) -> None:
+        """Note that a forward is launched: unless this object launches it, what it has launched is invalid."""
+        if not self._launching:
+            self.invalidate()
+
+    def invalidate(self) -> None:
+        """Forget what was launched. The device runs it to its end, and nobody reads the result."""
+        self._draft = self._verify = None
+        self.launched = Launched.NOTHING
+
+    @contextmanager
+    def _own_launch(self) -> Iterator[None]:
+        self._launching = True
+        try:
+            yield
+        except BaseException:
+            self.invalidate()
+            raise
+        finally:
+            self._launching = False
+
+    # ---- deferred bookkeeping
+
+    def defer(
+        self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Put off a layer's bookkeeping until the device is busy with the next layer."""
+        self.settle()
+        self._deferred = _DeferredLayer(layer, commit, observations)
+
+    def settle(self, next_layer: int | None = None) -> None:
+        """Do the deferred bookkeeping; show its observations only if the layer after it runs now."""
+        if (deferred := self._deferred) is None:
+            return
+        self._deferred = None
+        deferred.commit()
+        if next_layer == deferred.layer + 1:
+            for observe in deferred.observations:
+                observe()
+
+    # ---- waiting
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Wait for a device event and keep copies going meanwhile."""
+        self._transfer.wait_and_pump(event)
+
+    @contextmanager
+    def reading_predictions(self) -> Iterator[None]:
+        """Queue prefetch requests inside; `submit_prefetches` submits them while the device is busy."""
+        with self._scheduler.held():
+            yield
+
+    def submit_prefetches(self, until: DeviceEvent | None = None) -> None:
+        """Submit prefetch requests until the event has passed."""
+        self._scheduler.submit(until)
