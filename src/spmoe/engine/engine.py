@@ -14,10 +14,9 @@ from spmoe.backends.devices import limit_memory
 from spmoe.config import DraftTokens, EngineConfig
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
-from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
 from spmoe.engine.memory_plan import MemoryPlan
-from spmoe.engine.profiling import write_profile
+from spmoe.engine.profiling import cutoff_inputs, write_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction

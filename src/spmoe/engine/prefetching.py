@@ -8,9 +8,16 @@ from spmoe.config import CutoffMode
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self_quantized import QuantizedSelfRunner
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.engine import Engine
-from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
+from spmoe.engine.profiling import (
+    cutoff_inputs,
+    measure,
+    profile_path,
+    profile_settings,
+    read_profile,
+    usual_draft_tokens,
+    write_profile,
+)
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
