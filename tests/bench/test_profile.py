@@ -1,11 +1,10 @@
-"""Profiles: the file and its corruptions, predictions from one, the check's arithmetic, and a measured one."""
+"""The profile file and its damages, predictions from a profile, the check's arithmetic, and a measured profile."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,199 +13,232 @@ import pytest
 from checkpoints import Pair, memory_for
 from spmoe import LLM
 from spmoe.bench.profile import (
-    Behaviour,
-    Contention,
-    CopyTime,
+    PROFILED_POLICIES,
+    Check,
+    CheckedStep,
+    CutoffSweep,
     EngineProfile,
-    PassTime,
+    LoadTime,
+    PolicyStats,
+    Predictor,
     Subject,
+    VerifyTime,
+    Workload,
+    check_engine,
+    counted_predictions,
+    generate,
+    measure_policies,
+    measure_profile,
     read_engine_profile,
 )
-from spmoe.bench.profile_behaviour import OBSERVED, Observer, generate, observe
-from spmoe.bench.profile_check import Case, Check, Checked, Sweep, check_engine
-from spmoe.bench.profile_measure import measure_profile
-from spmoe.bench.profile_predict import Predictor
-from spmoe.bench.profile_trace import TraceNeeds
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group, write_results
 from spmoe.cli.main import main
 from spmoe.config import Size
-from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import UsageError
 
 PROMPTS = [list(b"def f(x):"), list(b"import os")]
 
-SHOWN = Behaviour(
-    "on-demand", draft_tokens=4, passes=4.0, rows=5.0, slots=32, steps=20, tokens_per_step=3.0, step_seconds=1.0,
-    draft_seconds=0.2, compute_seconds=0.32, stall_seconds=0.48, loads=48.0, needed=5.0, missing=3.0,
-    missing_by_layer=(3.0,) * 16, draft_recall=0.0, draft_precision=0.0, own_recall=0.0, own_precision=0.0,
-)  # fmt: skip
-MADE_UP = EngineProfile(
-    {"device": "cpu"},
-    Subject("target", "draft", "float32", "cpu", None, 16, 8, 2, 1000, 16, 32, "lru", None),
-    (PassTime(1, 0.04, 0.05, 0.003),),
-    (PassTime(1, 0.1, 0.1, 0.1 / 16), PassTime(3, 0.2, 0.2, 0.2 / 16), PassTime(5, 0.4, 0.4, 0.4 / 16)),
-    0.0,
-    (CopyTime(1.0, 1000, 0.004, 0.004),),
-    (CopyTime(1.0, 1000, 0.02, 0.02), CopyTime(2.0, 2000, 0.03, 0.03), CopyTime(4.0, 4000, 0.04, 0.04)),
-    None,
-    MemoryPlan(32, 1000, 5, 6, 0, 100, None),
-    (SHOWN, replace(SHOWN, policy="draft-gate", draft_recall=1.0, draft_precision=1.0)),
+ON_DEMAND = PolicyStats(
+    policy="on-demand",
+    draft_tokens=4,
+    draft_passes=4.0,
+    rows=5.0,
+    slots=32,
+    steps=20,
+    tokens_per_step=3.0,
+    step_seconds=1.0,
+    draft_seconds=0.2,
+    verify_seconds=0.32,
+    stall_seconds=0.48,
+    loads=48.0,
+    needed=5.0,
+    missing=3.0,
+    missing_by_layer=(3.0,) * 16,
+    draft_recall=0.0,
+    draft_precision=0.0,
+    verify_recall=0.0,
+    verify_precision=0.0,
+)
+PROFILE = EngineProfile(
+    machine={"device": "cpu"},
+    subject=Subject(
+        model="target",
+        draft="draft",
+        dtype="float32",
+        device="cpu",
+        shape=None,
+        layers=16,
+        experts_per_layer=8,
+        top_k=2,
+        expert_bytes=1000,
+        draft_layers=16,
+        slots=32,
+        eviction="lru",
+        emulated_link_gbps=None,
+    ),
+    draft_pass_seconds=0.05,
+    verify=tuple(VerifyTime(rows=rows, seconds=seconds) for rows, seconds in ((1, 0.1), (3, 0.2), (5, 0.4))),
+    expert_share=0.0,
+    loads=tuple(LoadTime(experts=count, seconds=seconds) for count, seconds in ((1, 0.02), (2, 0.03), (4, 0.04))),
+    policies=(
+        ON_DEMAND,
+        ON_DEMAND.model_copy(update={"policy": "draft-gate", "draft_recall": 1.0, "draft_precision": 1.0}),
+    ),
 )
 
 
 # ---- the file
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_profile_is_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    whole = replace(MADE_UP, contention=Contention(1.0, 1.5, 2.0, 2.0))
-    for one in (MADE_UP, whole):
-        one.save(path)
-        assert read_engine_profile(path) == one
+    without_draft = PROFILE.model_copy(update={"draft_pass_seconds": None, "loads": ()})
+    for profile in (PROFILE, without_draft):
+        profile.save(path)
+        assert read_engine_profile(path) == profile
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d.update(format="spmoe trace"), "is no profile; make one"),
-        (lambda d: d.update(version=2), "version 2, not 1"),
-        (lambda d: d.pop("verify"), "verify is missing"),
-        (lambda d: d.update(verify=[]), "verify is empty"),
-        (lambda d: d.update(colour="red"), "colour is not known"),
-        (lambda d: d["verify"][1].update(median=-1.0), r"verify\[1\].median cannot be '-1.0'"),
-        (lambda d: d["verify"][1].update(rows="3"), r"verify\[1\].rows cannot be '3'"),
-        (lambda d: d["loads"][0].pop("best"), r"loads\[0\].best is missing"),
-        (lambda d: d["subject"].update(layers=True), "subject.layers cannot be 'True'"),
-        (lambda d: d.update(memory=[]), "memory is no object"),
-        (lambda d: d.update(draft={}), "draft is no list"),
-        (lambda d: d.update(expert_share=float("nan")), "expert_share cannot be 'nan'"),
-        (lambda d: d["behaviours"][0].update(missing_by_layer=["x"]), r"missing_by_layer\[0\] cannot be 'x'"),
+        (lambda d: d.update(format="spmoe trace"), "is not a profile: .* make one"),
+        (lambda d: d.update(version=1), "version 1, not 2"),
+        (lambda d: d.pop("verify"), "verify: field required"),
+        (lambda d: d.update(verify=[]), "verify: tuple should have at least 1 item"),
+        (lambda d: d.update(colour="red"), "colour: extra inputs are not permitted"),
+        (lambda d: d["verify"][1].update(seconds=-1.0), r"verify\[1\].seconds: .* greater than or equal to 0, not '-1"),
+        (lambda d: d["verify"][1].update(rows="3"), r"verify\[1\].rows: .* valid integer, not '3'"),
+        (lambda d: d["loads"][0].pop("seconds"), r"loads\[0\].seconds: field required"),
+        (lambda d: d["subject"].update(layers=True), "subject.layers: .* valid integer, not 'True'"),
+        (lambda d: d.update(subject=[]), "subject: .* object"),
+        (lambda d: d.update(loads={}), "loads: .* array"),
+        (lambda d: d.update(expert_share=float("nan")), "expert_share: .*, not 'nan'"),
+        (lambda d: d["policies"][0].update(missing_by_layer=["x"]), r"policies\[0\].missing_by_layer\[0\]: .* 'x'"),
+        (lambda d: d.update(policies=[]), "policies: on-demand is missing"),
     ],
 )
-def test_a_damaged_profile_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str) -> None:
-    values = json.loads(json.dumps(MADE_UP.to_dict()))
+def test_error_names_the_damaged_field(tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str) -> None:
+    values = PROFILE.to_dict()
     change(values)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as refused:
         read_engine_profile(path)
+    assert "\n" not in str(refused.value)
 
 
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_refuses_files_that_are_not_profiles(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"{", b"[]", b"\xff\xfe", b"3"):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match="no profile"):
+        with pytest.raises(UsageError, match="not a profile"):
             read_engine_profile(path)
     with pytest.raises(UsageError, match="cannot read"):
         read_engine_profile(tmp_path / "none")
     with pytest.raises(UsageError, match="cannot write"):
-        MADE_UP.save(tmp_path / "no" / "a.json")
+        PROFILE.save(tmp_path / "no" / "a.json")
 
 
 # ---- predictions
 
 
-def test_on_demand_is_predicted_by_hand() -> None:
-    predictor = Predictor(MADE_UP)
-    # 3 missing: 0.04 for 4 and 0.03 for 2 at once, so 0.0125 an expert between them
+def test_predicts_on_demand_steps() -> None:
+    predictor = Predictor(PROFILE)
+    # 3 missing experts: 2 together take 0.015 each and 4 take 0.01 each, so 3 take 0.0125 each
     assert predictor.load_seconds(3.0) == pytest.approx(0.0125)
     found = predictor.step("on-demand", 4, 0, 32)
     assert found.seconds == pytest.approx(0.2 + 0.32 + 48 * 0.0125)
-    # two draft passes of 0.05 and verification of 3 rows, which takes half of what 5 take
+    # two draft passes of 0.05; verification of 3 rows takes half of the time of 5 rows
     fewer = predictor.step("on-demand", 2, 0, 32, missing=2.0)
     assert fewer.seconds == pytest.approx(0.1 + 0.16 + 32 * 0.015)
-    # over a link that takes 0.001 for an expert: what it takes here beyond the bare copy's 0.004 stays
-    assert predictor.load_seconds(3.0, link=1e6) == pytest.approx(0.0085 + 0.001)
 
 
-def test_prefetching_and_slots_and_the_oracle_are_predicted() -> None:
-    predictor = Predictor(MADE_UP)
-    plain = predictor.step("on-demand", 4, 0, 32).seconds
-    drafted = [predictor.step("draft-gate", 4, depth, 64).seconds for depth in range(17)]
-    assert drafted == sorted(drafted, reverse=True)
-    assert drafted[0] == pytest.approx(predictor.step("on-demand", 4, 0, 64).seconds)
-    assert predictor.step("oracle", 4, 0, 64).seconds <= drafted[-1] < drafted[0] < plain
+def test_predicts_draft_from_single_pass_if_generations_drafted_nothing() -> None:
+    plain = ON_DEMAND.model_copy(update={"draft_tokens": 0, "draft_passes": 0.0, "draft_seconds": 0.0, "rows": 1.0})
+    predictor = Predictor(PROFILE.model_copy(update={"policies": (plain,)}))
+    assert predictor.step("on-demand", 2, 0, 128).draft_seconds == pytest.approx(2 * 0.05)
+
+
+def test_prefetching_and_more_slots_make_steps_faster() -> None:
+    predictor = Predictor(PROFILE)
+    on_demand = predictor.step("on-demand", 4, 0, 32).seconds
+    by_depth = [predictor.step("draft-gate", 4, depth, 64).seconds for depth in range(17)]
+    assert by_depth == sorted(by_depth, reverse=True)
+    assert by_depth[0] == pytest.approx(predictor.step("on-demand", 4, 0, 64).seconds)
+    assert by_depth[-1] < by_depth[0] < on_demand
     assert predictor.step("on-demand", 4, 0, 128).stall_seconds == 0.0
     assert predictor.step("draft-gate", 4, 16, 64).draft_seconds == pytest.approx(0.2)
 
 
-def test_compute_that_was_measured_beside_copies_is_freed_of_them() -> None:
-    slowed = replace(MADE_UP, contention=Contention(1.0, 1.5, 1.0, 1.2))
-    costs = Predictor(slowed).costs("on-demand", 4, 3.0)
-    busy = 48 * 0.0125 / 1.0
-    assert costs.draft_pass == pytest.approx(0.05 / (1 + 0.5 * busy))
-    assert (costs.compute_slowdown, costs.link_slowdown) == (1.5, 1.2)
-    noise = Contention(1.0, 0.9, 1.0, 0.8)
-    assert (noise.compute_slowdown, noise.link_slowdown) == (1.0, 1.0)
-
-
-def test_a_trace_says_what_is_needed_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "replay"))
-    from traces import make_trace
-
-    trace = make_trace(layers=16, experts=8, steps=40)
-    needs = TraceNeeds(trace, MADE_UP)
-    few, many = needs("on-demand", 4, 32), needs("on-demand", 4, 96)
-    assert 2 <= few.needed == many.needed <= 8
-    assert many.missing < few.missing <= few.needed
-    assert needs("on-demand", 1, 32).needed < few.needed
-    drafted, own = needs("draft-gate", 4, 96), needs("next-gate", 4, 96)
-    assert 0.5 < drafted.draft.recall <= 1.0
-    assert 0.5 < own.own.recall <= 1.0
-    assert (drafted.own.recall, own.draft.recall) == (0.0, 0.0)
-    found = Predictor(MADE_UP, needs).step("draft-gate", 4, 16, 96)
-    assert found.loads > 0
-    with pytest.raises(UsageError, match="2 of 8 experts in 6 layers, and this one has 2 of 8 in 16"):
-        TraceNeeds(make_trace(), MADE_UP)
+def test_policy_that_was_not_profiled_is_predicted_as_on_demand() -> None:
+    predictor = Predictor(PROFILE)
+    assert predictor.step("next-gate", 4, 0, 32) == predictor.step("on-demand", 4, 0, 32)
 
 
 # ---- the check
 
 
-def row(policy: str, measured: float, predicted: float, cutoff: int | None = None) -> Checked:
-    return Checked("25%", 32, Case(policy, 4, cutoff), 10, 3.0, measured, predicted, 1.0, 3.0, 3.0)
+def checked(policy: str, measured: float, predicted: float, cutoff: int | None = None) -> CheckedStep:
+    return CheckedStep(
+        expert_memory="25%",
+        slots=32,
+        policy=policy,
+        draft_tokens=4,
+        cutoff=cutoff,
+        steps=10,
+        tokens_per_step=3.0,
+        measured=measured,
+        predicted=predicted,
+        predicted_from_run=1.0,
+        missing=3.0,
+        predicted_missing=3.0,
+    )
 
 
-def test_errors_are_shares_of_what_was_measured() -> None:
-    check = Check([row("on-demand", 2.0, 1.0), row("draft-gate", 1.0, 1.1, 8), row("next-gate", 1.0, 0.5)], [])
+def test_errors_are_relative_to_measured_time() -> None:
+    steps = [checked("on-demand", 2.0, 1.0), checked("draft-gate", 1.0, 1.1, 8), checked("next-gate", 1.0, 0.5)]
+    check = Check(steps, [])
     errors = check.errors
     assert errors["step"].mean == pytest.approx((0.5 + 0.1 + 0.5) / 3)
     assert errors["step"].worst == pytest.approx(0.5)
-    assert errors["given_parts"].mean == pytest.approx(0.5 / 3)
-    # against on demand: 1.1 for 0.5, and 0.5 for 0.5, which is right
+    assert errors["from_run"].mean == pytest.approx(0.5 / 3)
+    # ratios to on-demand: 1.1 predicted and 0.5 measured; 0.5 predicted and 0.5 measured
     assert (errors["ratio"].mean, errors["ratio"].worst) == (pytest.approx(0.6), pytest.approx(1.2))
     assert Check([], []).errors["ratio"].worst == 0.0
     json.dumps(check.to_dict())
 
 
-def test_a_sweep_knows_its_best_and_how_far_the_choices_are() -> None:
-    sweep = Sweep("25%", 4, {0: 3.0, 4: 2.0, 8: 2.5}, {0: 3.0}, analytic=8, just_in_time=0)
+def test_sweep_compares_chosen_cutoffs_with_the_best() -> None:
+    sweep = CutoffSweep("25%", 4, {0: 3.0, 4: 2.0, 8: 2.5}, {0: 3.0}, auto=8, just_in_time=0)
     assert sweep.best == 4
-    assert (sweep.slower(8), sweep.slower(0)) == (pytest.approx(0.25), pytest.approx(0.5))
-    assert sweep.to_dict()["analytic_slower"] == pytest.approx(0.25)
+    assert (sweep.slowdown(8), sweep.slowdown(0)) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert sweep.to_dict()["auto_slowdown"] == pytest.approx(0.25)
 
 
-def like_the_results(**subject: Any) -> EngineProfile:
-    """A profile of what `test_report` has results of, but for this."""
+# ---- in reports
+
+
+def profile_of_report(**subject: Any) -> EngineProfile:
+    """A profile of the machine and model of `test_report`'s results, with these differences."""
     from test_report import MACHINE
 
-    alike = {"dtype": MACHINE["dtype"], "expert_bytes": MACHINE["expert_bytes"], "top_k": MACHINE["top_k"], **subject}
-    return replace(MADE_UP, machine={"device": MACHINE["device"]}, subject=replace(MADE_UP.subject, **alike))
+    same = {"dtype": MACHINE["dtype"], "expert_bytes": MACHINE["expert_bytes"], "top_k": MACHINE["top_k"], **subject}
+    updated = PROFILE.subject.model_copy(update=same)
+    return PROFILE.model_copy(update={"machine": {"device": MACHINE["device"]}, "subject": updated})
 
 
-def test_a_report_draws_what_is_predicted_beside_what_was_swept() -> None:
+def test_report_draws_predictions_beside_the_sweep() -> None:
     from test_report import MACHINE, SWEEP, SYSTEMS
 
     groups = [Group(MACHINE, [*SYSTEMS, *SWEEP])]
-    plain, drawn = (html_report(groups, profile) for profile in (None, like_the_results()))
+    plain, drawn = (html_report(groups, profile) for profile in (None, profile_of_report()))
     assert "predicted from the profile" not in plain
     assert "predicted from the profile" in drawn
     other = Group({**MACHINE, "link_gbps": 16.0}, SWEEP)
-    both = html_report([*groups, other], like_the_results())
-    assert both.count("predicted from the profile") == 1, "where it belongs"
+    both = html_report([*groups, other], profile_of_report())
+    assert both.count("predicted from the profile") == 1, "only for the group of the same link"
     assert both.count("Not predicted: the profile is of the machine&#x27;s own link.") == 1
 
 
@@ -221,25 +253,25 @@ def test_a_report_draws_what_is_predicted_beside_what_was_swept() -> None:
         ({"emulated_link_gbps": 0.4}, "of an emulated link of 0.4 GB/s, and these results are of the machine's own"),
     ],
 )
-def test_a_report_refuses_a_profile_of_something_else(change: dict[str, Any], words: str) -> None:
+def test_report_refuses_a_profile_of_another_model_or_link(change: dict[str, Any], words: str) -> None:
     from test_report import MACHINE, SWEEP
 
     with pytest.raises(UsageError, match=words) as refused:
-        html_report([Group(MACHINE, SWEEP)], like_the_results(**change))
-    assert "spmoe profile -o FILE" in str(refused.value), "what to do"
+        html_report([Group(MACHINE, SWEEP)], profile_of_report(**change))
+    assert "spmoe profile -o FILE" in str(refused.value)
 
 
-def test_a_report_refuses_a_profile_of_another_machine_or_for_nothing() -> None:
+def test_report_refuses_a_profile_of_another_machine_or_without_a_sweep() -> None:
     from test_report import MACHINE, SWEEP, SYSTEMS
 
-    elsewhere = replace(like_the_results(), machine={"device": "another"})
+    elsewhere = profile_of_report().model_copy(update={"machine": {"device": "another"}})
     with pytest.raises(UsageError, match="of the device another, and these results are of the device a <device>"):
         html_report([Group(MACHINE, SWEEP)], elsewhere)
     with pytest.raises(UsageError, match="nothing to draw a profile's predictions beside; leave out --profile"):
-        html_report([Group(MACHINE, SYSTEMS)], like_the_results())
+        html_report([Group(MACHINE, SYSTEMS)], profile_of_report())
 
 
-def test_the_command_refuses_it_in_one_line(
+def test_report_command_refuses_a_profile_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from test_report import MACHINE, SWEEP
@@ -255,12 +287,12 @@ def test_the_command_refuses_it_in_one_line(
             main()
         return int(ended.value.code or 0), capsys.readouterr().err
 
-    like_the_results(dtype="bfloat16").save(profile)
+    profile_of_report(dtype="bfloat16").save(profile)
     code, said = report("-o", page)
     assert (code, said.count("\n"), page.exists()) == (2, 1, False)
     assert "dtype bfloat16" in said
     assert report("--markdown")[0] == 2
-    like_the_results().save(profile)
+    profile_of_report().save(profile)
     assert report("-o", page)[0] == 0
     assert "predicted from the profile" in page.read_text()
 
@@ -268,84 +300,68 @@ def test_the_command_refuses_it_in_one_line(
 # ---- measured
 
 
-def test_a_profile_of_a_tiny_pair_and_its_check(mixtral_pair: Pair, tmp_path: Path) -> None:
+def test_measures_and_checks_a_tiny_pair(mixtral_pair: Pair, tmp_path: Path) -> None:
     options: dict[str, Any] = {"expert_memory": memory_for(6), "link_gbps": 0.05, "prefetch": "on-demand"}
-    told: list[str] = []
+    messages: list[str] = []
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=4, **options) as llm:
-        behave = lambda: observe(llm, 2, PROMPTS, 10)  # noqa: E731
-        profile = measure_profile(llm.engine, behave, told.append)
-        assert llm.engine.config.prefetch != "oracle"
-        assert [one.rows for one in profile.draft] == [1, 2, 4, 8]
-        assert [one.rows for one in profile.verify] == [1, 2, 3, 5, 9]
-        assert all(one.best <= one.median for one in (*profile.draft, *profile.verify, *profile.copies))
+        profile = measure_profile(llm, 2, Workload(PROMPTS, 10, progress=messages.append))
+        assert profile.draft_pass_seconds is not None
+        assert [one.rows for one in profile.verify] == [1, 2, 3, 5], "up to the engine's K + 1"
         assert 0.0 <= profile.expert_share <= 1.0
         blob = llm.engine.store.layout.nbytes
-        assert [one.experts for one in profile.loads] == [1.0, 2.0, 4.0]
-        assert all(one.best >= one.bytes / 0.05e9 for one in (*profile.loads, *profile.copies)), (
-            "no faster than the link"
-        )
-        assert [one.bytes for one in profile.copies] == [round(blob * one.experts) for one in profile.copies]
-        assert profile.memory == llm.engine.memory
-        assert [one.policy for one in profile.behaviours] == list(OBSERVED)
-        for shown in profile.behaviours:
-            assert 0 < shown.missing <= shown.needed <= 4
-            assert shown.missing == pytest.approx(sum(shown.missing_by_layer) / 3)
-            assert 2.5 < shown.rows <= 3.0, "hardly a draft is cut short"
-            assert shown.step_seconds == pytest.approx(
-                shown.draft_seconds + shown.compute_seconds + shown.stall_seconds, rel=1e-6
+        assert [one.experts for one in profile.loads] == [1, 2, 4]
+        assert all(one.seconds >= one.experts * blob / 0.05e9 for one in profile.loads), "no faster than the link"
+        assert [one.policy for one in profile.policies] == list(PROFILED_POLICIES)
+        for stats in profile.policies:
+            assert 0 < stats.missing <= stats.needed <= 4
+            assert stats.missing == pytest.approx(sum(stats.missing_by_layer) / 3)
+            assert 2.5 < stats.rows <= 3.0, "few drafts are cut short"
+            assert stats.step_seconds == pytest.approx(
+                stats.draft_seconds + stats.verify_seconds + stats.stall_seconds, rel=1e-6
             )
-        drafted = profile.behaviour("draft-gate")
-        assert drafted is not None
-        assert 0 < drafted.draft_recall <= 1
+        assert 0 < profile.stats("draft-gate").draft_recall <= 1
+        assert profile.stats("draft-gate").verify_recall == 0
+        assert 0 < profile.stats("next-gate").verify_recall <= 1
         profile.save(tmp_path / "a.json")
         assert read_engine_profile(tmp_path / "a.json") == profile
-        predictor = Predictor(profile)
-        check = check_engine(
-            llm, predictor, Size(bytes=6 * blob), [2], [0, 3], PROMPTS[:1], 8, 1, told.append, no_watch
-        )
-    cases = [row.case for row in check.rows]
-    assert {Case("on-demand", 2, None), Case("next-gate", 2, None), Case("draft-gate", 2, 0)} <= set(cases)
+        workload = Workload(PROMPTS[:1], 8, progress=messages.append)
+        check = check_engine(llm, Predictor(profile), Size(bytes=6 * blob), [2], [0, 3], 1, workload)
+    found = {(step.policy, step.draft_tokens, step.cutoff) for step in check.steps}
+    assert {("on-demand", 2, None), ("next-gate", 2, None), ("draft-gate", 2, 0)} <= found
     (sweep,) = check.sweeps
     assert set(sweep.predicted) == {0, 1, 2, 3}
-    assert {0, 3, sweep.analytic, sweep.just_in_time} == set(sweep.measured)
-    assert all(one.measured > 0 and one.predicted > 0 and one.steps > 0 for one in check.rows)
-    assert any("turn 1 of 1" in words for words in told)
+    assert {0, 3, sweep.auto, sweep.just_in_time} == set(sweep.measured)
+    assert all(one.measured > 0 and one.predicted > 0 and one.steps > 0 for one in check.steps)
+    assert any("turn 1 of 1" in message for message in messages)
 
 
-def no_watch(generation: object) -> Any:
-    """Nobody stops it."""
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
-def test_what_others_run_on_the_same_engine_changes_nothing(mixtral_pair: Pair) -> None:
+def test_configurations_on_one_engine_do_not_affect_each_other(mixtral_pair: Pair) -> None:
     def missing(others: bool) -> tuple[list[float], list[float]]:
         with LLM(
             str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=2, expert_memory=memory_for(6)
         ) as llm:
             policies = ("next-gate", "on-demand") if others else ("on-demand",)
-            seen = observe(llm, 2, PROMPTS, 10, policies=policies)
-            profile = measure_profile(llm.engine, lambda: observe(llm, 2, PROMPTS[:1], 4), lambda words: None)
+            stats = measure_policies(llm, 2, Workload(PROMPTS, 10), policies)
+            profile = measure_profile(llm, 2, Workload(PROMPTS[:1], 4))
             depths = [0, 1, 2, 3] if others else []
-            check = check_engine(
-                llm, Predictor(profile), Size(bytes=0), [2], depths, PROMPTS, 8, 1, lambda words: None, no_watch
-            )
+            check = check_engine(llm, Predictor(profile), Size(bytes=0), [2], depths, 1, Workload(PROMPTS, 8))
         return (
-            [one.missing for one in seen if one.policy == "on-demand"],
-            [one.missing for one in check.rows if one.case.policy == "on-demand"],
+            [one.missing for one in stats if one.policy == "on-demand"],
+            [one.missing for one in check.steps if one.policy == "on-demand"],
         )
 
     assert missing(others=True) == missing(others=False)
 
 
-def test_an_observer_counts_what_the_ledger_counts(mixtral_pair: Pair) -> None:
-    with LLM(
-        str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=2, expert_memory=memory_for(6)
-    ) as llm:
-        llm.engine.loop.policy = observer = Observer(llm.engine)
-        stats = generate(llm, PROMPTS[0], 12, no_watch).stats
-    decoded = stats.decode_counters
-    assert sum(observer.missing) == decoded.useful_loads
-    assert observer.needed == decoded.asked
-    assert all(0 <= observer.right[by] <= observer.named[by] for by in observer.named)
+def test_prediction_counter_agrees_with_the_engine_counters(mixtral_pair: Pair) -> None:
+    with (
+        LLM(
+            str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=2, expert_memory=memory_for(6)
+        ) as llm,
+        counted_predictions(llm.engine) as counter,
+    ):
+        stats = generate(llm, PROMPTS[0], Workload([], 12)).stats
+    counters = stats.decode_counters
+    assert sum(counter.missing) == counters.useful_loads
+    assert counter.needed == counters.asked
+    assert all(0 <= counter.correct[stage] <= counter.predicted[stage] for stage in counter.predicted)

@@ -1,4 +1,4 @@
-"""`spmoe profile`: what people type, and what is refused."""
+"""The command `spmoe profile`: its tables, its JSON and the options it refuses."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ if TYPE_CHECKING:
 SHORT = ("--max-prompts", 1, "--output-len", 6)
 
 
-def test_a_profile_is_measured_shown_and_checked(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
-    kept = tmp_path / "a.json"
+def test_measures_shows_and_checks_a_profile(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+    file = tmp_path / "a.json"
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", *SHORT)
-    shown = invoke("profile", *pair, "--expert-memory", "50%", "-k", 2, "-o", kept).succeeded()
-    assert not [
-        word for word in ("draft pass", "verification", "at once", "on-demand", "slots") if word not in shown.out
-    ]
-    assert "timing copies" in shown.err
-    assert read_engine_profile(kept).subject.slots == 6
-    plot = tmp_path / "a.svg"
-    sweep = ("--check", "--from", kept, "-k", "2", "--expert-memory", "50%", "--cutoff", "every", "--repeat", 1)
-    checked = invoke("profile", *pair, *sweep, "--plot", plot, "--json").succeeded()
+    shown = invoke("profile", *pair, "--expert-memory", "50%", "-k", 2, "-o", file).succeeded()
+    assert not [word for word in ("draft", "verify", "Loads", "on-demand", "slots") if word not in shown.out]
+    assert "timing passes and loads" in shown.err
+    assert read_engine_profile(file).subject.slots == 6
+    options = ("--check", "--from", file, "-k", "2", "--expert-memory", "50%", "--cutoff", "every", "--repeat", 1)
+    checked = invoke("profile", *pair, *options, "--json").succeeded()
     found = json.loads(checked.out)
     assert found["format"] == "spmoe profile"
-    rows = found["check"]["rows"]
-    assert {row["case"]["cutoff"] for row in rows} == {None, 0, 1, 2, 3}
-    assert found["check"]["errors"]["step"]["mean"] == pytest.approx(sum(abs(r["error"]) for r in rows) / len(rows))
+    steps = found["check"]["steps"]
+    assert {step["cutoff"] for step in steps} == {None, 0, 1, 2, 3}
+    assert found["check"]["errors"]["step"]["mean"] == pytest.approx(sum(abs(s["error"]) for s in steps) / len(steps))
     assert len(found["check"]["sweeps"]) == 1
-    drawn = plot.read_text()
-    assert drawn.count("<polyline") == 6
-    assert "Step over the cutoff, 50%, K=2" in drawn
-    other = invoke("profile", *pair[:1], "--expert-memory", "50%", "--dtype", "bfloat16", "--check", "--from", kept)
+    other = invoke("profile", *pair[:1], "--expert-memory", "50%", "--dtype", "bfloat16", "--check", "--from", file)
     other.refused(2, "of dtype float32", "of dtype bfloat16", "--from")
 
 
-def test_without_a_draft_there_is_less_to_say(checkpoints: Path, invoke: Invoke) -> None:
+def test_shows_a_stored_profile_without_loading_a_model(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+    file = tmp_path / "a.json"
+    measured = invoke("profile", checkpoints / "target", "--expert-memory", "50%", *SHORT, "-o", file).succeeded()
+    shown = invoke("profile", "--from", file).succeeded()
+    assert shown.out == measured.out
+    assert "timing" not in shown.err
+
+
+def test_without_a_draft_shows_no_draft_pass_and_no_cutoffs(checkpoints: Path, invoke: Invoke) -> None:
     options = ("--expert-memory", "50%", "--check", "--repeat", 1, *SHORT)
     shown = invoke("profile", checkpoints / "target", *options).succeeded().out
-    assert "draft pass" not in shown
+    assert not [line for line in shown.splitlines() if line.startswith("draft")]
     assert "on-demand" in shown
-    assert "over the cutoff" not in shown
+    assert "Cutoffs" not in shown
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--plot", "a.png"), ("written as SVG", "a.svg")),
         (("-k", "1,2"), ("add --check",)),
         (("--cutoff", "4"), ("add --check",)),
         (("--check", "-k", "two"), ("cannot be 'two'",)),
@@ -63,11 +64,10 @@ def test_without_a_draft_there_is_less_to_say(checkpoints: Path, invoke: Invoke)
         (("-o", "/no/such/a.json"), ("cannot write",)),
         (("--from", "/no/such/a.json"), ("cannot read",)),
         (("--from", "a.json", "-o", "b.json"), ("none to write",)),
-        (("--check", "--trace", "/no/such.trace"), ("cannot read",)),
         (("--shape", "mixtral-8x7b", "--device", "cpu"), ("CUDA device is needed",)),
     ],
 )
-def test_bad_options_are_one_line(
+def test_refuses_bad_options_in_one_line(
     checkpoints: Path, invoke: Invoke, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     invoke("profile", checkpoints / "target", *options).refused(2, *words)

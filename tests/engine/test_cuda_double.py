@@ -818,16 +818,14 @@ def test_sampling_is_repeatable_and_on_the_host(double: Double, mixtral_pair: Pa
 
 
 def test_what_is_recorded_is_profiled_too(double: Double, mixtral_pair: Pair) -> None:
-    from spmoe.bench.profile_behaviour import observe
-    from spmoe.bench.profile_measure import measure_profile
+    from spmoe.bench.profile import Workload, measure_profile
 
     options = {"num_speculative_tokens": 4, "prefetch": "on-demand", "expert_memory": memory_for(6), "link_gbps": 0.5}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:  # type: ignore[arg-type]
-        behave = lambda: observe(llm, 2, [PROMPT], 8)  # noqa: E731
-        profile = measure_profile(llm.engine, behave, lambda words: None)
+        profile = measure_profile(llm, 2, Workload([PROMPT], 8))
         expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected, "nothing that was measured is left in a slot"
     assert [one.rows for one in profile.verify] == [1, 2, 3, 5], "those that are recorded"
-    assert [one.experts for one in profile.loads] == [1.0, 2.0, 4.0]
-    assert len(profile.behaviours) == 4
-    assert all(0 < one.missing <= one.needed for one in profile.behaviours)
+    assert [one.experts for one in profile.loads] == [1, 2, 4]
+    assert len(profile.policies) == 4
+    assert all(0 < one.missing <= one.needed for one in profile.policies)

@@ -1,4 +1,4 @@
-"""The cutoff, against its two inequalities by brute force."""
+"""The cutoff, compared with a brute-force search over its two bounds and over predicted step times."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def all_inputs(draw: st.DrawFn) -> CutoffInputs:
     )
 
 
-def satisfied(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
-    """Both bounds, for every layer up to `depth`, as docs/architecture.md writes them."""
+def within_bounds(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
+    """Whether both bounds hold for every layer up to `depth`."""
     k, n, t_io = inputs.missing_per_layer, inputs.needed_per_layer, profile.seconds_per_expert
     draft_stage = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
     return all(
@@ -49,12 +49,12 @@ def satisfied(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) 
 
 @quick
 @given(profiles, all_inputs())
-def test_is_the_largest_depth_that_satisfies_both_bounds(profile: Profile, inputs: CutoffInputs) -> None:
+def test_just_in_time_is_the_greatest_depth_within_both_bounds(profile: Profile, inputs: CutoffInputs) -> None:
     cutoff = just_in_time_cutoff(profile, inputs)
     assert 0 <= cutoff <= inputs.layers
-    assert satisfied(cutoff, profile, inputs, slack=ROUNDING)
+    assert within_bounds(cutoff, profile, inputs, slack=ROUNDING)
     assert not any(
-        satisfied(deeper, profile, inputs, slack=-ROUNDING) for deeper in range(cutoff + 1, inputs.layers + 1)
+        within_bounds(deeper, profile, inputs, slack=-ROUNDING) for deeper in range(cutoff + 1, inputs.layers + 1)
     )
 
 
@@ -69,12 +69,12 @@ AMPLE = Profile(
 )
 
 
-def test_bounds_that_are_met_exactly_are_met() -> None:
+def test_bounds_include_equality() -> None:
     assert ONE_MISSING.missing_per_layer == 1.0
     assert just_in_time_cutoff(AMPLE, ONE_MISSING) == 16
     assert (
         just_in_time_cutoff(replace(AMPLE, free_slots=1), ONE_MISSING) == 16
-    )  # each layer that has run makes room for two
+    )  # each layer that has run frees two slots
     assert just_in_time_cutoff(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
     # time: l * 4 <= 4 * 8 * 1 + (l - 1) * 2, so l <= 15
     assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=4.0), ONE_MISSING) == 15
@@ -82,7 +82,7 @@ def test_bounds_that_are_met_exactly_are_met() -> None:
     assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=4.0, draft_layers=3), ONE_MISSING) == 5
 
 
-def test_what_requests_have_shown_counts_before_what_even_routing_would_give() -> None:
+def test_learned_missing_experts_replace_the_uniform_estimate() -> None:
     slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=3)
     assert just_in_time_cutoff(slow, ONE_MISSING) == 5
     assert just_in_time_cutoff(replace(slow, missing_per_layer=0.5), ONE_MISSING) == 16  # l * 2 <= 12 + (l - 1) * 2
@@ -90,33 +90,33 @@ def test_what_requests_have_shown_counts_before_what_even_routing_would_give() -
     assert just_in_time_cutoff(replace(slow, missing_per_layer=0.0), ONE_MISSING) == 16
 
 
-def test_every_layer_on_the_way_must_be_in_time() -> None:
-    # by layer 16 verification would have given time enough, but layer 1 is already late
-    late_at_first = replace(AMPLE, draft_layers=1, seconds_per_expert=5.0, verify_seconds_per_layer=9.0)
+def test_every_layer_up_to_the_cutoff_must_be_in_time() -> None:
+    # layer 16 would be in time, but layer 1 is late
+    late_first_layer = replace(AMPLE, draft_layers=1, seconds_per_expert=5.0, verify_seconds_per_layer=9.0)
     assert 16 * 5.0 <= 4 * 1 * 1.0 + 15 * 9.0
-    assert just_in_time_cutoff(late_at_first, ONE_MISSING) == 0
+    assert just_in_time_cutoff(late_first_layer, ONE_MISSING) == 0
 
 
-def test_without_a_draft_there_is_no_time_for_the_first_layer() -> None:
+def test_just_in_time_is_zero_without_draft_tokens() -> None:
     assert just_in_time_cutoff(AMPLE, replace(ONE_MISSING, draft_tokens=0)) == 0
     assert just_in_time_cutoff(replace(AMPLE, seconds_per_expert=0.0), replace(ONE_MISSING, draft_tokens=0)) == 16
 
 
 @pytest.mark.parametrize("slots", [32, 33, 1000])
-def test_when_nothing_is_ever_missing_all_layers_may_be_prefetched_for(slots: int) -> None:
-    hopeless = Profile(0.0, 1, 0.0, seconds_per_expert=1e9, free_slots=-1)  # neither time nor room
+def test_prefetches_all_layers_if_nothing_is_missing(slots: int) -> None:
+    no_time_or_slots = Profile(0.0, 1, 0.0, seconds_per_expert=1e9, free_slots=-1)
     inputs = replace(ONE_MISSING, slots=slots)
     assert inputs.missing_per_layer == 0.0
-    assert just_in_time_cutoff(hopeless, inputs) == 16
-    assert just_in_time_cutoff(hopeless, replace(inputs, slots=31)) == 0
+    assert just_in_time_cutoff(no_time_or_slots, inputs) == 16
+    assert just_in_time_cutoff(no_time_or_slots, replace(inputs, slots=31)) == 0
 
 
-# --- monotone in everything that gives time or room ---
+# ---- monotone in slots and times
 
 
 @quick
 @given(profiles, all_inputs(), st.integers(0, 100))
-def test_more_slots_never_lower_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
+def test_more_slots_never_lower_the_cutoff(profile: Profile, inputs: CutoffInputs, more: int) -> None:
     cutoff = just_in_time_cutoff(profile, inputs)
     assert just_in_time_cutoff(profile, replace(inputs, slots=inputs.slots + more)) >= cutoff
     assert just_in_time_cutoff(replace(profile, free_slots=profile.free_slots + more), inputs) >= cutoff
@@ -124,14 +124,14 @@ def test_more_slots_never_lower_it(profile: Profile, inputs: CutoffInputs, more:
 
 @quick
 @given(profiles, all_inputs(), st.floats(1.0, 10.0))
-def test_a_slower_link_never_raises_it(profile: Profile, inputs: CutoffInputs, factor: float) -> None:
+def test_slower_link_never_raises_the_cutoff(profile: Profile, inputs: CutoffInputs, factor: float) -> None:
     slower = replace(profile, seconds_per_expert=profile.seconds_per_expert * factor)
     assert just_in_time_cutoff(slower, inputs) <= just_in_time_cutoff(profile, inputs)
 
 
 @quick
 @given(profiles, all_inputs(), st.integers(0, 8))
-def test_more_time_to_hide_in_never_lowers_it(profile: Profile, inputs: CutoffInputs, more: int) -> None:
+def test_more_compute_time_never_lowers_the_cutoff(profile: Profile, inputs: CutoffInputs, more: int) -> None:
     cutoff = just_in_time_cutoff(profile, inputs)
     assert just_in_time_cutoff(replace(profile, draft_layers=profile.draft_layers + more), inputs) >= cutoff
     for name in ("draft_seconds_per_layer", "verify_seconds_per_layer"):
@@ -141,7 +141,7 @@ def test_more_time_to_hide_in_never_lowers_it(profile: Profile, inputs: CutoffIn
 
 @quick
 @given(profiles, all_inputs(), st.integers(0, 8))
-def test_more_draft_tokens_never_lower_it_where_they_need_no_more_experts(
+def test_more_draft_tokens_never_lower_the_cutoff_if_they_need_no_more_experts(
     profile: Profile, inputs: CutoffInputs, more: int
 ) -> None:
     # every expert is needed whatever K is, so K only lengthens the draft stage
@@ -150,81 +150,81 @@ def test_more_draft_tokens_never_lower_it_where_they_need_no_more_experts(
     assert just_in_time_cutoff(profile, longer) >= just_in_time_cutoff(profile, inputs)
 
 
-# --- the fastest ---
+# ---- the fastest cutoff
 
 
 @quick
 @given(profiles, all_inputs())
-def test_no_depth_that_has_room_is_predicted_to_be_faster(profile: Profile, inputs: CutoffInputs) -> None:
+def test_no_depth_that_fits_the_slots_is_predicted_to_be_faster(profile: Profile, inputs: CutoffInputs) -> None:
     chosen, k, n = fastest_cutoff(profile, inputs), inputs.missing_per_layer, inputs.needed_per_layer
     if k == 0.0:
         assert chosen == inputs.layers
         return
-    roomy = [0]
-    while roomy[-1] < inputs.layers and (roomy[-1] + 1) * k <= profile.free_slots + roomy[-1] * n:
-        roomy.append(roomy[-1] + 1)
-    best = min(step_seconds(profile, inputs, depth) for depth in roomy)
-    assert chosen in roomy
+    fitting = [0]
+    while fitting[-1] < inputs.layers and (fitting[-1] + 1) * k <= profile.free_slots + fitting[-1] * n:
+        fitting.append(fitting[-1] + 1)
+    best = min(step_seconds(profile, inputs, depth) for depth in fitting)
+    assert chosen in fitting
     assert step_seconds(profile, inputs, chosen) <= 1.005 * best * (1 + ROUNDING)
     if chosen == 0:
         return
-    left_out = [0, *(depth for depth in roomy if depth > chosen)]
-    assert all(step_seconds(profile, inputs, depth) > 1.005 * best * (1 - ROUNDING) for depth in left_out)
+    rejected = [0, *(depth for depth in fitting if depth > chosen)]
+    assert all(step_seconds(profile, inputs, depth) > 1.005 * best * (1 - ROUNDING) for depth in rejected)
 
 
-def test_steps_are_predicted_by_hand() -> None:
-    # nothing prefetched: a draft stage of 4 * 8, then 16 layers that load for 1 and compute for 2
+def test_step_times_computed_by_hand() -> None:
+    # nothing prefetched: a draft stage of 4 * 8 seconds, then 16 layers that load for 1 and compute for 2 seconds
     assert step_seconds(AMPLE, ONE_MISSING, 0) == pytest.approx(32 + 16 * 3)
-    # everything: the link is done long before the layers are reached, but for the tenth that was not predicted
+    # all prefetched in time, except the tenth that was not predicted
     assert step_seconds(AMPLE, ONE_MISSING, 16) == pytest.approx(32 + 16 * 2.1)
-    # a link that takes 100 per expert is never idle from the first pass on; of what moves before it is asked for, in
-    # the other three passes and while layers compute, a twentieth moves in vain
+    # 100 seconds per expert: the link is never idle after the first pass; a twentieth of the prefetches, which load in
+    # the other three passes and while layers compute, is wasted
     slow = replace(AMPLE, seconds_per_expert=100.0)
     assert step_seconds(slow, ONE_MISSING, 16) == pytest.approx(8 + 16 * 100 + 0.05 * (24 + 16 * 2))
 
 
-def test_a_slow_link_is_kept_busy_where_just_in_time_gives_up() -> None:
+def test_auto_prefetches_over_a_slow_link_deeper_than_just_in_time() -> None:
     slow = replace(AMPLE, seconds_per_expert=4.0, draft_layers=1)
     assert just_in_time_cutoff(slow, ONE_MISSING) == 1
     assert fastest_cutoff(slow, ONE_MISSING) == 16
-    assert fastest_cutoff(replace(slow, seconds_per_expert=0.0), ONE_MISSING) == 0, "there is nothing to hide"
+    assert fastest_cutoff(replace(slow, seconds_per_expert=0.0), ONE_MISSING) == 0, "loads cost nothing"
 
 
-def test_depths_without_room_are_left_out() -> None:
+def test_rejects_depths_that_do_not_fit_the_slots() -> None:
     assert fastest_cutoff(replace(AMPLE, free_slots=0), ONE_MISSING) == 0
-    assert fastest_cutoff(replace(AMPLE, free_slots=1), ONE_MISSING) == 16, "each layer that has run makes room for two"
+    assert fastest_cutoff(replace(AMPLE, free_slots=1), ONE_MISSING) == 16, "each layer that has run frees two slots"
 
 
-def test_depths_that_are_predicted_to_cost_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_depths_that_are_predicted_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {depth: 1.0 + abs(depth - 5) * 0.002 for depth in range(17)}
     monkeypatch.setattr("spmoe.predict.cutoff.step_seconds", lambda profile, inputs, depth: times[depth])
-    assert fastest_cutoff(AMPLE, ONE_MISSING) == 7, "half a per cent is nothing"
+    assert fastest_cutoff(AMPLE, ONE_MISSING) == 7, "differences below 0.5 % are ignored"
     times[0] = 1.004
-    assert fastest_cutoff(AMPLE, ONE_MISSING) == 0, "nor is it worth fetching anything"
+    assert fastest_cutoff(AMPLE, ONE_MISSING) == 0, "depth 0 is as fast as the fastest"
 
 
-# --- how many experts are missing ---
+# ---- missing experts
 
 
 @pytest.mark.parametrize(
     ("top_k", "slots", "draft_tokens", "missing"),
     [
-        (2, 0, 0, 2.0),  # one row needs top_k of them, none is there
-        (2, 0, 1, 3.5),  # two rows of 2 of 8 share half an expert: 8 * (1 - 0.75 ** 2)
-        (2, 16, 1, 1.75),  # and half of all experts have a slot
-        (8, 0, 5, 8.0),  # all of them
+        (2, 0, 0, 2.0),  # one row needs top_k experts, none is resident
+        (2, 0, 1, 3.5),  # two rows share half an expert: 8 * (1 - 0.75 ** 2)
+        (2, 16, 1, 1.75),  # half of all experts are resident
+        (8, 0, 5, 8.0),  # every expert is needed
         (2, 32, 4, 0.0),
         (2, 40, 4, 0.0),
     ],
 )
-def test_missing_experts_under_even_routing(top_k: int, slots: int, draft_tokens: int, missing: float) -> None:
+def test_missing_experts_under_uniform_routing(top_k: int, slots: int, draft_tokens: int, missing: float) -> None:
     assert CutoffInputs(4, 8, top_k, slots, draft_tokens).missing_per_layer == pytest.approx(missing)
 
 
 @quick
 @given(all_inputs())
-def test_missing_experts_are_at_most_what_the_rows_ask_for(inputs: CutoffInputs) -> None:
-    asked = min(inputs.experts_per_layer, (inputs.draft_tokens + 1) * inputs.top_k)
-    assert 0.0 <= inputs.missing_per_layer <= asked * (1 + ROUNDING)
+def test_missing_experts_are_at_most_what_the_rows_need(inputs: CutoffInputs) -> None:
+    needed = min(inputs.experts_per_layer, (inputs.draft_tokens + 1) * inputs.top_k)
+    assert 0.0 <= inputs.missing_per_layer <= needed * (1 + ROUNDING)
     more = replace(inputs, draft_tokens=inputs.draft_tokens + 1).missing_per_layer
     assert more >= inputs.missing_per_layer * (1 - ROUNDING)

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: what pays under known costs is found, and kept to."""
+"""The choice of K under known costs and acceptance rates."""
 
 from __future__ import annotations
 
@@ -10,128 +10,136 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.predict.draft_length import FIRST, LENGTHS, DraftLength
-from spmoe.predict.latency import evenly_needed
+from spmoe.predict.latency import expected_experts
 
 MOST = LENGTHS[-1]
 Verify = Callable[[int], float]
 
 
 def loads(k: int) -> float:
-    """Verification that waits for experts alone, eight of which there are in a layer."""
-    return 65.0 * evenly_needed(8, 2, k + 1)
+    """Seconds of a verification that only loads experts, with eight experts in a layer."""
+    return 65.0 * expected_experts(8, 2, k + 1)
 
 
 def compute(k: int) -> float:
-    """Verification that reads weights and works on rows."""
+    """Seconds of a verification that only computes."""
     return 3.0 + 1.2 * k
 
 
-def play(
-    length: DraftLength, steps: int, kept: float, draft_pass: float, verify: Verify, seed: int = 0, noise: float = 0.1
+def simulate(
+    length: DraftLength,
+    steps: int,
+    acceptance: float,
+    draft_pass: float,
+    verify: Verify,
+    seed: int = 0,
+    noise: float = 0.1,
 ) -> list[int]:
-    """Steps in which each drafted token is kept with this chance; how many were drafted in each."""
-    dice, found = random.Random(seed), []
+    """Run steps in which each draft token is accepted with this probability; return K of each step."""
+    rng, found = random.Random(seed), []
     for _ in range(steps):
         k = length.current
         accepted = 0
-        while accepted < k and dice.random() < kept:
+        while accepted < k and rng.random() < acceptance:
             accepted += 1
-        length.learn(k, accepted, k * draft_pass, verify(k) * dice.lognormvariate(0, noise))
+        length.learn(k, accepted, k * draft_pass, verify(k) * rng.lognormvariate(0, noise))
         found.append(k)
     return found
 
 
-def best(kept: float, draft_pass: float, verify: Verify) -> int:
-    return max(LENGTHS, key=lambda k: _rate(k, kept, draft_pass, verify))
+def best(acceptance: float, draft_pass: float, verify: Verify) -> int:
+    return max(LENGTHS, key=lambda k: _rate(k, acceptance, draft_pass, verify))
 
 
-def _rate(k: int, kept: float, draft_pass: float, verify: Verify) -> float:
-    return sum(kept**position for position in range(k + 1)) / (k * draft_pass + verify(k))
+def _rate(k: int, acceptance: float, draft_pass: float, verify: Verify) -> float:
+    return sum(acceptance**position for position in range(k + 1)) / (k * draft_pass + verify(k))
 
 
 @pytest.mark.parametrize(
-    ("kept", "draft_pass", "verify", "at_least", "at_most"),
+    ("acceptance", "draft_pass", "verify", "at_least", "at_most"),
     [
-        (0.92, 2.3, loads, 12, MOST),  # rows share experts, whose loads are what takes time
+        (0.92, 2.3, loads, 12, MOST),  # rows share the experts, whose loads take all of the time
         (0.5, 2.3, loads, 0, 2),
         (0.92, 2.1, compute, 0, 0),
         (0.92, 0.4, compute, 2, 8),
-        (0.3, 2.1, compute, 0, 0),  # plain decoding is faster than any draft
+        (0.3, 2.1, compute, 0, 0),  # plain decoding is fastest
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_what_pays_is_found(
-    kept: float, draft_pass: float, verify: Verify, at_least: int, at_most: int, seed: int
+def test_finds_the_fastest_length(
+    acceptance: float, draft_pass: float, verify: Verify, at_least: int, at_most: int, seed: int
 ) -> None:
-    assert at_least <= best(kept, draft_pass, verify) <= at_most, "the case is what it is said to be"
-    drafted = play(DraftLength(8, 2, MOST), 150, kept, draft_pass, verify, seed)[50:]
+    assert at_least <= best(acceptance, draft_pass, verify) <= at_most, "the expected range contains the fastest length"
+    drafted = simulate(DraftLength(8, 2, MOST), 150, acceptance, draft_pass, verify, seed)[50:]
     inside = [k for k in drafted if at_least <= k <= at_most]
     assert len(inside) >= 0.7 * len(drafted), drafted
 
 
-@pytest.mark.parametrize(("kept", "draft_pass", "verify"), [(0.92, 2.3, loads), (0.8, 2.1, compute), (0.8, 2.3, loads)])
-def test_it_is_hardly_slower_than_the_best_and_than_what_it_begins_with(
-    kept: float, draft_pass: float, verify: Verify
+@pytest.mark.parametrize(
+    ("acceptance", "draft_pass", "verify"), [(0.92, 2.3, loads), (0.8, 2.1, compute), (0.8, 2.3, loads)]
+)
+def test_is_nearly_as_fast_as_the_best_and_the_initial_length(
+    acceptance: float, draft_pass: float, verify: Verify
 ) -> None:
-    chosen = [play(DraftLength(8, 2, MOST), 200, kept, draft_pass, verify, seed) for seed in range(5)]
-    tokens = sum(sum(kept**position for position in range(k + 1)) for run in chosen for k in run)
-    seconds = sum(k * draft_pass + verify(k) for run in chosen for k in run)
-    assert tokens / seconds > 0.9 * _rate(best(kept, draft_pass, verify), kept, draft_pass, verify)
-    assert tokens / seconds > 0.96 * _rate(FIRST, kept, draft_pass, verify)
+    runs = [simulate(DraftLength(8, 2, MOST), 200, acceptance, draft_pass, verify, seed) for seed in range(5)]
+    tokens = sum(sum(acceptance**position for position in range(k + 1)) for run in runs for k in run)
+    seconds = sum(k * draft_pass + verify(k) for run in runs for k in run)
+    assert tokens / seconds > 0.9 * _rate(best(acceptance, draft_pass, verify), acceptance, draft_pass, verify)
+    assert tokens / seconds > 0.96 * _rate(FIRST, acceptance, draft_pass, verify)
 
 
-def test_it_follows_a_text_that_becomes_harder() -> None:
+def test_shortens_drafts_when_acceptance_drops() -> None:
     length = DraftLength(8, 2, MOST)
-    assert play(length, 100, 0.95, 2.3, loads)[-1] >= 12
-    assert max(play(length, 150, 0.4, 2.3, loads)[100:]) <= 4
+    assert simulate(length, 100, 0.95, 2.3, loads)[-1] >= 12
+    assert max(simulate(length, 150, 0.4, 2.3, loads)[100:]) <= 4
 
 
 def test_the_first_step_of_each_length_is_not_timed() -> None:
-    slow_at_first, never, met = DraftLength(8, 2, MOST), DraftLength(8, 2, MOST), set[int]()
+    slow_at_first, never_slow, run_before = DraftLength(8, 2, MOST), DraftLength(8, 2, MOST), set[int]()
     for _ in range(60):
-        k = never.current
-        for length, factor in ((slow_at_first, 1 if k in met else 1000), (never, 1)):
+        k = never_slow.current
+        for length, factor in ((slow_at_first, 1 if k in run_before else 1000), (never_slow, 1)):
             length.learn(k, k, 2.3 * k, loads(k) * factor)
-        met.add(k)
-        assert slow_at_first.current == never.current
-    assert len(met) > 2
+        run_before.add(k)
+        assert slow_at_first.current == never_slow.current
+    assert len(run_before) > 2
 
 
-def test_a_step_that_took_oddly_long_changes_little() -> None:
+def test_one_slow_step_changes_little() -> None:
     length = DraftLength(8, 2, MOST)
-    play(length, 60, 0.92, 2.3, loads)
+    simulate(length, 60, 0.92, 2.3, loads)
     before = [length.seconds(k) for k in LENGTHS]
     length.learn(length.current, length.current, 1e6, 1e9)
     assert all(length.seconds(k) < 1.2 * old for k, old in zip(LENGTHS, before, strict=True))
 
 
 @pytest.mark.parametrize("times", [10, 100, 1000])
-def test_a_first_draft_that_took_oddly_long_is_forgotten(times: int) -> None:
+def test_recovers_from_a_slow_first_draft(times: int) -> None:
     length = DraftLength(8, 2, MOST)
     for _ in range(2):
         length.learn(FIRST, FIRST, times * 2.3 * FIRST, loads(FIRST))
-    assert play(length, 150, 0.95, 2.3, loads)[-1] >= 12
+    assert simulate(length, 150, 0.95, 2.3, loads)[-1] >= 12
 
 
-def test_drafts_that_are_shorter_than_asked_for_teach_as_well() -> None:
-    """As those that repeat what the text said before: they find many tokens, few or none."""
-    length, dice = DraftLength(8, 2, MOST), random.Random(0)
+def test_learns_from_drafts_shorter_than_requested() -> None:
+    """An n-gram drafter proposes many tokens, few or none."""
+    length, rng = DraftLength(8, 2, MOST), random.Random(0)
     for _ in range(200):
-        drafted = dice.choice([0, min(2, length.current), length.current])
+        drafted = rng.choice([0, min(2, length.current), length.current])
         length.learn(drafted, drafted, 0.0, loads(drafted))
     assert length.current == MOST
     assert length.seconds(MOST) == pytest.approx(loads(MOST), rel=0.1)
 
 
 @pytest.mark.parametrize("most", [0, 1, 4, 5, MOST])
-def test_no_more_than_the_most(most: int) -> None:
+def test_never_exceeds_the_maximum(most: int) -> None:
     length = DraftLength(8, 2, most)
-    assert max(play(length, 60, 1.0, 0.01, loads)) == max(k for k in LENGTHS if k <= most)
+    assert max(simulate(length, 60, 1.0, 0.01, loads)) == max(k for k in LENGTHS if k <= most)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, MOST), st.floats(0.0, 1.0), st.floats(0.0, 1e3), st.floats(0.0, 1e3))))
-def test_whatever_is_seen_times_stay_positive_and_lengths_those_there_are(
+def test_times_stay_positive_and_lengths_valid_for_any_steps(
     steps: list[tuple[int, float, float, float]],
 ) -> None:
     length = DraftLength(64, 8, MOST)

@@ -8,12 +8,10 @@ from spmoe.bench import page
 from spmoe.bench.comparison import Comparison, Place, milliseconds, tokens_per_step, tpot
 from spmoe.bench.labels import Row, model_name
 from spmoe.bench.plot import Bar, Line, bar_chart, line_chart
-from spmoe.bench.profile import EngineProfile
-from spmoe.bench.profile_predict import Predictor
+from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, Predictor
 from spmoe.bench.settings import ABLATIONS, ALL_ON, switched_off
 from spmoe.config import format_bytes
 from spmoe.errors import UsageError
-from spmoe.predict.latency import POLICIES
 
 
 def acceptance_section(found: Comparison) -> str:
@@ -112,7 +110,7 @@ def cutoff_section(found: Comparison, profile: EngineProfile | None = None) -> s
 def _predicted(profile: EngineProfile, by_depth: dict[int, Row]) -> list[Line]:
     """What the latency model makes of a profile at every depth, for the policies that it knows."""
     row = by_depth[min(by_depth)]
-    if row["prefetch"] not in POLICIES or row["num_speculative_tokens"] == "auto":
+    if row["prefetch"] not in PROFILED_POLICIES or row["num_speculative_tokens"] == "auto":
         return []
     predictor, k = Predictor(profile), row["num_speculative_tokens"]
     points = []

@@ -1,9 +1,9 @@
-"""`spmoe profile`: what the parts of a step take on this machine, and how well that predicts whole steps."""
+"""`spmoe profile`: measure the parts of a step on this machine, and check how well they predict whole steps."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,197 +14,116 @@ from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_opt
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
-from spmoe.files import write_text
 
 if TYPE_CHECKING:
-    from spmoe.bench.profile import EngineProfile
-    from spmoe.bench.profile_check import Check
-    from spmoe.bench.profile_predict import Predictor
+    from rich.table import Table
+
+    from spmoe.bench.profile import Check, EngineProfile, Workload
     from spmoe.engine.llm import LLM
 
-_LEAST_DRAFT = 8  # K that the engine is built for: what it may record covers the rows that are timed
-_APART = 128  # tokens from the beginning of one prompt to that of the next
+_MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
 
 
-@takes_shared_options_but("prefetch")  # all of them are looked at
+@takes_shared_options_but("prefetch")  # every policy of the model is measured
 def profile(
     engine: dict[str, Any],
     num_speculative_tokens: Annotated[
         str,
-        typer.Option("--num-speculative-tokens", "-k", help="Tokens drafted per step; the check takes several: 1,2,4."),
+        typer.Option("--num-speculative-tokens", "-k", help="Draft tokens per step. --check takes several: 1,2,4."),
     ] = "4",
     expert_memory: Annotated[
-        str, typer.Option(help="Memory for experts: a size or a share; the check takes several: 25%,50%.")
+        str, typer.Option(help="Memory for experts: a size or a share. --check takes several: 25%,50%.")
     ] = "25%",
     cutoff: Annotated[
-        str | None, typer.Option(help="Depths that the check sweeps: 0,4,8,16 or every; default: some.")
+        str | None, typer.Option(help="Cutoffs that --check runs: 0,4,8,16 or every. Default: five of them.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="CUDA: widen the pair to the sizes of this architecture, as mixtral-8x7b.")
+        str | None, typer.Option(help="CUDA: widen the pair to the sizes of this architecture, such as mixtral-8x7b.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run short generations over a sweep, and compare with what is predicted.")
+        bool, typer.Option("--check", help="Run short generations and compare their steps with predictions.")
     ] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Predict what is missing from this trace (`spmoe trace record`).")
-    ] = None,
     stored: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Take this profile instead of measuring one.")
+        Path | None, typer.Option("--from", metavar="FILE", help="Use this profile instead of measuring one.")
     ] = None,
-    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts that generations are made from.")] = 2,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each generation.")] = 48,
-    repeat: Annotated[int, typer.Option(min=1, help="Times that the check runs each prompt.")] = 2,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to generate from.")] = 2,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens per generation.")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each prompt with --check.")] = 2,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile as JSON to this file.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile to this JSON file.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write plots as SVG to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what drafting, verifying and loading take, alone and at once, and what generations need of them.
+    """Measure draft passes, verification, expert loads, and the needs of generations under each prefetch policy.
 
-    With --check, predict steps from that over K, cutoffs and budgets, run them, and say how far off it was.
+    With --check, predict the time of a step for each K, cutoff and budget, run it, and print the error.
     """
-    if plot is not None and plot.suffix.lower() != ".svg":
-        raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
     memories = listed("--expert-memory", expert_memory, Size.parse)
     lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
-    depths = _depths(cutoff)
+    depths = _parse_depths(cutoff)
     if stored is not None and output is not None:
-        raise UsageError(
-            "--from takes a profile that was measured before, so that there is none to write; leave out one"
-        )
-    if not check and (len(memories) > 1 or len(lengths) > 1 or cutoff is not None or trace is not None):
-        raise UsageError("several values, --cutoff and --trace are for the check of predictions; add --check")
-    for file in (output, plot):
-        require_writable(file)
+        raise UsageError("--from measures no profile, so there is none to write; leave out --from or --output")
+    if not check and (len(memories) > 1 or len(lengths) > 1 or cutoff is not None):
+        raise UsageError("several values and --cutoff are for the check of predictions; add --check")
+    require_writable(output)
     engine = {**engine, "shape": shape, "prefetch": "on-demand"}
     EngineConfig.make(**{**engine, "model": engine["model"] or "", "num_speculative_tokens": max(lengths)})
 
-    from spmoe.bench.profile import read_engine_profile
-    from spmoe.replay.trace import Trace
+    from spmoe.bench.profile import (
+        Check,
+        Predictor,
+        check_engine,
+        measure_profile,
+        read_engine_profile,
+        require_same_subject,
+    )
 
-    known = read_engine_profile(stored) if stored is not None else None
-    recorded = Trace.load(trace) if trace is not None else None
-    work = _Work(engine, memories, lengths, max_prompts, output_len, known, output)
-    found = work.measure_only() if not check else None
-    compared: Check | None = None
-    if check:
-        found, compared = work.check(recorded, depths, repeat)
-    assert found is not None
-    from spmoe.cli import profile_tables
-
-    if plot is not None:
-        write_text(plot, profile_tables.plots(found, compared))
-    if as_json:
-        print(json.dumps({**found.to_dict(), **({"check": compared.to_dict()} if compared is not None else {})}))
-    else:
-        profile_tables.show(found, compared)
-
-
-class _Work:
-    """What is measured on which engine."""
-
-    def __init__(
-        self,
-        engine: dict[str, Any],
-        memories: list[Size],
-        lengths: list[int],
-        num_prompts: int,
-        output_len: int,
-        known: EngineProfile | None,
-        output: Path | None,
-    ) -> None:
-        self._engine, self._memories, self._lengths = engine, memories, lengths
-        self._num_prompts, self._output_len = num_prompts, output_len
-        self._known, self._output = known, output
-        self._err = stderr()
-
-    def measure_only(self) -> EngineProfile:
-        """A profile, at the first budget and K."""
-        if self._known is not None:
-            return self._known
-        with self._load(self._memories[0]) as llm:
-            return self._measure(llm)
-
-    def check(self, recorded: Any, depths: list[int] | None, repeat: int) -> tuple[EngineProfile, Check]:
-        """A profile, and what comes of it on every budget."""
-        from spmoe.bench.profile_check import Check, check_engine
-        from spmoe.bench.profile_predict import Predictor
-        from spmoe.bench.profile_trace import TraceNeeds
-
-        predictor: Predictor | None = None
-        found = Check([], [])
-        for memory in self._memories:
-            with self._load(memory) as llm:
-                if predictor is None:
-                    profile = self._known or self._measure(llm)
-                    _require_same(profile, llm)
-                    predictor = Predictor(profile, TraceNeeds(recorded, profile) if recorded is not None else None)
-                lengths = self._lengths if llm.engine.draft is not None else [0]
+    found = read_engine_profile(stored) if stored is not None else None
+    checked = Check([], []) if check else None
+    for memory in memories if found is None or check else []:
+        with _load(engine, memory, lengths) as llm:
+            has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
+            if found is None:
+                found = measure_profile(llm, lengths[0] if has_draft else 0, workload)
+                if output is not None:
+                    found.save(output)  # before the check, which may take long
+            if checked is not None:
+                require_same_subject(found, llm.engine)
+                swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
                 part = check_engine(
-                    llm, predictor, memory, lengths, _within(depths, len(llm.engine.store.experts)), self._prompts(llm),
-                    self._output_len, repeat, self._tell, ctrl_c_stops,
-                )  # fmt: skip
-                found.rows.extend(part.rows)
-                found.sweeps.extend(part.sweeps)
-        assert predictor is not None
-        return predictor.profile, found
-
-    def _load(self, memory: Size) -> Any:
-        from spmoe.engine.llm import with_default_pair
-
-        drafts = with_default_pair(self._engine)["draft"] not in (None, "none") and max(self._lengths) > 0
-        k = max(_LEAST_DRAFT, *self._lengths) if drafts else 0
-        return load({**self._engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
-
-    def _measure(self, llm: LLM) -> EngineProfile:
-        from spmoe.bench.profile_behaviour import observe
-        from spmoe.bench.profile_measure import measure_profile
-
-        k = self._lengths[0] if llm.engine.draft is not None else 0
-        prompts = self._prompts(llm)
-        behave = partial(observe, llm, k, prompts, self._output_len, ctrl_c_stops)
-        found = measure_profile(llm.engine, behave, self._tell)
-        if self._output is not None:
-            found.save(self._output)  # before a check, which may take long
-        return found
-
-    def _prompts(self, llm: LLM) -> list[list[int]]:
-        from spmoe.bench.profile_behaviour import PROMPT
-        from spmoe.bench.profile_measure import text_tokens
-
-        text = text_tokens(llm.engine)
-        starts = [number * _APART % max(1, len(text) - PROMPT) for number in range(self._num_prompts)]
-        return [text[start : start + PROMPT] for start in starts]
-
-    def _tell(self, words: str) -> None:
-        self._err.print(words, soft_wrap=True)
+                    llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
+                )
+                checked.steps.extend(part.steps)
+                checked.sweeps.extend(part.sweeps)
+    assert found is not None
+    if as_json:
+        print(json.dumps({**found.to_dict(), **({"check": checked.to_dict()} if checked is not None else {})}))
+    else:
+        _show(found, checked)
 
 
-def _require_same(profile: EngineProfile, llm: LLM) -> None:
-    """A stored profile must be of what runs here."""
-    engine, subject = llm.engine, profile.subject
-    here: dict[str, Any] = {
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "device": engine.device.type,
-        "shape": engine.config.shape,
-        "layers": len(engine.store.experts),
-        "expert_bytes": engine.store.layout.nbytes,
-        "emulated_link_gbps": engine.config.link_gbps,
-    }
-    if (found := subject.difference(here)) is not None:
-        raise UsageError(
-            f"the profile is of {found[0]}, and this engine of {found[1]}; measure one here by leaving out --from"
-        )
+def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
+    from spmoe.engine.llm import with_default_pair
+
+    drafts = with_default_pair(engine)["draft"] not in (None, "none") and max(lengths) > 0
+    k = max(_MIN_BUILT_K, *lengths) if drafts else 0
+    return load({**engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
 
 
-def _within(depths: list[int] | None, layers: int) -> list[int] | None:
-    """The depths asked for; without a word, none, a quarter, a half, three quarters and all."""
-    return sorted({round(layers * part / 4) for part in range(5)}) if depths == [] else depths
+def _workload(llm: LLM, max_prompts: int, output_len: int) -> Workload:
+    from spmoe.bench.profile import Workload, make_prompts
+
+    console = stderr()
+    return Workload(
+        make_prompts(llm.engine, max_prompts),
+        output_len,
+        ctrl_c_stops,
+        lambda message: console.print(message, soft_wrap=True),
+    )
 
 
-def _depths(text: str | None) -> list[int] | None:
-    """None: every; empty: not said."""
+def _parse_depths(text: str | None) -> list[int] | None:
+    """Return the cutoffs to run; None: every one; empty: the option was not given."""
     if text is None:
         return []
     if text.strip().lower() == "every":
@@ -212,6 +131,146 @@ def _depths(text: str | None) -> list[int] | None:
     found = listed("--cutoff", text, Cutoff.parse)
     if any(one.mode is not CutoffMode.FIXED for one in found):
         raise UsageError(
-            f"--cutoff takes numbers of layers or 'every' here, not {text!r}; automatic ones are run anyway"
+            f"--cutoff takes numbers of layers or 'every' here, not {text!r}; --check runs auto and just-in-time anyway"
         )
     return [one.layers for one in found]
+
+
+def _default_depths(layers: int) -> list[int]:
+    """Return 0, a quarter, half, three quarters and all of the layers."""
+    return sorted({round(layers * quarter / 4) for quarter in range(5)})
+
+
+# ---- tables
+
+_ERRORS = {
+    "step": "Steps predicted from the profile",
+    "from_run": "Steps predicted from the run's own compute and missing experts",
+    "ratio": "Ratio to the on-demand step",
+}
+
+
+def _show(profile: EngineProfile, check: Check | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for table in (*_profile_tables(profile), *(_check_tables(check) if check is not None else ())):
+        console.print(table.title or "", soft_wrap=True)
+        table.title = None
+        console.print(table)
+        console.print()
+    if check is not None:
+        for name, title in _ERRORS.items():
+            errors = check.errors[name]
+            console.print(
+                f"{title}: mean error {100 * errors.mean:.1f} %, worst {100 * errors.worst:.1f} %", soft_wrap=True
+            )
+
+
+def _profile_tables(profile: EngineProfile) -> Iterator[Table]:
+    subject, drafted = profile.subject, profile.draft_pass_seconds
+    passes = [["verify", one.rows, _ms(one.seconds), _ms(one.seconds / subject.layers)] for one in profile.verify]
+    if drafted is not None:
+        passes.insert(0, ["draft", 1, _ms(drafted), _ms(drafted / max(1, subject.draft_layers))])
+    yield _table(
+        f"Passes without stalls; experts take {100 * profile.expert_share:.0f} % of a verified layer",
+        ("pass", "rows", "ms", "ms per layer"),
+        passes,
+    )
+    if profile.loads:
+        link = f", emulated link of {subject.emulated_link_gbps:g} GB/s" if subject.emulated_link_gbps else ""
+        yield _table(
+            f"Loads of experts that one layer demands together{link}",
+            ("experts", "ms", "ms per expert", "GB/s"),
+            (
+                [
+                    one.experts,
+                    _ms(one.seconds),
+                    _ms(one.seconds / one.experts),
+                    f"{one.experts * subject.expert_bytes / one.seconds / 1e9:.3g}" if one.seconds else "-",
+                ]
+                for one in profile.loads
+            ),
+        )
+    yield _table(
+        f"Generations, {subject.slots} slots, K={profile.policies[0].draft_tokens}, cutoff all; ms per step, "
+        "experts per layer",
+        ("policy", "step", "draft", "verify", "stall", "needed", "missing", "recall", "precision"),
+        (
+            [
+                one.policy,
+                _ms(one.step_seconds),
+                _ms(one.draft_seconds),
+                _ms(one.verify_seconds),
+                _ms(one.stall_seconds),
+                f"{one.needed:.2f}",
+                f"{one.missing:.2f}",
+                _shares(one.draft_recall, one.verify_recall),
+                _shares(one.draft_precision, one.verify_precision),
+            ]
+            for one in profile.policies
+        ),
+    )
+
+
+def _check_tables(check: Check) -> Iterator[Table]:
+    yield _table(
+        "Check, ms per step: measured, predicted from the profile, predicted from the run's own parts",
+        ("memory", "K", "policy", "cutoff", "measured", "predicted", "error", "from run", "error"),
+        (
+            [
+                one.expert_memory,
+                one.draft_tokens,
+                one.policy,
+                "-" if one.cutoff is None else one.cutoff,
+                _ms(one.measured),
+                _ms(one.predicted),
+                _percent(one.error),
+                _ms(one.predicted_from_run),
+                _percent(one.error_from_run),
+            ]
+            for one in check.steps
+        ),
+    )
+    if check.sweeps:
+        yield _table(
+            "Cutoffs, in layers, and how much slower the chosen ones are than the best one",
+            ("memory", "K", "best", "auto", "slower", "just-in-time", "slower"),
+            (
+                [
+                    one.expert_memory,
+                    one.draft_tokens,
+                    one.best,
+                    one.auto,
+                    _percent(one.slowdown(one.auto)),
+                    one.just_in_time,
+                    _percent(one.slowdown(one.just_in_time)),
+                ]
+                for one in check.sweeps
+            ),
+        )
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
+    for head in heads:
+        is_text = head in ("pass", "policy", "memory")
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f}%"
+
+
+def _shares(draft: float, verify: float) -> str:
+    """Format the shares of both stages as draft+verify; a stage that predicts nothing is left out."""
+    return "+".join(f"{100 * one:.0f}" for one in (draft, verify) if one) + "%" if draft or verify else "-"

@@ -10,10 +10,9 @@ from torch import nn
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, DraftTokens, EngineConfig
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.loading import quantized_experts
 from spmoe.engine.memory import plan_memory
-from spmoe.engine.profiling import profile_path, read_profile
+from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.inspection import Inspection, inspect_model

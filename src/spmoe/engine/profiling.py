@@ -1,4 +1,9 @@
-"""The profile: a short measurement, made once per machine, pair and settings, that the cutoff is computed from."""
+"""All measuring of the parts of a step: single passes, expert loads, and the predictions of real generations.
+
+Two measurements share the timers. `measure` is short; the automatic cutoff is computed from it, and it is cached on
+disk per machine, pair and options. `measure_parts` and `PredictionCounter` are the longer one of `spmoe profile`.
+Times are in seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +19,171 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from spmoe.config import home
+from spmoe.config import DraftTokens, EngineConfig, home
 from spmoe.experts.source import ExpertSource
+from spmoe.experts.store import StoreSpec
 from spmoe.files import replacing
+from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
+from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import CutoffInputs, Profile
+from spmoe.predict.draft_length import FIRST
+from spmoe.predict.latency import expected_experts
+from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Routing, Stage
 
-PASSES = 5  # timed passes, after one that warms up
+PASSES = 5  # timed passes of the short measurement, after one warm-up pass
+LONG_PASSES = 9  # of the longer one
+LOAD_TRIES = 7
+VERIFY_ROWS = (1, 2, 3, 5, 9)
+
+
+# ---- the cached profile
+
+
+def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
+    """Return the inputs of the cutoff that come from the model and the options."""
+    return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
+
+
+def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
+    """Return K, or its initial value for `auto`."""
+    return FIRST if draft_tokens == "auto" else draft_tokens
+
+
+def profile_settings(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, inputs: CutoffInputs
+) -> dict[str, Any]:
+    """Return everything that a profile depends on besides the machine; part of the cache key."""
+    return {
+        "target": checkpoint.fingerprint,
+        "draft": config.draft if draft is None else draft.fingerprint,
+        "dtype": config.dtype,
+        "link_gbps": config.link_gbps,
+        "device": config.device,
+        "shape": config.shape,
+        "enforce_eager": config.enforce_eager,
+        "pin_memory": config.pin_memory,
+        "prefetch": config.prefetch,  # the learned number of missing experts depends on this and on what follows
+        "eviction": config.eviction_rule,
+        "batching": config.batching,
+        "overlap": config.overlap,
+        **asdict(inputs),
+        **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
+    }
 
 
 def profile_path(settings: Mapping[str, Any]) -> Path:
-    """Where the profile of these settings on this machine is kept."""
+    """Return the file that caches the profile of these settings on this machine."""
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
     text = json.dumps([machine, dict(settings)], sort_keys=True, default=str)
     return home() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
 
 def read_profile(path: Path) -> Profile | None:
-    """A profile measured earlier; None when there is none that can be read."""
+    """Read a cached profile; None if there is none or if it is damaged."""
     try:
         values = json.loads(path.read_text())
-        learnt = values.pop("missing_per_layer", None)
-        measured = values.values() if learnt is None else [*values.values(), learnt]
-        sound = all(type(v) in (int, float) and 0 <= v < math.inf for v in measured)
-        return Profile(**values, missing_per_layer=learnt) if sound else None
+        learned = values.pop("missing_per_layer", None)
+        numbers = values.values() if learned is None else [*values.values(), learned]
+        valid = all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers)
+        return Profile(**values, missing_per_layer=learned) if valid else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Keep a profile. A cache directory that cannot be written only means measuring again."""
+    """Cache a profile; an unwritable directory is ignored, since the profile can be measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as place:
-            place.write_text(json.dumps(asdict(profile), indent=2))
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(asdict(profile), indent=2))
     except OSError:
         pass
+
+
+# ---- timers
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time of one piece of work that uses experts."""
+
+    seconds: float
+    stall_seconds: float  # part of `seconds` that compute waited for copies
+    expert_seconds: float  # part of `seconds` from routing to the end of a layer's experts, without stalls
+    loads: int  # demand loads
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time without stalls."""
+        return self.seconds - self.stall_seconds
+
+
+class Timer:
+    """Timer of work that uses experts. Every measurement begins and ends with an idle device."""
+
+    def __init__(self, source: ExpertSource, clock: Clock, synchronize: Callable[[], None]) -> None:
+        self.source = source
+        self._clock = clock
+        self._synchronize = synchronize
+
+    def time(self, work: Callable[[], object]) -> Timing:
+        """Run `work` as a step of its own and time it."""
+        timeline = self.source.timeline
+        self.source.begin_step()
+        self._synchronize()
+        before, first_span, recording = self.source.counters.copy(), len(timeline.spans), timeline.recording
+        timeline.recording = True
+        try:
+            started = self._clock.now()
+            work()
+            self._synchronize()
+            seconds = self._clock.now() - started
+            self.source.end_step()
+            layers = sum(one.end - one.start for one in timeline.spans[first_span:] if one.activity is Activity.LAYER)
+        finally:
+            timeline.recording = recording
+            del timeline.spans[first_span:]
+        counted = self.source.counters.minus(before)
+        return Timing(seconds, counted.stall_seconds, layers - counted.stall_seconds, counted.demand_loads)
+
+    def passes(
+        self, runner: ModelRunner, rows: int, text: Sequence[int] | None = None, count: int = PASSES
+    ) -> list[Timing]:
+        """Time `count` passes of `rows` rows over a text (default: any tokens), after one warm-up pass."""
+        text = text or range(runner.vocab_size)
+        kv = runner.new_kv(rows * (count + 2) + 1)
+        found = []
+        try:
+            runner.forward([text[0]], kv, keep=1)  # CUDA graphs only continue a KV cache that is not empty
+            for number in range(count + 1):
+                tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
+                found.append(self.time(lambda tokens=tokens: runner.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
+        finally:
+            runner.release_kv(kv)
+        return found[1:]
+
+    def load(self, layer: int, experts: Sequence[int]) -> Timing:
+        """Time the use of experts of one layer; those that are not resident are demanded together."""
+        return self.time(lambda: list(self.source.use(layer, experts)))
+
+
+def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int, needed: float) -> float:
+    """Return the share of a layer's time that its experts take: measured on a CPU, estimated on other devices.
+
+    Kernels of a device run asynchronously, so there it is the experts' share of the weights that a layer reads.
+    """
+    if target.model.device.type == "cpu":
+        return median(max(0.0, one.expert_seconds / one.compute_seconds) for one in verified)
+    return needed * expert_bytes / (needed * expert_bytes + target.resident_bytes / max(1, target.depth_count))
+
+
+# ---- the short measurement
 
 
 def measure(
@@ -64,109 +194,151 @@ def measure(
     clock: Clock,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Time single draft passes, verification passes with their stalls taken out, and expert loads.
+    """Time draft passes of one row, verification passes without their stalls, and loads of a layer's experts.
 
-    `synchronize` waits for a device that computes, and receives experts, behind the host's back.
+    `synchronize` waits for a device that computes and copies asynchronously. Passes use the fastest time, since
+    anything above it is other work on the machine.
     """
     timer = Timer(source, clock, synchronize)
-    load = _seconds_per_expert(timer, inputs)
-    verify, draft_passes = time_passes(target, inputs.draft_tokens + 1, timer), time_passes(draft, 1, timer)
+    batch = range(min(inputs.slots, inputs.experts_per_layer))
+    loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
+    per_expert = [one.seconds / one.loads for one in loads if one.loads]
+    verified, drafted = timer.passes(target, inputs.draft_tokens + 1), timer.passes(draft, 1)
     return Profile(
-        fastest(draft_passes) / draft.depth_count,
+        min(one.compute_seconds for one in drafted) / draft.depth_count,
         draft.depth_count,
-        fastest(verify) / inputs.layers,
-        load,
+        min(one.compute_seconds for one in verified) / inputs.layers,
+        median(per_expert) if per_expert else 0.0,
         inputs.free_slots,
-        expert_share=expert_share(target, verify, source.blob_bytes, inputs.needed_per_layer),
+        expert_share=_expert_share(target, verified, source.blob_bytes, inputs.needed_per_layer),
     )
 
 
+# ---- the longer measurement
+
+
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """How long something took that the source took part in."""
+class PartTimes:
+    """Median times of the parts of a step."""
 
-    seconds: float
-    stall_seconds: float  # of them, that compute waited for copies
-    expert_seconds: float  # of them, from a router's choice to the end of its layer's experts, waiting not included
-    loads: int  # demanded
-
-    @property
-    def own_seconds(self) -> float:
-        """Without the waiting."""
-        return self.seconds - self.stall_seconds
+    draft_pass_seconds: float | None  # one row; None: no draft model
+    verify_seconds: dict[int, float]  # by rows, without stalls
+    expert_share: float  # share of a verified layer that comes after its router
+    load_seconds: dict[int, float]  # by the number of experts that are demanded together; empty: all are resident
 
 
-def fastest(times: Sequence[Timed]) -> float:
-    """What the machine can do; anything above it is somebody else's load."""
-    return min(one.own_seconds for one in times)
+def measure_parts(
+    timer: Timer,
+    target: Target,
+    draft: ModelRunner | None,
+    spec: StoreSpec,
+    slots: int,
+    max_rows: int,
+    text: Sequence[int],
+) -> PartTimes:
+    """Time a draft pass, verification by rows (at most `max_rows`) and loads by batch size."""
+    drafted = timer.passes(draft, 1, text, LONG_PASSES) if draft is not None else None
+    verified = {rows: timer.passes(target, rows, text, LONG_PASSES) for rows in VERIFY_ROWS if rows <= max(1, max_rows)}
+    most = max(verified)
+    needed = expected_experts(max(spec.experts), target.top_k, most)
+    return PartTimes(
+        median(one.compute_seconds for one in drafted) if drafted is not None else None,
+        {rows: median(one.compute_seconds for one in times) for rows, times in verified.items()},
+        _expert_share(target, verified[most], spec.layout.nbytes, needed),
+        _loads_by_batch(timer, spec, slots),
+    )
 
 
-def expert_share(target: Target, verified: Sequence[Timed], blob_bytes: int, needed: float) -> float:
-    """What part of a layer's time its experts take, as measured where the host computes them.
+def _loads_by_batch(timer: Timer, spec: StoreSpec, slots: int) -> dict[int, float]:
+    """Return seconds for 1, 2, 4, ... absent experts of one layer, demanded together."""
+    if slots >= spec.count:
+        return {}
+    found, most, size, layer = dict[int, float](), min(slots, *spec.experts), 1, 0
+    while size <= most:
+        times = []
+        for _ in range(LOAD_TRIES):
+            layer = (layer + 1) % len(spec.experts)
+            timing = timer.load(layer, _evict_experts(timer.source, spec, slots, layer, size)[:size])
+            if timing.loads == size:
+                times.append(timing.seconds)
+        if times:
+            found[size] = median(times)
+        size = most if size < most < 2 * size else 2 * size
+    return found
 
-    A device's kernels run behind the host's back; there it is the experts' part of the weights that a layer reads.
+
+def _evict_experts(source: ExpertSource, spec: StoreSpec, slots: int, layer: int, count: int) -> list[int]:
+    """Load experts of other layers until `count` experts of this layer are absent; return the absent ones."""
+
+    def absent() -> list[int]:
+        every = range(spec.experts[layer])
+        return [expert for expert in every if source.cache.get(ExpertKey(layer, expert)) is None]
+
+    layers = len(spec.experts)
+    for other in (n % layers for n in range(layer + 1, layer + layers)):
+        if len(absent()) >= count:
+            break
+        source.begin_step()
+        for _ in source.use(other, range(min(slots, spec.experts[other]))):
+            pass
+        source.end_step()
+    return absent()
+
+
+# ---- predictions of real generations
+
+
+class PredictionCounter(PrefetchPolicy):
+    """Wrapper of a policy that counts predicted, missing and needed experts. Steps that read a prompt do not count.
+
+    Predictions are counted by the stage that made them first: `Stage.DRAFT`, also for those made when a step begins,
+    or `Stage.VERIFY`. An expert that is resident when it is predicted does not count.
     """
-    if target.model.device.type == "cpu":
-        return median(max(0.0, one.expert_seconds / one.own_seconds) for one in verified)
-    return needed * blob_bytes / (needed * blob_bytes + target.resident_bytes / max(1, target.depth_count))
 
+    def __init__(self, policy: PrefetchPolicy, source: ExpertSource, layers: int) -> None:
+        self._policy, self._source = policy, source
+        self.name, self.stages = policy.name, policy.stages
+        self.needed = 0
+        self.missing = [0] * layers  # by layer
+        self.predicted = {Stage.DRAFT: 0, Stage.VERIFY: 0}
+        self.correct = {Stage.DRAFT: 0, Stage.VERIFY: 0}  # predicted and needed
+        self._sequence_id: int | None = None
+        self._counting = False
+        self._useful_loads = 0  # counter value after the previous layer
+        self._step_predicted: dict[ExpertKey, Stage] = {}
+        self._step_needed: set[ExpertKey] = set()
 
-class Timer:
-    """Times what the source takes part in, from one moment at which nothing is under way to the next."""
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
+        self._counting, self._sequence_id = sequence_id == self._sequence_id, sequence_id
+        self._useful_loads = self._source.counters.useful_loads
+        self._step_predicted, self._step_needed = {}, set()
+        return self._count(self._policy.begin_step(sequence_id), Stage.DRAFT)
 
-    def __init__(self, source: ExpertSource, clock: Clock, synchronize: Callable[[], None]) -> None:
-        self.source = source
-        self._clock = clock
-        self._synchronize = synchronize
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        return self._policy.ask(stage, depths, residual)
 
-    def time(self, work: Callable[[], object]) -> Timed:
-        """Run it as a step of its own."""
-        timeline = self.source.timeline
-        self.source.begin_step()
-        self._synchronize()
-        before, mark, recording = self.source.counters.copy(), len(timeline.spans), timeline.recording
-        timeline.recording = True
-        try:
-            started = self._clock.now()
-            work()
-            self._synchronize()
-            seconds = self._clock.now() - started
-            self.source.end_step()
-            layers = sum(one.end - one.start for one in timeline.spans[mark:] if one.activity is Activity.LAYER)
-        finally:
-            timeline.recording = recording
-            del timeline.spans[mark:]
-        spent = self.source.counters.minus(before)
-        return Timed(seconds, spent.stall_seconds, layers - spent.stall_seconds, spent.demand_loads)
+    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
+        stage = Stage.VERIFY if chunk.stage is Stage.VERIFY else Stage.DRAFT
+        return self._count(self._policy.on_chunk(chunk), stage)
 
+    def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
+        self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
+        before, self._useful_loads = self._useful_loads, self._source.counters.useful_loads  # this layer's included
+        if self._counting:
+            self.missing[layer] += self._useful_loads - before
+        return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)
 
-def time_passes(
-    runner: ModelRunner, rows: int, timer: Timer, text: Sequence[int] | None = None, passes: int = PASSES
-) -> list[Timed]:
-    """Passes of so many rows, each continuing the one before, over a text or any tokens; one before does not count."""
-    text = text or range(runner.vocab_size)
-    kv = runner.new_kv(rows * (passes + 2) + 1)
-    found = []
-    try:
-        runner.forward(
-            [text[0]], kv, keep=1
-        )  # a state that has begun: only such a one is continued by recorded forwards
-        for number in range(passes + 1):
-            tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
-            found.append(timer.time(lambda tokens=tokens: runner.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
-    finally:
-        runner.release_kv(kv)
-    return found[1:]
+    def on_accept(self, accepted: DraftOutcome) -> None:
+        self._policy.on_accept(accepted)
+        if not self._counting:
+            return
+        self.needed += len(self._step_needed)
+        for key, stage in self._step_predicted.items():
+            self.predicted[stage] += 1
+            self.correct[stage] += key in self._step_needed
 
-
-def time_load(timer: Timer, layer: int, experts: Sequence[int]) -> Timed:
-    """Have experts of a layer, those that are in no slot demanded together."""
-    return timer.time(lambda: list(timer.source.use(layer, experts)))
-
-
-def _seconds_per_expert(timer: Timer, inputs: CutoffInputs) -> float:
-    """Throughput of demand loads, as many at once as a layer may ask for."""
-    batch = range(min(inputs.slots, inputs.experts_per_layer))
-    found = [time_load(timer, layer, batch) for layer in range(min(inputs.layers, PASSES))]
-    times = [one.seconds / one.loads for one in found if one.loads]
-    return median(times) if times else 0.0
+    def _count(self, prefetches: PrefetchRequests, stage: Stage) -> PrefetchRequests:
+        for key in map(ExpertKey, prefetches.layers.tolist(), prefetches.experts.tolist()):
+            if self._source.cache.get(key) is None and key not in self._step_needed:
+                self._step_predicted.setdefault(key, stage)
+        return prefetches

@@ -1,18 +1,18 @@
-"""The cutoff: how many layers the draft stage may prefetch for, from a profile and an analytical latency model.
+"""The cutoff: the number of layers, counted from the first, that the draft stage may prefetch for.
 
-Two forms. `fastest_cutoff` predicts the time of a step for every depth, and takes the greatest that is as good as any,
-or none where prefetching gains nothing: where the link is the bottleneck, copies that come too late to hide wholly
-still hide in part, and so does what the host does between layers, which the model does not know.
-`just_in_time_cutoff` is stricter, nothing may be late: with k missing experts per layer, `t_io` seconds per expert,
-`t_draft` and `t_verify` seconds per layer, K draft tokens and L_all layers, the first L layers may be prefetched for as
-long as
+`fastest_cutoff` (`--cutoff auto`) predicts the time of a step for every depth with the latency model. It returns the
+greatest depth that is as fast as the fastest, or 0 where prefetching gains nothing. A copy that arrives too late still
+hides part of its time, so depth rarely costs anything.
 
-    memory:   l * k                 <=  free slots + (l - 1) * n
-    time:     l * k * t_io          <=  K * L_all * t_draft + (l - 1) * t_verify        for every l <= L
+`just_in_time_cutoff` (`--cutoff just-in-time`) is stricter: no prefetched expert may be late. With k missing experts
+per layer, t_io seconds per expert, t_draft and t_verify seconds per layer, K draft tokens and L_draft draft layers, it
+returns the greatest L such that for every l <= L
 
-where n is the number of experts a layer uses: once it has run, its slots may be written again, and a copy for layer l
-is only due when the l - 1 layers before it have run. So every layer's experts arrive just in time, into a free slot.
-The first form keeps the bound on memory. k is what requests have shown, and until then what even routing would give.
+    memory:   l * k            <=  free slots + (l - 1) * n
+    time:     l * k * t_io     <=  K * L_draft * t_draft + (l - 1) * t_verify
+
+n is the number of experts that a layer needs: its slots are free again when it has run. `fastest_cutoff` keeps the
+bound on memory. k is learned from requests; until then it follows from uniform routing.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ import math
 from dataclasses import dataclass
 
 from spmoe.config import Cutoff, CutoffMode
-from spmoe.predict.latency import Costs, Guess, Step, evenly_needed, predict_step
+from spmoe.predict.latency import PredictionQuality, StepCosts, StepInputs, expected_experts, predict_step
 
-RECALL, PRECISION = 0.9, 0.95  # of draft-driven prediction, over the rows of a step, as the pair that ships shows them
-_INDIFFERENCE = 0.005
-ENOUGH_STEPS = 16  # verified ones, from which on the number of missing experts is believed
+DRAFT_QUALITY = PredictionQuality(recall=0.9, precision=0.95)  # of the shipped pair, over the rows of a step
+_TOLERANCE = 0.005  # relative difference below which two depths count as equally fast
+ENOUGH_STEPS = 16  # verified steps after which the learned number of missing experts is used
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured on this machine, for this pair and these settings."""
+    """Times measured on this machine, for one pair of models and one set of options."""
 
     draft_seconds_per_layer: float  # one draft pass of one token
     draft_layers: int
     verify_seconds_per_layer: float  # K + 1 rows, experts resident
     seconds_per_expert: float  # store to slot
-    free_slots: int  # slots beyond what one layer needs at once
-    missing_per_layer: float | None = None  # as real requests showed it; None: not known yet
-    expert_share: float = 0.0  # of a verified layer, what comes after its router has chosen
+    free_slots: int  # slots beyond the needs of one layer
+    missing_per_layer: float | None = None  # learned from requests; None: not known yet
+    expert_share: float = 0.0  # share of a verified layer that comes after its router
 
 
 @dataclass(frozen=True, slots=True)
 class CutoffInputs:
-    """What the formula needs besides the profile."""
+    """Inputs of the cutoff besides the profile."""
 
     layers: int  # MoE layers of the target
     experts_per_layer: int
     top_k: int
     slots: int
-    draft_tokens: int
+    draft_tokens: int  # K
 
     @property
     def needed_per_layer(self) -> float:
-        """Expected experts of a layer that K + 1 rows need between them, under even routing."""
-        return evenly_needed(self.experts_per_layer, self.top_k, self.draft_tokens + 1)
+        """Expected experts that K + 1 rows need in a layer, under uniform routing."""
+        return expected_experts(self.experts_per_layer, self.top_k, self.draft_tokens + 1)
 
     @property
     def free_slots(self) -> int:
-        """Slots beyond what one layer is expected to need at once."""
+        """Slots beyond the expected needs of one layer."""
         return max(0, self.slots - math.ceil(self.needed_per_layer))
 
     @property
     def missing_per_layer(self) -> float:
-        """Those of them that no slot holds."""
+        """Expected needed experts of a layer that are not resident, under uniform routing."""
         return self.needed_per_layer * max(0.0, 1 - self.slots / (self.layers * self.experts_per_layer))
 
 
 def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs) -> int:
-    """How many layers may be prefetched for."""
+    """Return the number of layers to prefetch for; the automatic modes return all layers if there is no profile."""
     if cutoff.mode is CutoffMode.AUTO and profile is not None:
         return fastest_cutoff(profile, inputs)
     if cutoff.mode is CutoffMode.JUST_IN_TIME and profile is not None:
@@ -77,51 +77,51 @@ def choose_cutoff(cutoff: Cutoff, profile: Profile | None, inputs: CutoffInputs)
 
 
 def just_in_time_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
-    """The largest L that satisfies both bounds; all layers when nothing is ever missing."""
-    missing, window = _missing(profile, inputs), _draft_window(profile, inputs)
+    """Return the greatest depth that meets both bounds; all layers if nothing is missing."""
+    missing = _missing(profile, inputs)
     if missing <= 0.0:
         return inputs.layers
+    draft_seconds = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
     for layer in range(1, inputs.layers + 1):
-        due = window + (layer - 1) * profile.verify_seconds_per_layer
-        if not _has_room(layer, profile, inputs) or layer * missing * profile.seconds_per_expert > due:
+        deadline = draft_seconds + (layer - 1) * profile.verify_seconds_per_layer
+        if not _fits_slots(layer, profile, inputs) or layer * missing * profile.seconds_per_expert > deadline:
             return layer - 1
     return inputs.layers
 
 
 def fastest_cutoff(profile: Profile, inputs: CutoffInputs) -> int:
-    """The greatest depth, of those that have room, whose step is predicted to be as fast as the fastest; 0 if that is.
+    """Return the greatest depth, of those that fit the slots, that is as fast as the fastest; 0 if depth 0 is.
 
-    Deeper was faster where the model saw no difference; and where it sees none from 0, there is nothing to hide.
+    In measurements the greater depth was faster where the model saw no difference.
     """
-    depths = [0]
-    while depths[-1] < inputs.layers and _has_room(depths[-1] + 1, profile, inputs):
-        depths.append(depths[-1] + 1)
     if _missing(profile, inputs) <= 0.0:
         return inputs.layers
+    depths = [0]
+    while depths[-1] < inputs.layers and _fits_slots(depths[-1] + 1, profile, inputs):
+        depths.append(depths[-1] + 1)
     times = [step_seconds(profile, inputs, depth) for depth in depths]
-    enough = (1 + _INDIFFERENCE) * min(times)
-    fast = [depth for depth, time in zip(depths, times, strict=True) if time <= enough]
+    limit = (1 + _TOLERANCE) * min(times)
+    fast = [depth for depth, time in zip(depths, times, strict=True) if time <= limit]
     return fast[-1] if fast[0] else 0
 
 
 def step_seconds(profile: Profile, inputs: CutoffInputs, cutoff: int) -> float:
-    """The predicted time of a step that prefetches for the first `cutoff` layers."""
+    """Predict the time of a step that prefetches for the first `cutoff` layers, in seconds."""
     return predict_step(
-        Step(
-            costs=Costs(
+        StepInputs(
+            costs=StepCosts(
                 draft_pass=profile.draft_layers * profile.draft_seconds_per_layer,
                 verify_layer=profile.verify_seconds_per_layer,
                 load=profile.seconds_per_expert,
                 expert_share=profile.expert_share,
             ),
-            policy="draft-gate",
             layers=inputs.layers,
-            passes=inputs.draft_tokens,
+            draft_passes=inputs.draft_tokens,
             cutoff=cutoff,
             missing=_missing(profile, inputs),
             needed=inputs.needed_per_layer,
             row_share=inputs.top_k / inputs.experts_per_layer,
-            draft=Guess(RECALL, PRECISION),
+            from_draft=DRAFT_QUALITY,
         )
     ).seconds
 
@@ -130,9 +130,5 @@ def _missing(profile: Profile, inputs: CutoffInputs) -> float:
     return inputs.missing_per_layer if profile.missing_per_layer is None else profile.missing_per_layer
 
 
-def _draft_window(profile: Profile, inputs: CutoffInputs) -> float:
-    return inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
-
-
-def _has_room(layers: int, profile: Profile, inputs: CutoffInputs) -> bool:
+def _fits_slots(layers: int, profile: Profile, inputs: CutoffInputs) -> bool:
     return layers * _missing(profile, inputs) <= profile.free_slots + (layers - 1) * inputs.needed_per_layer

@@ -1,4 +1,4 @@
-"""An automatic cutoff follows what requests have really missed, and keeps what it learnt."""
+"""The automatic cutoff learns the number of missing experts from requests and caches it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_missing_experts_are_learnt_from_requests_and_kept(own_home: Path) -> None:
+def test_learns_missing_experts_from_requests_and_caches_them(own_home: Path) -> None:
     options = {"expert_memory": "25%", "dtype": "float32", "link_gbps": 1.0}
     long = SamplingParams(max_tokens=96, ignore_eos=True)
     with LLM(**options) as llm:
@@ -26,24 +26,24 @@ def test_missing_experts_are_learnt_from_requests_and_kept(own_home: Path) -> No
         assert profile.missing_per_layer is None
         llm.generate("def f(x):", long)
         counters = llm.engine.loop.counters
-        assert counters.verified >= 16, "enough to tell"
+        assert counters.verified >= 16, "enough steps to learn from"
         llm.generate("x", SamplingParams(max_tokens=1))
-        learnt = llm.engine.profile.missing_per_layer
+        learned = llm.engine.profile.missing_per_layer
         layers = len(llm.engine.target.moe)
-        assert learnt == pytest.approx(counters.missing / counters.verified / layers)
-        assert 0 < learnt <= 8
+        assert learned == pytest.approx(counters.missing / counters.verified / layers)
+        assert 0 < learned <= 8
         cutoff = llm.engine.cutoff
         assert llm.engine.loop.policy.cutoff == cutoff
-    (kept,) = (own_home / "profiles").glob("*.json")
-    found = read_profile(kept)
+    (cached,) = (own_home / "profiles").glob("*.json")
+    found = read_profile(cached)
     assert found is not None
-    assert found.missing_per_layer == pytest.approx(learnt, rel=0.2)
+    assert found.missing_per_layer == pytest.approx(learned, rel=0.2)
     with LLM(**options) as again:
         assert again.engine.profile == found
 
 
-def test_a_profile_with_a_senseless_lesson_is_measured_again(tmp_path: Path) -> None:
-    sound = {
+def test_cached_profile_with_an_invalid_value_is_not_read(tmp_path: Path) -> None:
+    valid = {
         "draft_seconds_per_layer": 1e-3,
         "draft_layers": 2,
         "verify_seconds_per_layer": 1e-3,
@@ -51,12 +51,12 @@ def test_a_profile_with_a_senseless_lesson_is_measured_again(tmp_path: Path) -> 
         "free_slots": 4,
     }
     path = tmp_path / "profile.json"
-    for lesson, usable in ((None, True), (1.5, True), (-1.0, False), ("many", False), (True, False)):
-        path.write_text(json.dumps({**sound, "missing_per_layer": lesson}))
+    for missing, usable in ((None, True), (1.5, True), (-1.0, False), ("many", False), (True, False)):
+        path.write_text(json.dumps({**valid, "missing_per_layer": missing}))
         assert (read_profile(path) is not None) == usable
 
 
-def test_a_fixed_cutoff_learns_nothing(own_home: Path) -> None:
+def test_fixed_cutoff_learns_nothing(own_home: Path) -> None:
     with LLM(expert_memory="25%", dtype="float32", cutoff=3) as llm:
         llm.generate("def f(x):", SamplingParams(max_tokens=80, ignore_eos=True))
         llm.generate("x", SamplingParams(max_tokens=1))
