@@ -1,4 +1,4 @@
-"""The ledger's arithmetic, and the clock that replaces real time in tests."""
+"""Counters, the ledger that writes them, and the clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from spmoe.observe.clock import RealClock, VirtualClock
-from spmoe.observe.ledger import Counters
+from spmoe.observe.ledger import Counters, Ledger
 
 
 def distinct(scale: int = 1) -> Counters:
@@ -23,7 +23,7 @@ def distinct(scale: int = 1) -> Counters:
 # --- counters ---
 
 
-def test_everything_starts_at_nothing() -> None:
+def test_counters_start_at_zero() -> None:
     counters = Counters()
     assert all(getattr(counters, f.name) in (0, []) for f in fields(counters))
 
@@ -34,7 +34,7 @@ def test_minus_subtracts_every_field() -> None:
     assert distinct(3).minus(Counters()) == distinct(3)
 
 
-def test_minus_counts_positions_that_are_new_since() -> None:
+def test_minus_handles_draft_positions_missing_in_the_earlier_snapshot() -> None:
     earlier = Counters(drafted_at=[5], accepted_at=[2])
     later = Counters(drafted_at=[7, 2, 1], accepted_at=[3, 1, 0])
     since = later.minus(earlier)
@@ -42,13 +42,13 @@ def test_minus_counts_positions_that_are_new_since() -> None:
     assert since.accepted_at == [1, 1, 0]
 
 
-def test_minus_leaves_both_as_they_were() -> None:
+def test_minus_does_not_change_its_operands() -> None:
     later, earlier = distinct(2), distinct(1)
     later.minus(earlier).drafted_at.append(9)
     assert (later, earlier) == (distinct(2), distinct(1))
 
 
-def test_a_copy_is_equal_and_stands_still() -> None:
+def test_copy_is_not_changed_by_later_counts() -> None:
     counters = distinct()
     snapshot = counters.copy()
     assert snapshot == counters == distinct()
@@ -58,7 +58,7 @@ def test_a_copy_is_equal_and_stands_still() -> None:
     assert counters.minus(snapshot).hits == 1
 
 
-def test_count_draft_books_every_position() -> None:
+def test_count_draft_counts_each_position() -> None:
     counters = Counters()
     for drafted, accepted in ((4, 4), (4, 0), (2, 1), (0, 0), (4, 2)):
         counters.count_draft(drafted, accepted)
@@ -72,7 +72,7 @@ def test_count_draft_books_every_position() -> None:
     assert counters.mean_acceptance_length == pytest.approx(1 + 7 / 4)  # the empty draft is no draft
 
 
-def test_a_longer_draft_than_before_widens_the_positions() -> None:
+def test_count_draft_grows_the_position_lists() -> None:
     counters = Counters()
     counters.count_draft(1, 1)
     counters.count_draft(3, 2)
@@ -80,7 +80,7 @@ def test_a_longer_draft_than_before_widens_the_positions() -> None:
     assert counters.accepted_at == [2, 1, 0]
 
 
-def test_drafts_between_two_snapshots() -> None:
+def test_minus_of_draft_counts() -> None:
     counters = Counters()
     counters.count_draft(2, 2)
     before = counters.copy()
@@ -91,19 +91,19 @@ def test_drafts_between_two_snapshots() -> None:
     assert since.acceptance_by_position == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_figures_derived_from_experts() -> None:
+def test_hit_rate_and_loads() -> None:
     counters = Counters(hits=6, late=1, demand_loads=3, prefetch_loads=5)
     assert counters.asked == 10
     assert counters.hit_rate == pytest.approx(0.6)
     assert counters.loads == 8
 
 
-def test_prefetched_bytes_add_up() -> None:
+def test_held_bytes_do_not_count_late_bytes_twice() -> None:
     counters = Counters(issued_bytes=1000, used_bytes=400, late_bytes=300, wasted_bytes=250, failed_bytes=50)
     assert counters.held_bytes == 300  # late bytes are among the used ones
 
 
-def test_figures_of_nothing_are_not_numbers() -> None:
+def test_rates_without_counts_are_none() -> None:
     counters = Counters(steps=3, tokens=3)
     counters.count_draft(0, 0)
     assert counters.hit_rate is None
@@ -112,11 +112,89 @@ def test_figures_of_nothing_are_not_numbers() -> None:
     assert Counters(demand_loads=2).hit_rate == 0.0
 
 
+# --- ledger ---
+
+BLOB = 1000
+
+
+def test_every_ledger_event_writes_its_counters() -> None:
+    ledger = Ledger(BLOB)
+    ledger.hit(6)
+    ledger.late(2)
+    ledger.demanded(3)
+    ledger.requested(20)
+    ledger.resident(5)
+    ledger.stale(4)
+    ledger.over_budget(1)
+    ledger.prefetch_issued(7)
+    ledger.prefetch_used(3, late=2)
+    ledger.prefetch_wasted(2)
+    ledger.prefetch_failed()
+    ledger.stalled(0.25)
+    ledger.stalled(0.5)
+    ledger.step(tokens=3, drafted=4, accepted=2, missing=5, draft_seconds=0.125, verify_seconds=1.0)
+    assert ledger.counters == Counters(
+        steps=1,
+        tokens=3,
+        drafted=4,
+        accepted=2,
+        drafted_at=[1, 1, 1, 1],
+        accepted_at=[1, 1, 0, 0],
+        verified=1,
+        missing=5,
+        hits=6,
+        late=2,
+        demand_loads=3,
+        demand_bytes=3 * BLOB,
+        prefetch_loads=7,
+        issued_bytes=7 * BLOB,
+        prefetch_used=3,
+        used_bytes=3 * BLOB,
+        late_bytes=2 * BLOB,
+        wasted_bytes=2 * BLOB,
+        failed_bytes=BLOB,
+        prefetches_requested=20,
+        prefetches_resident=5,
+        prefetches_stale=4,
+        prefetches_over_budget=1,
+        stall_seconds=0.75,
+        draft_seconds=0.125,
+        verify_seconds=1.0,
+    )
+    assert ledger.counters.held_bytes == BLOB, "issued 7, used 3, wasted 2, failed 1"
+    assert all(getattr(ledger.counters, f.name) for f in fields(Counters)), "an event writes every counter"
+
+
+def test_a_step_without_a_draft_counts_no_missing_experts() -> None:
+    ledger = Ledger(BLOB)
+    ledger.step(tokens=1, missing=9)
+    assert (ledger.counters.steps, ledger.counters.tokens) == (1, 1)
+    assert (ledger.counters.verified, ledger.counters.missing, ledger.counters.drafted_at) == (0, 0, [])
+
+
+def test_ignore_demand_drops_demand_and_stalls_but_keeps_prefetches() -> None:
+    ledger = Ledger(BLOB)
+    ledger.prefetch_issued(2)
+    ledger.hit(1)
+    before = ledger.counters.copy()
+    with pytest.raises(ZeroDivisionError), ledger.ignore_demand():
+        ledger.hit(3)
+        ledger.late(3)
+        ledger.demanded(3)
+        ledger.stalled(2.0)
+        ledger.prefetch_used()
+        ledger.prefetch_wasted()
+        raise ZeroDivisionError
+    since = ledger.counters.minus(before)
+    assert since == Counters(prefetch_used=1, used_bytes=BLOB, wasted_bytes=BLOB)
+    assert ledger.counters.held_bytes == 0
+
+
 # --- clocks ---
 
 
 class Alarms:
-    """Something with events at given times; notes when each was told to it."""
+    """Observer of a clock with events at given times; logs when each one ran."""
 
     def __init__(
         self, clock: VirtualClock, *times: float, name: str = "", log: list[tuple[str, float]] | None = None
@@ -130,7 +208,7 @@ class Alarms:
         self.log.append((self.name, self._clock.now()))
 
 
-def test_virtual_time_moves_only_when_asked() -> None:
+def test_virtual_clock_moves_only_by_sleep() -> None:
     clock = VirtualClock()
     assert clock.now() == clock.now() == 0.0
     clock.sleep(1.5)
@@ -138,7 +216,7 @@ def test_virtual_time_moves_only_when_asked() -> None:
     assert clock.now() == 1.75
 
 
-def test_virtual_time_never_moves_back() -> None:
+def test_virtual_clock_never_goes_back() -> None:
     clock = VirtualClock()
     clock.sleep(2.0)
     clock.sleep(-1.0)
@@ -146,7 +224,7 @@ def test_virtual_time_never_moves_back() -> None:
     assert clock.now() == 2.0
 
 
-def test_it_stops_at_every_event_on_the_way() -> None:
+def test_virtual_clock_stops_at_every_event() -> None:
     clock = VirtualClock()
     alarms = Alarms(clock, 1.0, 3.0, 3.0, 7.0)
     clock.sleep(5.0)
@@ -158,7 +236,7 @@ def test_it_stops_at_every_event_on_the_way() -> None:
     assert [at for _, at in alarms.log] == [1.0, 3.0, 3.0, 7.0]
 
 
-def test_events_of_several_things_come_in_order_of_time() -> None:
+def test_events_of_several_observers_come_in_time_order() -> None:
     clock = VirtualClock()
     log: list[tuple[str, float]] = []
     Alarms(clock, 2.0, 4.0, name="a", log=log)
@@ -167,7 +245,7 @@ def test_events_of_several_things_come_in_order_of_time() -> None:
     assert log == [("b", 1.0), ("a", 2.0), ("b", 2.0), ("a", 4.0)]
 
 
-def test_an_event_may_bring_another_one() -> None:
+def test_an_event_may_schedule_another() -> None:
     clock = VirtualClock()
     rung: list[float] = []
 
@@ -186,7 +264,7 @@ def test_an_event_may_bring_another_one() -> None:
     assert clock.now() == 14.0
 
 
-def test_an_event_already_past_comes_at_once_and_not_in_the_past() -> None:
+def test_a_past_event_runs_at_once_at_the_present_time() -> None:
     clock = VirtualClock()
     clock.sleep(10.0)
     alarms = Alarms(clock, 4.0)
@@ -195,7 +273,7 @@ def test_an_event_already_past_comes_at_once_and_not_in_the_past() -> None:
     assert clock.now() == 10.0
 
 
-def test_the_real_clock_goes_forward_and_does_not_mind_a_past_deadline() -> None:
+def test_real_clock_goes_forward_and_ignores_negative_sleeps() -> None:
     clock = RealClock()
     before = clock.now()
     clock.sleep(-5.0)

@@ -1,53 +1,55 @@
-"""The ledger: what moved, what was right, what was waited for. Per step, request and process."""
+"""Counters of a run: tokens, expert loads, bytes moved, stalls. `Ledger` is their only writer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Self
 
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals. Two snapshots subtract to what happened between them."""
+    """Running totals. Subtract two snapshots to get the counts between them."""
 
-    # the loop
+    # steps
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    tokens: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # by draft position
-    accepted_at: list[int] = field(default_factory=list)
+    tokens: int = 0  # new tokens
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # draft tokens that the target accepted
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by position in the draft
+    accepted_at: list[int] = field(default_factory=list)  # accepted draft tokens by position in the draft
     verified: int = 0  # steps that had a draft
-    missing: int = 0  # in those, experts that were needed and in no slot when the step began
-    # experts asked for by the router, once per layer and pass; hits + late + demand_loads is all of them
-    hits: int = 0  # READY when asked for
-    late: int = 0  # LOADING by a prefetch request when asked for
-    demand_loads: int = 0  # ABSENT when asked for
+    missing: int = 0  # in those steps, routed experts that were in no slot when the step began
+    # routed experts, once per layer and forward: routed = hits + late + demand_loads
+    hits: int = 0  # READY when routed to
+    late: int = 0  # LOADING when routed to
+    demand_loads: int = 0  # ABSENT when routed to
     demand_bytes: int = 0
-    # prefetched experts: issued = used + wasted + failed + still held
+    # prefetched experts: issued = used + wasted + failed + held
     prefetch_loads: int = 0
     issued_bytes: int = 0
     prefetch_used: int = 0
     used_bytes: int = 0
-    late_bytes: int = 0  # the part of used that was still on its way when needed
-    wasted_bytes: int = 0  # evicted before it was needed
+    late_bytes: int = 0  # part of used_bytes: still LOADING when routed to
+    wasted_bytes: int = 0  # evicted before use
     failed_bytes: int = 0
-    # prefetch requests that cost no bytes
+    # prefetch requests, and those that moved no bytes
     prefetches_requested: int = 0
-    prefetches_resident: int = 0
-    prefetches_stale: int = 0
-    prefetches_over_budget: int = 0
+    prefetches_resident: int = 0  # already in a slot
+    prefetches_stale: int = 0  # dropped: the layer or the step had passed
+    prefetches_over_budget: int = 0  # dropped: the step's byte budget was spent
     # time
-    stall_seconds: float = 0.0
+    stall_seconds: float = 0.0  # compute waited for experts
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
     def copy(self) -> Self:
-        """A snapshot that later counting leaves alone."""
+        """Return a snapshot."""
         return self.minus(type(self)())
 
     def minus(self, earlier: Counters) -> Self:
-        """What was counted since `earlier`."""
+        """Return the counts since the snapshot `earlier`."""
         result = type(self)()
         for f in fields(self):
             now, then = getattr(self, f.name), getattr(earlier, f.name)
@@ -59,7 +61,7 @@ class Counters:
         return result
 
     def count_draft(self, drafted: int, accepted: int, missing: int = 0) -> None:
-        """Book one verified draft, and how many experts were missing for it."""
+        """Add one draft of `drafted` tokens of which the first `accepted` were accepted."""
         self.drafted += drafted
         self.accepted += accepted
         if drafted:
@@ -74,36 +76,139 @@ class Counters:
 
     @property
     def asked(self) -> int:
-        """Experts that routers asked for."""
+        """Routed experts."""
         return self.hits + self.late + self.demand_loads
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of asked-for experts that were READY; None when none was asked for."""
+        """Share of routed experts that were READY; None if no expert was routed to."""
         return self.hits / self.asked if self.asked else None
 
     @property
     def loads(self) -> int:
-        """Experts moved, for whatever reason."""
+        """Experts copied into slots, on demand or ahead of it."""
         return self.demand_loads + self.prefetch_loads
 
     @property
     def useful_loads(self) -> int:
-        """Experts moved and needed."""
+        """Experts copied into slots and used."""
         return self.demand_loads + self.prefetch_used
 
     @property
     def held_bytes(self) -> int:
-        """Prefetched, not yet needed, not yet evicted."""
+        """Bytes of prefetched experts that are in slots or in flight, neither used nor evicted yet."""
         return self.issued_bytes - self.used_bytes - self.wasted_bytes - self.failed_bytes
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per step that had a draft: one, and those of the draft that were kept."""
+        """Tokens per step that had a draft: the accepted ones and the target's own; None if nothing was drafted."""
         drafts = self.drafted_at[0] if self.drafted_at else 0
         return 1 + self.accepted / drafts if drafts else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of drafts, of those that were as long, whose first i+1 tokens were all kept."""
+        """Share of drafts of at least i+1 tokens whose first i+1 tokens were accepted, for every i."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
+
+
+class Ledger:
+    """Owner and only writer of `counters`: one method per event, bytes derived from `blob_bytes`.
+
+    Not thread-safe: callers hold the expert pool's lock, except for `stalled` and `step`, which only the thread that
+    runs the model calls.
+    """
+
+    def __init__(self, blob_bytes: int) -> None:
+        self.counters = Counters()
+        self._blob_bytes = blob_bytes
+
+    # ---- routed experts, at the moment a layer needs them
+
+    def hit(self, count: int) -> None:
+        """Count routed experts that were READY."""
+        self.counters.hits += count
+
+    def late(self, count: int) -> None:
+        """Count routed experts that were LOADING."""
+        self.counters.late += count
+
+    def demanded(self, count: int) -> None:
+        """Count routed experts that were ABSENT and are loaded on demand."""
+        self.counters.demand_loads += count
+        self.counters.demand_bytes += count * self._blob_bytes
+
+    # ---- prefetch requests
+
+    def requested(self, count: int) -> None:
+        """Count prefetch requests of a policy."""
+        self.counters.prefetches_requested += count
+
+    def resident(self, count: int) -> None:
+        """Count prefetch requests for experts that already have a slot."""
+        self.counters.prefetches_resident += count
+
+    def stale(self, count: int) -> None:
+        """Count prefetch requests that were dropped because their layer or their step had passed."""
+        self.counters.prefetches_stale += count
+
+    def over_budget(self, count: int) -> None:
+        """Count prefetch requests that were dropped because the step's byte budget was spent."""
+        self.counters.prefetches_over_budget += count
+
+    # ---- prefetched experts: each is issued once and then used, wasted or failed once
+
+    def prefetch_issued(self, count: int = 1) -> None:
+        """Count prefetched experts whose slot was reserved and whose copy is about to start."""
+        self.counters.prefetch_loads += count
+        self.counters.issued_bytes += count * self._blob_bytes
+
+    def prefetch_used(self, count: int = 1, late: int = 0) -> None:
+        """Count prefetched experts at their first use; `late` of them were still LOADING."""
+        self.counters.prefetch_used += count
+        self.counters.used_bytes += count * self._blob_bytes
+        self.counters.late_bytes += late * self._blob_bytes
+
+    def prefetch_wasted(self, count: int = 1) -> None:
+        """Count prefetched experts that were evicted before use."""
+        self.counters.wasted_bytes += count * self._blob_bytes
+
+    def prefetch_failed(self, count: int = 1) -> None:
+        """Count prefetched experts whose copy failed before use."""
+        self.counters.failed_bytes += count * self._blob_bytes
+
+    # ---- time and steps
+
+    def stalled(self, seconds: float) -> None:
+        """Add time that compute waited for experts."""
+        self.counters.stall_seconds += seconds
+
+    def step(
+        self,
+        *,
+        tokens: int,
+        drafted: int = 0,
+        accepted: int = 0,
+        missing: int = 0,
+        draft_seconds: float = 0.0,
+        verify_seconds: float = 0.0,
+    ) -> None:
+        """Count one step: `tokens` new ones, `missing` routed experts that were in no slot when it began."""
+        self.counters.steps += 1
+        self.counters.tokens += tokens
+        self.counters.count_draft(drafted, accepted, missing)
+        self.counters.draft_seconds += draft_seconds
+        self.counters.verify_seconds += verify_seconds
+
+    @contextmanager
+    def ignore_demand(self) -> Iterator[None]:
+        """Leave hits, late and demand loads and stalls inside the block out, for filling slots between requests.
+
+        Prefetched experts that are used or evicted inside still count: they are held no longer.
+        """
+        names = ("hits", "late", "demand_loads", "demand_bytes", "stall_seconds")
+        before = {name: getattr(self.counters, name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.counters, name, value)
