@@ -310,16 +310,16 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
 def test_a_baseline_has_the_eviction_it_was_published_with_unless_another_is_asked_for(
     prefetch: str, eviction: str, rule: str
 ) -> None:
-    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_rule == rule
+    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_policy == rule
 
 
 def test_only_the_oracle_is_refused_where_nothing_was_recorded() -> None:
     for prefetch in PREFETCH_POLICIES:
         config = EngineConfig.make(model="target", prefetch=prefetch)
         if prefetch == "oracle":
-            assert "spmoe bench" in refusal(config.refuse_oracle)
+            assert "spmoe bench" in refusal(config.reject_oracle)
         else:
-            config.refuse_oracle()
+            config.reject_oracle()
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,8 @@ def _whole(value: Any, info: ValidationInfo) -> int:
     return int(value)
 
 
-def _number(value: Any, info: ValidationInfo) -> float | int:
-    if not isinstance(value, Real) or isinstance(value, bool):
+def _number(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise UsageError(f"{info.field_name} must be a number, not {value!r}")
     return value if isinstance(value, (int, float)) else float(value)
 

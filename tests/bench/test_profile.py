@@ -31,7 +31,7 @@ from spmoe.bench.report import html_report
 from spmoe.bench.results import Group, write_results
 from spmoe.cli.main import main
 from spmoe.config import Size
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import UsageError
 
 PROMPTS = [list(b"def f(x):"), list(b"import os")]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 

@@ -86,13 +86,13 @@ def _subject(engine: Engine, draft: ModelRunner | None) -> Subject:
     return Subject(
         config.model, config.draft, str(engine.dtype).removeprefix("torch."), engine.device.type, config.shape,
         len(spec.experts), max(spec.experts), engine.target.top_k, spec.layout.nbytes,
-        draft.depth_count if draft is not None else 0, engine.slots, config.eviction_rule, config.link_gbps,
+        draft.depth_count if draft is not None else 0, engine.slots, config.eviction_policy, config.link_gbps,
     )  # fmt: skip
 
 
 def _verify_rows(engine: Engine) -> list[int]:
     """As many as steps may have; where forwards are recorded, those that are."""
-    recorded = engine.config.most_draft_tokens + 1 if engine.room.recorder is not None else max(VERIFY_ROWS)
+    recorded = engine.config.max_draft_tokens + 1 if engine.room.recorder is not None else max(VERIFY_ROWS)
     return [rows for rows in VERIFY_ROWS if rows <= recorded]
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spmoe.cli.listed import listed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.files import write_text
@@ -26,7 +25,7 @@ _LEAST_DRAFT = 8  # K that the engine is built for: what it may record covers th
 _APART = 128  # tokens from the beginning of one prompt to that of the next
 
 
-@takes_shared_options_but("prefetch")  # all of them are looked at
+@takes_shared_options_except("prefetch")  # all of them are looked at
 def profile(
     engine: dict[str, Any],
     num_speculative_tokens: Annotated[

@@ -15,7 +15,7 @@ from spmoe.draft.self_quantized import QuantizedSelfRunner, SelfDraft
 from spmoe.engine.engine import Engine, LearnedState
 from spmoe.engine.loading import LoadedModels, load_draft, load_self, load_target, wide_shape
 from spmoe.engine.loop import Loop
-from spmoe.engine.memory import divide_memory, slot_count
+from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
 from spmoe.engine.prefetching import make_policy
 from spmoe.engine.runtime import make_runtime
 from spmoe.errors import CheckpointError, UsageError
@@ -45,7 +45,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
 
     `store`: the experts, already in host memory, given up by the room of an engine that is closed.
     """
-    config.refuse_oracle()
+    config.reject_oracle()
     device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
@@ -57,7 +57,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     target, spec = models.target, models.spec
     slot_count(config, spec, target.top_k)  # refuses before the draft is read
     draft = _load_draft(config, draft_checkpoint, models, notices)
-    limit = min(config.max_model_len or target.max_positions, target.max_positions)
+    limit = max_sequence_length(config, target)
     if config.max_model_len is not None and config.max_model_len > limit:
         notices.append(f"the model reads {limit} positions, so --max-model-len {config.max_model_len} is lowered")
     projection = _find_projection(config, draft_checkpoint, target, draft, checkpoint, notices)
@@ -71,7 +71,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     timeline, transfer = Timeline(), room.transfer
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
-    eviction = make_eviction(config.eviction_rule, spec.experts)
+    eviction = make_eviction(config.eviction_policy, spec.experts)
     threaded = room.cuda is None or config.link_gbps is not None  # an emulated link is waited for on the host
     source = ExpertSource(
         room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), threaded=threaded, timeline=timeline
@@ -81,7 +81,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     try:
         states: dict[int, KvState] = {}
         drafter = _make_drafter(config, target, draft, states)
-        k = config.most_draft_tokens if drafter is not None else 0
+        k = config.max_draft_tokens if drafter is not None else 0
         if room.recorder is not None:
             _record(room.recorder, [("target", target, k + 1), ("draft", draft, 2)], limit, notices)
             if draft is not None:
@@ -99,7 +99,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         engine = Engine(
             config, models.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
             budget, checkpoint, draft_checkpoint, drafter, make_policy,
-            LearnedState({config.eviction_rule: eviction}), projection, notices=notices,
+            LearnedState({config.eviction_policy: eviction}), projection, notices=notices,
         )  # fmt: skip
         loop.length = engine.draft_length(config)
         loop.policy = make_policy(engine)
@@ -130,10 +130,10 @@ def _load_draft(
             "decodes without speculation"
         )
         return None
-    if config.own_draft is not None:
-        own = load_self(config, models, config.own_draft)
+    if config.self_draft_scheme is not None:
+        own = load_self(config, models, config.self_draft_scheme)
         size = format_bytes(own.resident_bytes)
-        notices.append(f"the draft is the target itself with {config.own_draft} experts, which occupy {size}")
+        notices.append(f"the draft is the target itself with {config.self_draft_scheme} experts, which occupy {size}")
         return own
     if checkpoint is None:
         return None

@@ -16,7 +16,7 @@ from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.cutoffs import cutoff_inputs
 from spmoe.engine.loop import Loop
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.profiling import write_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
@@ -90,21 +90,21 @@ class Engine:
         if unknown := sorted(set(changes) - CHANGEABLE):
             raise UsageError(f"{', '.join(unknown)} cannot be changed while an engine runs; build another")
         config = replace(self.config, **changes)
-        k = config.most_draft_tokens
+        k = config.max_draft_tokens
         if k and self.draft is None:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if self.recording is None:
-            config.refuse_oracle()
+            config.reject_oracle()
         if config == self.config and learned is None:
             return
         self._keep_learnt()
-        rule, known = config.eviction_rule, (learned or self.learned).evictions
+        rule, known = config.eviction_policy, (learned or self.learned).evictions
         if new := rule not in known:
             known[rule] = make_eviction(rule, self.store.experts)
         if learned is not None:
             self.learned.residents, self.learned = residents(self.source), learned
             exchange(self.source, known[rule], [] if new else learned.residents)  # a new rule knows of nobody there
-        elif rule != self.config.eviction_rule:
+        elif rule != self.config.eviction_policy:
             self.source.change_eviction(known[rule])
         self.config = config
         self.source.loads.batching = config.batching
@@ -142,7 +142,7 @@ class Engine:
             return None
         known, name = self.learned.lengths, config.prefetch
         if name not in known:
-            known[name] = DraftLength(max(self.store.experts), self.target.top_k, config.most_draft_tokens)
+            known[name] = DraftLength(max(self.store.experts), self.target.top_k, config.max_draft_tokens)
         return known[name]
 
     def close(self) -> None:
