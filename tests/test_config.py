@@ -1,4 +1,4 @@
-"""Settings: what is read, what is refused, and that a refusal says what to do in one line."""
+"""Configuration: accepted values, rejected values, and one-line messages for the latter."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmoe.config import (
+    DEVICES,
     DTYPES,
-    EVICTIONS,
-    PREFETCH_POLICIES,
+    MAX_AUTO_DRAFT_TOKENS,
     Cutoff,
     CutoffMode,
     EngineConfig,
     SamplingParams,
     Size,
+    eviction_policy_names,
     format_bytes,
     home,
+    prefetch_policy_names,
 )
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
 
+SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False)  # one per field
+
 
 def refusal(make: Any, *args: Any, **options: Any) -> str:
-    """The message of the UsageError that `make` must raise."""
+    """Return the message of the UsageError that `make` must raise."""
     with pytest.raises(UsageError) as caught:
         make(*args, **options)
     message = str(caught.value)
@@ -57,11 +61,11 @@ def refusal(make: Any, *args: Any, **options: Any) -> str:
 def test_sizes_in_bytes(text: str | int | Size, expected: int) -> None:
     size = Size.parse(text)
     assert size == Size(bytes=expected)
-    assert size.of(10) == expected  # whatever the whole is
+    assert size.of(10) == expected  # for any total
 
 
 @given(st.one_of(st.integers(1, 2**50).map(str), st.integers(10**3, 10**8).map(lambda part: f"{part / 1e6:.6f}%")))
-def test_a_size_is_written_as_no_other_one_is(text: str) -> None:
+def test_sizes_survive_formatting_and_parsing(text: str) -> None:
     size = Size.parse(text)
     assert Size.parse(str(size)) == size
 
@@ -76,12 +80,12 @@ def test_a_size_is_written_as_no_other_one_is(text: str) -> None:
         ("1234567", "1234567 B"),
     ],
 )
-def test_sizes_are_written_short_where_that_tells_them(text: str, written: str) -> None:
+def test_sizes_are_formatted_as_short_as_exactness_allows(text: str, written: str) -> None:
     assert str(Size.parse(text)) == written
 
 
 @pytest.mark.parametrize("letter", ["k", "m", "g", "t"])
-def test_units_with_an_i_are_binary_and_those_with_a_b_alone_decimal(letter: str) -> None:
+def test_kib_and_k_are_binary_and_kb_is_decimal(letter: str) -> None:
     power = "kmgt".index(letter) + 1
     assert Size.parse(f"3{letter}iB").bytes == 3 * 1024**power
     assert Size.parse(f"3{letter.upper()}").bytes == 3 * 1024**power
@@ -115,13 +119,13 @@ NOT_SIZES += ["0", "0GiB", "0%", "101%", "-5%", "0.5", "0.9B", "9" * 400 + "GiB"
 
 
 @pytest.mark.parametrize("text", [*NOT_SIZES, None, True, -4096, 0, 0.25])
-def test_what_is_not_a_size(text: Any) -> None:
+def test_invalid_sizes_are_rejected(text: Any) -> None:
     assert "write it as 6GiB, 512MiB or as a share such as 25%" in refusal(Size.parse, text)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text("0123456789.-e% \nkKMGiIbBx", max_size=8))
-def test_any_text_is_a_size_or_refused(text: str) -> None:
+def test_any_text_is_a_size_or_rejected_in_one_line(text: str) -> None:
     try:
         size = Size.parse(text)
     except UsageError as error:
@@ -134,7 +138,7 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["6.0 GiB", "25%", "12.5%", "512 B", "1.5 MiB"])
-def test_sizes_print_as_they_are_read(text: str) -> None:
+def test_sizes_format_as_they_are_written(text: str) -> None:
     assert str(Size.parse(text)) == text
 
 
@@ -149,7 +153,7 @@ def test_sizes_print_as_they_are_read(text: str) -> None:
         (5 * 2**50, "5120.0 TiB"),
     ],
 )
-def test_byte_counts_for_people(count: int, text: str) -> None:
+def test_format_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -161,6 +165,7 @@ def test_byte_counts_for_people(count: int, text: str) -> None:
     [
         ("auto", Cutoff(CutoffMode.AUTO), "auto"),
         (" AUTO ", Cutoff(CutoffMode.AUTO), "auto"),
+        ("just-in-time", Cutoff(CutoffMode.JUST_IN_TIME), "just-in-time"),
         ("all", Cutoff(CutoffMode.ALL), "all"),
         (None, Cutoff(CutoffMode.ALL), "all"),
         ("12", Cutoff(CutoffMode.FIXED, 12), "12"),
@@ -168,15 +173,15 @@ def test_byte_counts_for_people(count: int, text: str) -> None:
         (Cutoff(CutoffMode.FIXED, 3), Cutoff(CutoffMode.FIXED, 3), "3"),
     ],
 )
-def test_cutoffs(text: str | int | Cutoff | None, expected: Cutoff, printed: str) -> None:
+def test_cutoffs_are_parsed_and_formatted(text: str | int | Cutoff | None, expected: Cutoff, printed: str) -> None:
     assert Cutoff.parse(text) == expected
     assert str(expected) == printed
     assert Cutoff.parse(printed) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", -1, "1.5", 2.0, "all", "fixed", "auto 3", True, "²", "one\ntwo"])
-def test_what_is_not_a_cutoff(text: Any) -> None:
-    assert "write auto, just-in-time, none or a number of layers" in refusal(Cutoff.parse, text)
+@pytest.mark.parametrize("text", ["", "-1", -1, "1.5", 2.0, "none", "fixed", "auto 3", True, "²", "one\ntwo"])
+def test_invalid_cutoffs_are_rejected(text: Any) -> None:
+    assert "write auto, just-in-time, all or a number of layers" in refusal(Cutoff.parse, text)
 
 
 # --- sampling ---
@@ -204,7 +209,7 @@ def test_sampling_defaults_are_greedy() -> None:
         {"max_tokens": np.int64(5), "temperature": np.float32(0.5)},
     ],
 )
-def test_sampling_at_the_ends_of_its_ranges(options: dict[str, Any]) -> None:
+def test_sampling_accepts_the_ends_of_its_ranges(options: dict[str, Any]) -> None:
     sampling = SamplingParams(**options)
     assert {name: getattr(sampling, name) for name in options} == options
 
@@ -240,7 +245,7 @@ def test_sampling_at_the_ends_of_its_ranges(options: dict[str, Any]) -> None:
         ({"stop": b"ab"}, "stop must be text or a list of texts"),
     ],
 )
-def test_sampling_refusals(options: dict[str, Any], says: str) -> None:
+def test_invalid_sampling_is_rejected(options: dict[str, Any], says: str) -> None:
     assert says in refusal(SamplingParams, **options)
 
 
@@ -255,10 +260,10 @@ def test_stop_strings_are_always_a_tuple(stop: Any, expected: tuple[str, ...]) -
     assert hash(sampling) == hash(SamplingParams(stop=expected))
 
 
-# --- the engine ---
+# --- engine ---
 
 
-def test_engine_options_as_users_write_them() -> None:
+def test_engine_options_are_parsed_from_text() -> None:
     config = EngineConfig.make(
         model="target", draft="none", num_speculative_tokens=0, expert_memory="6GiB", cutoff="12", link_gbps=16
     )
@@ -283,9 +288,15 @@ def test_engine_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "choices"), [("prefetch", PREFETCH_POLICIES), ("eviction", EVICTIONS), ("dtype", DTYPES)]
+    ("name", "choices"),
+    [
+        ("prefetch", prefetch_policy_names()),
+        ("eviction", ("auto", *eviction_policy_names())),
+        ("dtype", DTYPES),
+        ("device", DEVICES),
+    ],
 )
-def test_choices(name: str, choices: tuple[str, ...]) -> None:
+def test_options_with_named_values(name: str, choices: tuple[str, ...]) -> None:
     for choice in choices:
         assert getattr(EngineConfig.make(model="target", **{name: choice}), name) == choice
     for wrong in ("sometimes", "", choices[0].upper(), None, "a\nb"):
@@ -294,7 +305,7 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "eviction", "rule"),
+    ("prefetch", "eviction", "policy"),
     [
         ("draft-gate", "auto", "draft-informed"),
         ("draft-gate+next-gate", "auto", "draft-informed"),
@@ -307,19 +318,19 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
         ("next-gate", "lru-per-layer", "lru-per-layer"),
     ],
 )
-def test_a_baseline_has_the_eviction_it_was_published_with_unless_another_is_asked_for(
-    prefetch: str, eviction: str, rule: str
+def test_eviction_auto_is_the_policy_published_with_the_prefetch_policy(
+    prefetch: str, eviction: str, policy: str
 ) -> None:
-    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_rule == rule
+    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_policy == policy
 
 
-def test_only_the_oracle_is_refused_where_nothing_was_recorded() -> None:
-    for prefetch in PREFETCH_POLICIES:
+def test_reject_oracle_rejects_only_the_oracle() -> None:
+    for prefetch in prefetch_policy_names():
         config = EngineConfig.make(model="target", prefetch=prefetch)
         if prefetch == "oracle":
-            assert "spmoe bench" in refusal(config.refuse_oracle)
+            assert "spmoe bench" in refusal(config.reject_oracle)
         else:
-            config.refuse_oracle()
+            config.reject_oracle()
 
 
 @pytest.mark.parametrize(
@@ -342,25 +353,66 @@ def test_only_the_oracle_is_refused_where_nothing_was_recorded() -> None:
         ({"expert_memory": "lots"}, "'lots' is not a size; write it as"),
         ({"expert_memory": None}, "'None' is not a size; write it as"),
         ({"cutoff": "deep"}, "'deep' is not a cutoff; write"),
+        ({"device_memory": "lots"}, "'lots' is not a size; write it as"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number, not True"),
+        ({"num_speculative_tokens": None}, "num_speculative_tokens must be a whole number, not None"),
+        ({"pin_memory": 1}, "pin_memory must be true or false, not 1"),
+        ({"overlap": "yes"}, "overlap must be true or false, not 'yes'"),
+        ({"draft": 3}, "draft must be a directory, hub id or name, not 3"),
+        ({"draft": "self:int5"}, "draft must be self:int8 or self:int4, not 'self:int5'"),
+        ({"shape": 3}, "shape must be text, not 3"),
+        ({"model": None}, "model must be a directory or hub id, not None"),
     ],
 )
-def test_engine_refusals(options: dict[str, Any], says: str) -> None:
-    assert says in refusal(EngineConfig.make, model="target", **options)
+def test_invalid_engine_options_are_rejected(options: dict[str, Any], says: str) -> None:
+    assert says in refusal(EngineConfig.make, **{"model": "target", **options})
 
 
-def test_unknown_options_are_named_beside_the_known_ones() -> None:
-    message = refusal(EngineConfig.make, model="target", prefech="on-demand", zeal=1)
-    assert message.startswith("unknown option prefech, zeal; the options are ")
-    for field in dataclasses.fields(EngineConfig):
-        assert field.name in message
-    with pytest.raises(TypeError):
-        EngineConfig("target", prefech="on-demand")  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+def test_draft_tokens_are_a_number_or_auto() -> None:
+    for text, expected, most in (
+        (" AUTO", "auto", MAX_AUTO_DRAFT_TOKENS),
+        ("8", 8, 8),
+        (0, 0, 0),
+        (np.int64(64), 64, 64),
+    ):
+        config = EngineConfig.make(model="target", num_speculative_tokens=text)
+        assert (config.num_speculative_tokens, config.max_draft_tokens) == (expected, most)
+
+
+def test_drafts_with_and_without_a_checkpoint() -> None:
+    drafts = {
+        draft: EngineConfig.make(model="target", draft=draft)
+        for draft in (None, "none", "ngram", "self:int8", "self:int4", "a/model")
+    }
+    assert {name: config.draft_model for name, config in drafts.items() if config.draft_model} == {"a/model": "a/model"}
+    schemes = {name: config.self_draft_scheme for name, config in drafts.items() if config.self_draft_scheme}
+    assert schemes == {"self:int8": "int8", "self:int4": "int4"}
+    for draft in ("a/model", "self:int8"):
+        config = EngineConfig.make(model="target", draft=draft, num_speculative_tokens=0)
+        assert (config.draft_model, config.self_draft_scheme) == (None, None)
+
+
+def test_positional_and_missing_values_are_named_in_errors() -> None:
+    assert refusal(SamplingParams, 16, -1.0) == "temperature must be 0 or more, not -1.0"
+    assert refusal(EngineConfig) == "model is missing; give it"
+    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 8 options, and more values were given: ")
+
+
+def test_the_first_of_several_problems_is_reported() -> None:
+    assert refusal(SamplingParams, max_tokens=0, top_p=2.0, min_p=3.0) == "max_tokens must be at least 1, not 0"
+
+
+def test_unknown_options_are_rejected_with_the_known_ones_listed() -> None:
+    for make in (EngineConfig.make, EngineConfig):
+        message = refusal(make, model="target", prefech="on-demand", zeal=1)
+        assert message.startswith("unknown option prefech, zeal; the options are ")
+        for field in dataclasses.fields(EngineConfig):  # type: ignore[arg-type]
+            assert field.name in message
+    assert refusal(SamplingParams, temprature=1.0).startswith("unknown option temprature; the options are ignore_eos, ")
 
 
 @pytest.mark.parametrize(
-    ("settings_object", "name"),
+    ("configuration", "name"),
     [
         (Size(bytes=1), "bytes"),
         (Cutoff(CutoffMode.AUTO), "layers"),
@@ -368,23 +420,25 @@ def test_unknown_options_are_named_beside_the_known_ones() -> None:
         (EngineConfig("target"), "model"),
     ],
 )
-def test_settings_are_frozen(settings_object: Any, name: str) -> None:
+def test_configuration_is_frozen_and_hashable(configuration: Any, name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(settings_object, name, 1)
+        setattr(configuration, name, 1)
     with pytest.raises((AttributeError, TypeError)):
-        settings_object.misspelt = 1
-    assert hash(settings_object) == hash(dataclasses.replace(settings_object))
+        configuration.misspelt = 1
+    assert hash(configuration) == hash(dataclasses.replace(configuration))
 
 
-def test_replacing_a_setting_checks_it_again() -> None:
+def test_replaced_values_are_validated() -> None:
     assert "top_p" in refusal(dataclasses.replace, SamplingParams(), top_p=2.0)
     assert "dtype" in refusal(dataclasses.replace, EngineConfig("target"), dtype="int4")
 
 
-# --- where things are kept, and what errors mean to a shell ---
+# --- cache directory and exit codes ---
 
 
-def test_home_is_the_first_place_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_is_spmoe_home_then_the_xdg_cache_then_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "explicit"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

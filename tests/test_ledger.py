@@ -177,14 +177,19 @@ def test_ignore_demand_drops_demand_and_stalls_but_keeps_prefetches() -> None:
     ledger.prefetch_issued(2)
     ledger.hit(1)
     before = ledger.counters.copy()
-    with pytest.raises(ZeroDivisionError), ledger.ignore_demand():
-        ledger.hit(3)
-        ledger.late(3)
-        ledger.demanded(3)
-        ledger.stalled(2.0)
-        ledger.prefetch_used()
-        ledger.prefetch_wasted()
-        raise ZeroDivisionError
+
+    def fill() -> None:
+        with ledger.ignore_demand():
+            ledger.hit(3)
+            ledger.late(3)
+            ledger.demanded(3)
+            ledger.stalled(2.0)
+            ledger.prefetch_used()
+            ledger.prefetch_wasted()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fill()
     since = ledger.counters.minus(before)
     assert since == Counters(prefetch_used=1, used_bytes=BLOB, wasted_bytes=BLOB)
     assert ledger.counters.held_bytes == 0

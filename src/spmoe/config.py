@@ -1,14 +1,22 @@
-"""Settings, frozen and checked when made. Sizes and cutoffs are parsed here and nowhere else."""
+"""User-facing configuration: sizes, cutoffs, sampling and engine options, validated when constructed.
+
+Every value that cannot be used raises `UsageError` in one line: the option, the value seen and the values allowed.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from spmoe.errors import UsageError
 
@@ -16,29 +24,44 @@ PREFETCH_POLICIES = ("activation", "adaptive", "draft-gate", "draft-gate+next-ga
 EVICTION_RULES = ("activation", "adaptive", "draft-informed", "lfru", "lfu", "lru", "lru-per-layer")
 EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
-DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
-DraftTokens = int | Literal["auto"]
-MOST_DRAFT_TOKENS = 15  # where how many is left open: 16 rows are verified, the most that kernels round alike
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BUILTIN_DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that need no checkpoint of their own
+DraftTokens = int | Literal["auto"]  # K
+MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DECIMAL_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
+
+T = TypeVar("T")
 
 
 def home() -> Path:
-    """Where expert files and profiles are cached: `SPMOE_HOME`, else the user's cache directory."""
+    """Return the cache directory for expert files and profiles: `SPMOE_HOME`, else `spmoe` in the user's cache."""
     if explicit := os.environ.get("SPMOE_HOME"):
         return Path(explicit).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmoe"
 
 
+def prefetch_policy_names() -> tuple[str, ...]:
+    """Return the names of all prefetch policies."""
+    return PREFETCH_POLICIES
+
+
+def eviction_policy_names() -> tuple[str, ...]:
+    """Return the names of all eviction policies, without `auto`."""
+    return EVICTION_RULES
+
+
+# ---- sizes and cutoffs
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of bytes, or a share of something whose size is not known yet."""
+    """A number of bytes, or a share of a total that is not known yet."""
 
     bytes: int | None = None
-    share: float | None = None
+    share: float | None = None  # above 0 and at most 1
 
     @classmethod
     def parse(cls, text: str | int | Self) -> Self:
@@ -55,20 +78,20 @@ class Size:
         raise UsageError(f"{str(text)!r} is not a size; write it as 6GiB, 512MiB or as a share such as 25%")
 
     def of(self, total: int) -> int:
-        """The size in bytes, where a share is taken of `total`."""
+        """Return the size in bytes; a share is taken of `total` bytes."""
         return self.bytes if self.bytes is not None else round((self.share or 0.0) * total)
 
     def __str__(self) -> str:
-        """The shortest of a few forms that no other size has: it names configurations, in messages and in results."""
+        """Return the shortest text that `parse` reads back as this very size."""
         if self.share is not None:
-            found = [f"{100 * self.share:{form}}%" for form in ("g", ".12g", ".17g")]
+            candidates = [f"{100 * self.share:{form}}%" for form in ("g", ".12g", ".17g")]
         else:
             count = self.bytes or 0
-            found = [format_bytes(count), *(f"{count / size:g} {unit}" for unit, size in _DECIMAL if count >= size)]
-            found.append(f"{count} B")
-        return next((text for text in found if self._is_read_from(text)), found[-1])
+            decimal = [f"{count / size:g} {unit}" for unit, size in _DECIMAL_UNITS if count >= size]
+            candidates = [format_bytes(count), *decimal, f"{count} B"]
+        return next((text for text in candidates if self._equals(text)), candidates[-1])
 
-    def _is_read_from(self, text: str) -> bool:
+    def _equals(self, text: str) -> bool:
         try:
             return type(self).parse(text) == self
         except UsageError:
@@ -76,7 +99,7 @@ class Size:
 
 
 def format_bytes(count: float) -> str:
-    """A byte count for people."""
+    """Format a number of bytes with a binary unit: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -85,7 +108,7 @@ def format_bytes(count: float) -> str:
 
 
 class CutoffMode(Enum):
-    """How the deepest layer that the draft stage prefetches for is chosen."""
+    """Ways to choose the cutoff, the number of layers that the draft stage prefetches for."""
 
     AUTO = "auto"
     JUST_IN_TIME = "just-in-time"
@@ -95,14 +118,14 @@ class CutoffMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cutoff:
-    """The `--cutoff` option: how many layers, counted from the first, may be prefetched for."""
+    """The `--cutoff` option: how many MoE layers, counted from the first, the draft stage prefetches for."""
 
     mode: CutoffMode
-    layers: int = 0
+    layers: int = 0  # with FIXED
 
     @classmethod
     def parse(cls, text: str | int | Self | None) -> Self:
-        """Read `auto`, `just-in-time`, `all` or a number of layers."""
+        """Read `auto`, `just-in-time`, `all` (also None) or a number of layers."""
         if isinstance(text, cls):
             return text
         word = "all" if text is None else str(text).strip().lower()
@@ -116,38 +139,163 @@ class Cutoff:
         return str(self.layers) if self.mode is CutoffMode.FIXED else self.mode.value
 
 
-@dataclass(frozen=True, slots=True)
+# ---- draft tokens and policies
+
+
+def parse_num_speculative_tokens(value: Any) -> DraftTokens:
+    """Read K: a whole number from 0 to 64, also as text, or `auto`."""
+    name, number = "num_speculative_tokens", value
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word == "auto":
+            return "auto"
+        if not word.removeprefix("-").isdecimal():
+            raise UsageError(f"{name} must be a whole number or auto, not {value!r}")
+        number = int(word)
+    if not _is_whole(number):
+        raise UsageError(f"{name} must be a whole number, not {value!r}")
+    if not 0 <= number <= 64:
+        raise UsageError(f"{name} must be from 0 to 64, not {number}")
+    return int(number)
+
+
+def max_draft_tokens(num_speculative_tokens: DraftTokens) -> int:
+    """Return the largest number of tokens that a step may draft; also the sort key of several values of K."""
+    return MAX_AUTO_DRAFT_TOKENS if num_speculative_tokens == "auto" else num_speculative_tokens
+
+
+def eviction_policy_for(prefetch: str, eviction: str) -> str:
+    """Return the eviction policy named or, for `auto`, the one published with the prefetch policy, if any."""
+    published = prefetch if prefetch in eviction_policy_names() else "draft-informed"
+    return published if eviction == "auto" else eviction
+
+
+# ---- validation of options
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _whole(value: Any, info: ValidationInfo) -> int:
+    if not _is_whole(value):
+        raise UsageError(f"{info.field_name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _number(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
+        raise UsageError(f"{info.field_name} must be a number, not {value!r}")
+    return value if isinstance(value, (int, float)) else float(value)
+
+
+def _switch(value: Any, info: ValidationInfo) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{info.field_name} must be true or false, not {value!r}")
+    return value
+
+
+def _one_of(names: Callable[[], tuple[str, ...]]) -> PlainValidator:
+    def choose(value: Any, info: ValidationInfo) -> str:
+        if value not in names():
+            raise UsageError(f"{info.field_name} must be one of {', '.join(names())}, not {str(value)!r}")
+        return str(value)
+
+    return PlainValidator(choose)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (tuple, list)) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"stop must be text or a list of texts, not {value!r}")
+    if not all(texts):
+        raise UsageError("a stop string must not be empty")
+    return texts
+
+
+def _path_or_name(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def _draft_name(value: Any) -> Any:
+    value = _path_or_name(value)
+    if value == "none":
+        return None
+    if isinstance(value, str) and (value == "self" or value.startswith("self:")) and value not in BUILTIN_DRAFTS:
+        raise UsageError(f"draft must be self:int8 or self:int4, not {value!r}")
+    return value
+
+
+def _memory_limit(value: Any) -> Any:
+    if value is None or str(value).strip().lower() == "auto":
+        return None if value is None else "auto"
+    return Size.parse(value)
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number)]
+Switch = Annotated[bool, PlainValidator(_switch)]
+
+
+@dataclass_transform(frozen_default=True)
+def _validated(cls: type[T]) -> type[T]:
+    """Make a frozen pydantic dataclass whose constructor raises UsageError.
+
+    A field's description says which values are allowed: "NAME must be DESCRIPTION, not VALUE".
+    """
+    made: Any = pydantic_dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))(cls)
+    names = [field.name for field in fields(made)]
+    validate = made.__init__
+
+    @wraps(validate)
+    def init(self: Any, *values: Any, **options: Any) -> None:
+        if unknown := sorted(set(options) - set(names)):
+            raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(names))}")
+        try:
+            validate(self, *values, **options)
+        except ValidationError as error:
+            raise UsageError(_explain(made, names, error)) from None
+
+    made.__init__ = init
+    return made  # type: ignore[no-any-return]
+
+
+def _explain(cls: Any, names: list[str], error: ValidationError) -> str:
+    """Return the first problem that pydantic found as one line."""
+    first = error.errors()[0]
+    place = first["loc"][0]
+    if isinstance(place, int):  # a positional argument
+        if place >= len(names):
+            return f"there are {len(names)} options, and more values were given: {', '.join(names)}"
+        place = names[place]
+    name = str(place)
+    if first["type"] == "missing":
+        return f"{name} is missing; give it"
+    field = cls.__pydantic_fields__.get(name)
+    allowed = field.description if field is not None and field.description else "text"
+    return f"{name} must be {allowed}, not {first['input']!r}"
+
+
+# ---- options
+
+
+@_validated
 class SamplingParams:
-    """How tokens are chosen and when to stop. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
+    """How tokens are sampled and when to stop. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _require(isinstance(self.stop, (str, tuple, list)), f"stop must be text or a list of texts, not {self.stop!r}")
-        stop = self.stop_strings
-        object.__setattr__(self, "stop", stop)
-        _whole(max_tokens=self.max_tokens, top_k=self.top_k, seed=0 if self.seed is None else self.seed)
-        _number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
-        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        _require(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
-        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
-        _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
-        _require(self.seed is None or 0 <= self.seed < 2**63, f"seed must be from 0 to 2**63-1, not {self.seed}")
-        _require(all(isinstance(s, str) for s in stop), f"stop must be text or a list of texts, not {stop!r}")
-        _require(all(stop), "a stop string must not be empty")
+    max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = 128
+    temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False, description="0 or more")] = 0.0
+    top_k: Annotated[Whole, Field(ge=0, description="0 (off) or more")] = 0
+    top_p: Annotated[Number, Field(gt=0, le=1, description="above 0 and at most 1")] = 1.0
+    min_p: Annotated[Number, Field(ge=0, le=1, description="between 0 and 1")] = 0.0
+    seed: Annotated[Annotated[Whole, Field(ge=0, lt=2**63)] | None, Field(description="from 0 to 2**63-1")] = None
+    stop: Annotated[str | tuple[str, ...] | list[str], PlainValidator(_stop_strings)] = ()
+    ignore_eos: Switch = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, always a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        """Stop strings, always a tuple."""
+        return _stop_strings(self.stop)
 
     @property
     def greedy(self) -> bool:
@@ -155,144 +303,64 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@_validated
 class EngineConfig:
-    """Everything an engine is built from. Unknown keys raise."""
+    """All options of an engine."""
 
-    model: str
-    draft: str | None = None
-    num_speculative_tokens: DraftTokens = 4  # auto: as many as pay
-    prefetch: str = "draft-gate"
-    cutoff: Cutoff = Cutoff(CutoffMode.AUTO)
-    projection: bool = True  # use the maps fitted for the pair, where there are such
-    eviction: str = "auto"
-    expert_memory: Size = Size(share=0.25)
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    prefill_chunk: int = 512
-    link_gbps: float | None = None
-    device: str = "auto"
-    device_memory: Size | Literal["auto"] | None = None  # instead of expert_memory, for everything on the device
-    pin_memory: bool = True  # experts in pinned host memory
-    batching: bool = True  # copies that can go together are submitted together; off for measuring
-    overlap: bool = True  # copies overlap with compute; off for measuring
-    enforce_eager: bool = False  # no recorded graphs
+    model: Annotated[str, BeforeValidator(_path_or_name), Field(description="a directory or hub id")]
+    draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = None
+    num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = 4
+    prefetch: Annotated[str, _one_of(prefetch_policy_names)] = "draft-gate"
+    cutoff: Annotated[Cutoff, PlainValidator(Cutoff.parse)] = Cutoff(CutoffMode.AUTO)
+    projection: Switch = True  # use the linear maps fitted for the pair, if there are any
+    eviction: Annotated[str, _one_of(lambda: ("auto", *eviction_policy_names()))] = "auto"
+    expert_memory: Annotated[Size, PlainValidator(Size.parse)] = Size(share=0.25)
+    dtype: Annotated[str, _one_of(lambda: DTYPES)] = "auto"
+    max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
+    prefill_chunk: Annotated[Whole, Field(ge=1, description="at least 1")] = 512
+    link_gbps: Annotated[
+        Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None, Field(description="a speed above 0")
+    ] = None
+    device: Annotated[str, _one_of(lambda: DEVICES)] = "auto"
+    # replaces expert_memory: one limit for everything on the device
+    device_memory: Annotated[Size | Literal["auto"] | None, PlainValidator(_memory_limit)] = None
+    pin_memory: Switch = True  # keep experts in pinned host memory
+    batching: Switch = True  # submit copies that are ready together in one call; off for measuring
+    overlap: Switch = True  # overlap copies with compute; off for measuring
+    enforce_eager: Switch = False  # no CUDA graphs
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
-    progress: bool = True
+    progress: Switch = True
 
     @classmethod
     def make(cls, **options: Any) -> Self:
         """Build from loosely typed options, as Python users and the command line write them."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(options) - known):
-            raise UsageError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
-        if "expert_memory" in options:
-            options["expert_memory"] = Size.parse(options["expert_memory"])
-        memory = options.get("device_memory")
-        if memory is not None:
-            options["device_memory"] = "auto" if str(memory).strip().lower() == "auto" else Size.parse(memory)
-        if "cutoff" in options:
-            options["cutoff"] = Cutoff.parse(options["cutoff"])
-        if "num_speculative_tokens" in options:
-            options["num_speculative_tokens"] = draft_tokens(options["num_speculative_tokens"])
-        draft = options.get("draft")
-        options["draft"] = None if draft in (None, "none") else str(draft)
         return cls(**options)
 
     @property
-    def eviction_rule(self) -> str:
-        """The eviction asked for or, where that is left to the policy, the one that it was published with, if any."""
-        return rule_for(self.prefetch, self.eviction)
-
-    def refuse_oracle(self) -> None:
-        """Refuse the policy that knows a request in advance, where none has been recorded."""
-        _require(
-            self.prefetch != "oracle",
-            "prefetch oracle knows the routing of a request that has been run before and recorded, which only `spmoe "
-            "bench` does; choose another policy",
-        )
+    def eviction_policy(self) -> str:
+        """Name of the eviction policy, with `auto` resolved."""
+        return eviction_policy_for(self.prefetch, self.eviction)
 
     @property
-    def most_draft_tokens(self) -> int:
-        """How many are drafted at most."""
-        return most_of(self.num_speculative_tokens)
+    def max_draft_tokens(self) -> int:
+        """Largest number of tokens that a step may draft."""
+        return max_draft_tokens(self.num_speculative_tokens)
 
     @property
-    def own_draft(self) -> str | None:
-        """`int8` or `int4`, where the target drafts for itself with experts quantized so."""
-        kind, _, name = (self.draft or "").partition("self:")
-        return name if name and not kind and self.num_speculative_tokens else None
+    def self_draft_scheme(self) -> str | None:
+        """`int8` or `int4` if the target drafts for itself with experts quantized so, else None."""
+        prefix, _, scheme = (self.draft or "").partition("self:")
+        return scheme if scheme and not prefix and self.num_speculative_tokens else None
 
     @property
     def draft_model(self) -> str | None:
-        """The checkpoint to draft with; None where nothing is drafted, or not by another model."""
-        return self.draft if self.num_speculative_tokens and self.draft not in DRAFTS else None
+        """Checkpoint of the draft model; None without a draft, and for drafts that need no checkpoint."""
+        return self.draft if self.num_speculative_tokens and self.draft not in BUILTIN_DRAFTS else None
 
-    def __post_init__(self) -> None:
-        for name in ("projection", "pin_memory", "batching", "overlap", "enforce_eager"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
-        _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
-        _choose("eviction", self.eviction, EVICTIONS)
-        _choose("dtype", self.dtype, DTYPES)
-        _choose("device", self.device, DEVICES)
-        own = self.draft is not None and (self.draft == "self" or self.draft.startswith("self:"))
-        _require(not own or self.draft in DRAFTS, f"draft must be self:int8 or self:int4, not {self.draft!r}")
-        _whole(num_speculative_tokens=self.most_draft_tokens, prefill_chunk=self.prefill_chunk)
-        _whole(max_model_len=2 if self.max_model_len is None else self.max_model_len)
-        _number(link_gbps=1 if self.link_gbps is None else self.link_gbps)
-        k = self.most_draft_tokens
-        _require(0 <= k <= 64, f"num_speculative_tokens must be from 0 to 64, not {k}")
-        _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
-        _require(
-            self.max_model_len is None or self.max_model_len >= 2,
-            f"max_model_len must be at least 2, not {self.max_model_len}",
-        )
-        _require(
-            self.link_gbps is None or 0 < self.link_gbps < float("inf"),
-            f"link_gbps must be a speed above 0, not {self.link_gbps}",
-        )
-
-
-def most_of(draft_tokens: DraftTokens) -> int:
-    """The number, or the most that may be chosen; also to put several in order."""
-    return MOST_DRAFT_TOKENS if draft_tokens == "auto" else draft_tokens
-
-
-def draft_tokens(given: Any) -> Any:
-    """Read a number of tokens, also from text, or `auto`; what else it may not be is refused with the other options."""
-    if not isinstance(given, str):
-        return given
-    if (word := given.strip().lower()) == "auto":
-        return word
-    _require(
-        word.removeprefix("-").isdecimal(), f"num_speculative_tokens must be a whole number or auto, not {given!r}"
-    )
-    return int(word)
-
-
-def rule_for(prefetch: str, eviction: str) -> str:
-    """The eviction rule: the one named or, for `auto`, the policy's own, if it was published with one."""
-    own = prefetch if prefetch in EVICTION_RULES else "draft-informed"
-    return own if eviction == "auto" else eviction
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UsageError(message)
-
-
-def _whole(**values: object) -> None:
-    for name, value in values.items():
-        fits = isinstance(value, Integral) and not isinstance(value, bool)
-        _require(fits, f"{name} must be a whole number, not {value!r}")
-
-
-def _number(**values: object) -> None:
-    for name, value in values.items():
-        fits = isinstance(value, Real) and not isinstance(value, bool)
-        _require(fits, f"{name} must be a number, not {value!r}")
-
-
-def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {str(value)!r}")
+    def reject_oracle(self) -> None:
+        """Raise UsageError for the oracle policy, which needs a recording of the request that it predicts."""
+        if self.prefetch == "oracle":
+            raise UsageError(
+                "prefetch oracle needs a recording of the same request, which only `spmoe bench` makes; choose "
+                "another policy"
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from spmoe.cli.options import takes_shared_options, takes_shared_options_but
+from spmoe.cli.options import takes_shared_options, takes_shared_options_except
 
 if TYPE_CHECKING:
     from conftest import Invoke
@@ -40,10 +40,10 @@ def test_options_are_left_out_by_name() -> None:
 
     seen: dict[str, Any] = {}
     every = set(inspect.signature(takes_shared_options(verb)).parameters)
-    fewer = takes_shared_options_but("prefetch", "cutoff")(verb)
+    fewer = takes_shared_options_except("prefetch", "cutoff")(verb)
     assert every - set(inspect.signature(fewer).parameters) == {"prefetch", "cutoff"}
     given = {name: one.default for name, one in inspect.signature(fewer).parameters.items()}
     fewer(**{**given, "draft": "ngram"})
     assert (seen["draft"], seen["prefetch"], str(seen["cutoff"])) == ("ngram", "draft-gate", "auto"), "as by default"
     with pytest.raises(ValueError, match="no shared option is called colour"):
-        takes_shared_options_but("colour")(verb)
+        takes_shared_options_except("colour")(verb)

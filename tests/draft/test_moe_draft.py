@@ -84,8 +84,9 @@ def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near:
         with torch.no_grad():
             torch.testing.assert_close(logits, reference(near)(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=1e-4)
     plan = make_plan(EngineConfig.make(model=str(mixtral_pair.target), draft=str(near)))
-    assert plan.draft_architecture == "MixtralForCausalLM"
-    assert plan.draft_bytes == whole
+    assert plan.draft is not None
+    assert plan.draft.architecture == "MixtralForCausalLM"
+    assert plan.draft.resident_bytes == whole
 
 
 def test_a_padded_vocabulary_is_accepted(mixtral_pair: Pair, tmp_path: Path) -> None:

@@ -309,11 +309,12 @@ def test_it_is_quantized_once(pair: Pair, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_plan_counts_it(pair: Pair) -> None:
     with build(pair.target, "int4") as llm:
         plan = make_plan(EngineConfig.make(model=str(pair.target), draft="self:int4"))
-        assert plan.draft == "self:int4"
-        assert plan.draft_architecture == "the target with int4 experts"
-        assert plan.draft_bytes == own(llm).resident_bytes
-        assert plan.prefetch == "draft-gate"
-        assert plan.kv_bytes == llm.engine.memory.kv
+        assert plan.draft is not None
+        assert plan.draft.name == "self:int4"
+        assert plan.draft.architecture == "the target with int4 experts"
+        assert plan.draft.resident_bytes == own(llm).resident_bytes
+        assert plan.prefetch.policy == "draft-gate"
+        assert plan.memory.kv == llm.engine.memory.kv
 
 
 @pytest.mark.parametrize("draft", ["self", "self:int3", "self:", "self:INT4"])

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmoe import LLM, SamplingParams
-from spmoe.config import MOST_DRAFT_TOKENS
+from spmoe.config import MAX_AUTO_DRAFT_TOKENS
 from spmoe.errors import BudgetError, SpmoeError, TransferError
 from spmoe.models.shipped import sample_text, shipped_pair
 from spmoe.models.target import Target
@@ -81,10 +81,10 @@ def test_greedy_tokens_are_the_cpus(options: dict[str, Any]) -> None:
 def test_text_does_not_depend_on_how_it_was_drafted_in_short_types_either(dtype: str) -> None:
     """Every row of a recorded forward is rounded alike, whatever other rows it is verified with."""
     params = SamplingParams(max_tokens=160, ignore_eos=True)
-    options = {"num_speculative_tokens": MOST_DRAFT_TOKENS, "expert_memory": "60%", "progress": False}
+    options = {"num_speculative_tokens": MAX_AUTO_DRAFT_TOKENS, "expert_memory": "60%", "progress": False}
     with LLM(dtype=dtype, device="cuda", **options) as llm:  # type: ignore[arg-type]
         found = {}
-        for k in (0, 1, 2, 3, 4, 7, 8, 12, MOST_DRAFT_TOKENS, "auto"):
+        for k in (0, 1, 2, 3, 4, 7, 8, 12, MAX_AUTO_DRAFT_TOKENS, "auto"):
             llm.engine.reconfigure(num_speculative_tokens=k)
             found[k] = tokens(llm, params)
         assert [k for k, text in found.items() if text != found[0]] == []

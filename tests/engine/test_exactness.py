@@ -33,7 +33,7 @@ from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
-from spmoe.config import EVICTION_RULES, most_of
+from spmoe.config import EVICTION_RULES, max_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.experts.batches import ExpertBatch
 from spmoe.models.kv import KvState
@@ -150,7 +150,7 @@ def test_greedy_output_is_that_of_transformers(
         assert engine.slots == SLOTS[family][row["slots"]], "the budget that was meant"
         assert engine.source.cache.peak <= engine.slots
         assert engine.notices == []
-        assert engine.loop.draft_tokens == most_of(row["num_speculative_tokens"])
+        assert engine.loop.draft_tokens == max_draft_tokens(row["num_speculative_tokens"])
         own = row["prefetch"] if row["prefetch"] in EVICTION_RULES else "draft-informed"
         assert engine.learned.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
         assert (draft_gate_part(engine.loop.policy) is not None) == predicting

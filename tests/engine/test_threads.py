@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from spmoe.engine.threads import threads_for
+from spmoe.engine.llm import threads_for
 from spmoe.models.shipped import shipped_pair
 
 

@@ -16,7 +16,7 @@ import spmoe
 from spmoe.backends.cuda_memory import available_memory
 from spmoe.backends.devices import device_facts, forget_freed, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
 from spmoe.experts.transfer import CopyJob, FileTransfer

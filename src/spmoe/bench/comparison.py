@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, case_names, is_plain
 from spmoe.bench.results import Group
 from spmoe.bench.settings import ALL_ON, switched_off
-from spmoe.config import DraftTokens, most_of
+from spmoe.config import DraftTokens, max_draft_tokens
 
 _BOUND = "oracle"  # the policy that knows what will be needed: what the others are measured by, not one of them
 _OURS, _OUR_NAME = "draft-gate", "SP-MoE"
@@ -115,7 +115,7 @@ class Comparison:
         """Cases and budgets in the order in which they were measured, each with its values of K from the least on."""
         found = list(dict.fromkeys(column for _, column in self.cells))
         first = {(column.case, column.memory): place for place, column in reversed(list(enumerate(found)))}
-        return sorted(found, key=lambda column: (first[column.case, column.memory], most_of(column.draft_tokens)))
+        return sorted(found, key=lambda column: (first[column.case, column.memory], max_draft_tokens(column.draft_tokens)))
 
     @property
     def systems(self) -> list[str]:

@@ -69,7 +69,7 @@ def make_job(case: Case, progress: bool, resident: Mapping[DraftTokens, float], 
         if config.shape is None or memory.share is not None:  # a share is the same number of wide experts
             plan = _plan(options, memory)
             if config.shape is None:
-                require_room(prompts, matrix.output_len, plan.context)
+                require_room(prompts, matrix.output_len, plan.target.max_length)
     labels = {
         "matrix": matrix.name,
         "prompt_set": found.name,
@@ -92,7 +92,7 @@ def _settings(matrix: Matrix, options: dict[str, Any]) -> list[Setting]:
             cutoffs.append(cutoff)
         elif cutoff == EVERY:
             plan = _plan(options, matrix.budgets[0])
-            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.moe_layers + 1)]
+            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.target.moe_layers + 1)]
     settings = settings_of(matrix.budgets, matrix.systems, matrix.draft_tokens, cutoffs, matrix.ablation)
     for setting in settings:
         EngineConfig.make(**options, **setting.changes)

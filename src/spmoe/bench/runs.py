@@ -21,10 +21,10 @@ from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.rehearsal import Rehearsals
 from spmoe.bench.settings import Setting
-from spmoe.config import DraftTokens, SamplingParams, Size, most_of
+from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.draft.model import DraftModel
 from spmoe.engine.llm import LLM, Completion, Generation
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.filling import load_all
 from spmoe.experts.store import StoreSpec
@@ -193,7 +193,7 @@ class Bench:
             forget_freed(self.facts.device)
 
     def _work_on_engine(self, work: Callable[[LLM, Size], None], memory: Size, options: dict[str, Any]) -> None:
-        most = max(most_of(setting.draft_tokens) for setting in self.job.settings)
+        most = max(max_draft_tokens(setting.draft_tokens) for setting in self.job.settings)
         store, self._store = self._store, None
         try:
             llm = LLM(

@@ -16,8 +16,8 @@ from typing import Any
 from spmoe.bench.prompts import SAMPLE
 from spmoe.bench.settings import System
 from spmoe.config import (
+    BUILTIN_DRAFTS,
     DEVICES,
-    DRAFTS,
     DTYPES,
     EVICTIONS,
     PREFETCH_POLICIES,
@@ -141,7 +141,7 @@ def _located(key: str, value: Any, where: str, base: Path) -> list[str]:
     found = []
     for word in _listed(value):
         path = base / Path(word).expanduser()
-        if word not in (*DRAFTS, "none", SHIPPED, SAMPLE) and path.exists():
+        if word not in (*BUILTIN_DRAFTS, "none", SHIPPED, SAMPLE) and path.exists():
             word = str(path.resolve())
         elif word.startswith((".", "/", "~")):
             raise UsageError(f"{where}: {key}: there is no {path}; paths are from where the scenario is")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from spmoe.cli.listed import listed, whole, whole_or_auto
-from spmoe.cli.options import ctrl_c_stops, stderr
-from spmoe.cli.output import require_writable
-from spmoe.config import DRAFTS
+from spmoe.cli.options import ctrl_c_stops, require_writable, stderr
+from spmoe.config import BUILTIN_DRAFTS
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.files import model_directory, write_text
 
@@ -98,7 +97,7 @@ def bench(
     from spmoe.bench.scenario import SHIPPED, Scenario, convert, read_scenario
 
     for name in (model, draft):
-        if name and name not in (SHIPPED, "none", *DRAFTS):
+        if name and name not in (SHIPPED, "none", *BUILTIN_DRAFTS):
             model_directory(name)  # says why it can be none, before anything heavy is imported
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
@@ -194,7 +193,7 @@ class _Benchmark:
         """Run one; where tokens differ that must not, if they do."""
         from spmoe.bench.resume import find_stored
         from spmoe.bench.runs import Bench
-        from spmoe.engine.threads import threads_for
+        from spmoe.engine.llm import threads_for
 
         if (link := job.engine["link_gbps"]) is not None:
             self._tell(f"note: emulated link of {link:g} GB/s; times are not this machine's own")

@@ -35,7 +35,7 @@ def demo(
     A quarter of the experts in slots, float32, and an emulated link.
     """
     from spmoe.bench.demo import WAYS, balanced_link, run_way
-    from spmoe.engine.threads import threads_for
+    from spmoe.engine.llm import threads_for
     from spmoe.observe.progress import progress_bar
 
     if model is not None and draft is None:

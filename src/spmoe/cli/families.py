@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, stderr
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, require_writable, stderr
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 

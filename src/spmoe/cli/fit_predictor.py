@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_but
+from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_except
 
 if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
 
 
-@takes_shared_options_but("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
+@takes_shared_options_except("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
 def fit_predictor(
     engine: dict[str, Any],
     text: Annotated[Path, typer.Option(help="Text to fit on, of the kind that the model is to write.")],

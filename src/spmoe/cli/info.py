@@ -1,4 +1,4 @@
-"""`spmoe info`: what a model is, what would be resident, and how deep prefetching would go."""
+"""`spmoe info`: show a model, how the memory is divided and how far prefetching goes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, stderr, takes_shared_options
+from spmoe.cli.options import EMULATED_LINK_NOTE, Json, load, stderr, takes_shared_options
 from spmoe.config import EngineConfig, format_bytes
 
 if TYPE_CHECKING:
@@ -20,80 +20,84 @@ if TYPE_CHECKING:
 def info(
     engine: dict[str, Any],
     measure: Annotated[
-        bool, typer.Option("--measure", help="Load the pair and measure the profile, if it was not yet.")
+        bool, typer.Option("--measure", help="Load the models and measure the profile, if it is not measured yet.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a model is, the division of the memory, the profile and the cutoff. Loads no weights."""
-    from spmoe.engine.llm import with_default_pair
+    """Show a model, the division of memory, the profile and the cutoff. Loads no weights without --measure."""
+    from spmoe.engine.llm import threads_for, with_default_pair
     from spmoe.engine.plan import make_plan
-    from spmoe.engine.threads import threads_for
 
     engine = with_default_pair(engine)
     if measure:
         with load(engine, progress=not as_json):
             pass
-    with threads_for(engine["model"]):  # which a profile depends on
+    with threads_for(engine["model"]):  # profiles are kept per number of threads
         plan = make_plan(EngineConfig.make(**engine))
     if as_json:
         print(json.dumps(plan.to_dict()))
         return
+    notes = list(plan.prefetch.notices) if not measure else []  # `load` has printed them
     if plan.emulated_link_gbps is not None:
-        note = f"note: emulated link of {plan.emulated_link_gbps:g} GB/s; times are not this machine's own"
-        stderr().print(note, soft_wrap=True)
+        notes.insert(0, EMULATED_LINK_NOTE.format(plan.emulated_link_gbps))
+    for note in notes:
+        stderr().print(f"note: {note}", soft_wrap=True)
     Console(highlight=False, markup=False, emoji=False).print(_table(plan))
 
 
 def _table(plan: Plan) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")  # paths are there to be copied
-    millions = plan.parameters / 1e6
+    table.add_column(overflow="fold")  # paths are wrapped, not cut, so that they can be copied
+    target, draft, memory = plan.target, plan.draft, plan.memory
+    millions = target.parameters / 1e6
     size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
-    table.add_row("model", f"{plan.model} ({plan.architecture}, {size} parameters, {plan.dtype})")
-    experts = f"{plan.experts_per_layer} experts, {plan.top_k} per token"
-    table.add_row("layers", f"{plan.decoder_layers}, {plan.moe_layers} of them with {experts}")
-    table.add_row("context", f"{plan.context} tokens, {format_bytes(plan.kv_bytes_per_token)} of KV cache each")
-    share = plan.slots_bytes / plan.all_experts_bytes
-    table.add_row("experts", f"{format_bytes(plan.all_experts_bytes)}, {format_bytes(plan.expert_bytes)} each")
+    table.add_row("model", f"{target.name} ({target.architecture}, {size} parameters, {target.dtype})")
+    experts = f"{target.experts_per_layer} experts, {target.top_k} per token"
+    table.add_row("layers", f"{target.decoder_layers}, {target.moe_layers} of them with {experts}")
+    kv = f"{format_bytes(target.kv_bytes_per_token)} of KV cache per token"
+    table.add_row("context", f"{target.max_length} tokens, {kv}")
+    table.add_row("experts", f"{format_bytes(target.all_experts_bytes)}, {format_bytes(target.expert_bytes)} each")
     if plan.device == "cpu":
-        table.add_row("expert file", f"{plan.expert_file} ({'built' if plan.expert_file_built else 'not built yet'})")
+        state = "exists" if target.expert_file_exists else "written at the first run"
+        table.add_row("expert file", f"{target.expert_file} ({state})")
     else:
         table.add_row("expert store", "pinned host memory, filled when the model is loaded")
     table.add_row("", "")
     table.add_row("device", plan.device)
-    table.add_row("resident", f"{format_bytes(plan.resident_bytes)} target without experts")
-    if plan.draft is not None:
-        table.add_row("", f"{format_bytes(plan.draft_bytes)} draft {plan.draft} ({plan.draft_architecture})")
-    table.add_row(
-        "", f"{format_bytes(plan.slots_bytes)} expert slots ({plan.slots} slots, {100 * share:.0f}% of experts)"
-    )
-    table.add_row("", f"{format_bytes(plan.kv_bytes)} KV caches for {plan.planned_context} tokens")
-    if plan.workspace_bytes:
-        table.add_row("", f"{format_bytes(plan.workspace_bytes)} workspace")
-    total = plan.resident_bytes + plan.draft_bytes + plan.slots_bytes + plan.kv_bytes + plan.workspace_bytes
-    limit = "" if plan.device_memory_limit is None else f" of {format_bytes(plan.device_memory_limit)} allowed"
-    table.add_row("", f"{format_bytes(total)} in all{limit}")
+    table.add_row("memory", f"{format_bytes(target.resident_bytes)} target without experts")
+    if draft is not None:
+        table.add_row("", f"{format_bytes(draft.resident_bytes)} draft {draft.name} ({draft.architecture})")
+    slots_bytes = memory.slots * memory.slot_bytes
+    share = slots_bytes / target.all_experts_bytes
+    slots = f"{format_bytes(slots_bytes)} expert slots ({memory.slots} slots, {100 * share:.0f}% of experts)"
+    table.add_row("", slots)
+    table.add_row("", f"{format_bytes(memory.kv)} KV caches for {memory.context} tokens")
+    if memory.workspace:
+        table.add_row("", f"{format_bytes(memory.workspace)} workspace")
+    limit = "" if memory.limit is None else f", limit {format_bytes(memory.limit)}"
+    table.add_row("", f"{format_bytes(memory.resident + slots_bytes + memory.kv + memory.workspace)} total{limit}")
     table.add_row("", "")
-    table.add_row("draft tokens", str(plan.num_speculative_tokens))
-    table.add_row("prefetch", plan.prefetch)
-    if plan.predictor is not None:
-        table.add_row("predictor", f"fitted maps in {plan.predictor}")
+    table.add_row("draft tokens", "0" if draft is None else f"{draft.num_speculative_tokens} per step")
+    table.add_row("prefetch", plan.prefetch.policy)
+    if draft is not None and draft.projection_file is not None:
+        table.add_row("projection", f"fitted, {draft.projection_file}")
+    link = "store to slot"
     if plan.emulated_link_gbps is not None:
+        link = "emulated link"
         table.add_row("link", f"emulated link, {plan.emulated_link_gbps:g} GB/s")
-    if plan.profile is not None:
-        link = "emulated link" if plan.emulated_link_gbps is not None else "store to slot"
-        learnt = plan.profile.missing_per_layer
-        missing = "" if learnt is None else f", {learnt:.1f} experts missing per layer"
+    if (profile := plan.prefetch.profile) is not None:
+        missing = profile.missing_per_layer
         table.add_row(
             "profile",
-            f"draft {1e3 * plan.profile.draft_seconds_per_layer:.3f} ms per layer, "
-            f"verify {1e3 * plan.profile.verify_seconds_per_layer:.3f} ms per layer, "
-            f"{1e3 * plan.profile.seconds_per_expert:.3f} ms per expert ({link}), {plan.profile.free_slots} free slots"
-            f"{missing}",
+            f"draft {1e3 * profile.draft_seconds_per_layer:.3f} ms per layer, "
+            f"verify {1e3 * profile.verify_seconds_per_layer:.3f} ms per layer, "
+            f"{1e3 * profile.seconds_per_expert:.3f} ms per expert ({link}), {profile.free_slots} free slots"
+            + ("" if missing is None else f", {missing:.1f} experts missing per layer"),
         )
-    if plan.prefetch == "draft-gate":
-        known = f"{plan.cutoff_layers} of {plan.moe_layers} layers" if plan.cutoff_layers is not None else "not known"
-        hint = "" if plan.cutoff_layers is not None else "; run the model once, or add --measure"
-        table.add_row("cutoff", f"{plan.cutoff}: {known}{hint}")
+    if "draft-gate" in plan.prefetch.policy:
+        layers = plan.prefetch.cutoff_layers
+        known = f"{layers} of {target.moe_layers} layers" if layers is not None else "not measured yet"
+        hint = "" if layers is not None else "; run the model once, or add --measure"
+        table.add_row("cutoff", f"{plan.prefetch.cutoff}: {known}{hint}")
     return table

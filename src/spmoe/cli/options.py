@@ -1,8 +1,9 @@
-"""The options that several verbs take, declared once, and how they become an engine."""
+"""Options that several commands share, and helpers of every command: loading, prompts, output, Ctrl-C."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -15,14 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import DRAFTS, EVICTIONS, PREFETCH_POLICIES, EngineConfig, SamplingParams
+from spmoe.config import (
+    BUILTIN_DRAFTS,
+    EngineConfig,
+    SamplingParams,
+    eviction_policy_names,
+    prefetch_policy_names,
+)
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
-_POLICIES = ", ".join(policy for policy in PREFETCH_POLICIES if policy != "oracle")  # which is for benchmarks
+EMULATED_LINK_NOTE = "emulated link of {:g} GB/s: times are not those of this machine's own link"
+_PREFETCH = ", ".join(policy for policy in prefetch_policy_names() if policy != "oracle")  # which is for benchmarks
+_EVICTION = ", ".join(eviction_policy_names())
 
 
 def _engine(
@@ -39,91 +48,112 @@ def _engine(
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Tokens drafted per step: a number (0: plain decoding), or auto, as many as turn out to pay.",
+            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain).",
         ),
     ] = "4",
-    prefetch: Annotated[
-        str, typer.Option(help=f"Which experts are fetched ahead: {_POLICIES}; docs/policies.md tells them apart.")
-    ] = "draft-gate",
+    prefetch: Annotated[str, typer.Option(help=f"Prefetch policy: {_PREFETCH}.")] = "draft-gate",
     cutoff: Annotated[
-        str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
+        str,
+        typer.Option(
+            help="MoE layers, counted from the first, to prefetch for while drafting: a number, all, just-in-time, or "
+            "auto (from a measured profile)."
+        ),
     ] = "auto",
     projection: Annotated[
         bool,
-        typer.Option("--projection/--no-projection", help="Predict through maps that `spmoe fit-predictor` fitted."),
+        typer.Option(
+            "--projection/--no-projection",
+            help="Use the projection that `spmoe fit-predictor` fitted for this pair, if there is one.",
+        ),
     ] = True,
     eviction: Annotated[
-        str, typer.Option(help=f"What leaves full slots: {', '.join(EVICTIONS)}; auto: what suits the policy.")
+        str, typer.Option(help=f"Eviction policy: {_EVICTION}, or auto (the one that suits the prefetch policy).")
     ] = "auto",
     expert_memory: Annotated[
-        str, typer.Option(help="Memory for experts: a size (6GiB) or a share of all experts (25%).")
+        str, typer.Option(help="Memory for expert slots: a size (6GiB) or a share of all experts (25%).")
     ] = "25%",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (as the checkpoint is).")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Data type to run in: float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest context, prompt and output together; default: the model's.")
+        int | None,
+        typer.Option(help="Longest sequence, prompt and output together, in tokens; default: the model's limit."),
     ] = None,
     link_gbps: Annotated[
-        float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
+        float | None, typer.Option(help="Emulate a slower link to the expert store, in gigabytes per second.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu (experts on disk), cuda (in host memory) or auto.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Device: cpu (experts on disk), cuda (experts in host memory) or auto.")
+    ] = "auto",
     device_memory: Annotated[
         str | None,
-        typer.Option(help="CUDA: one limit for weights, KV, workspace and experts: a size, or auto (what is free)."),
+        typer.Option(
+            help="CUDA: limit for weights, KV cache, workspace and expert slots together: a size, or auto (95% of "
+            "the free memory); replaces --expert-memory."
+        ),
     ] = None,
     pin_memory: Annotated[
-        bool, typer.Option("--pin-memory/--no-pin-memory", help="CUDA: pin the experts' host memory.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--pin-memory/--no-pin-memory", help="CUDA: keep experts in pinned host memory; copies are faster."
+        ),
+    ] = True,
     enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="CUDA: no recorded graphs, for debugging.")
+        bool, typer.Option("--enforce-eager", help="CUDA: capture no CUDA graphs, for debugging.")
     ] = False,
     batching: Annotated[
-        bool, typer.Option("--batching/--no-batching", help="For measuring: no batching is one copy per submission.")
+        bool,
+        typer.Option("--batching/--no-batching", help="Submit copies that are ready together; off for measuring."),
     ] = True,
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Overlap copies with compute; off for measuring.")
-    ] = False,
+    ] = True,
 ) -> dict[str, Any]:
     options = dict(locals())
-    config = EngineConfig.make(**{**options, "model": model or ""})  # before anything heavy is imported
-    config.refuse_oracle()
+    config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
+    config.reject_oracle()
     for name in (config.model, config.draft):
-        if name and name not in DRAFTS:
+        if name and name not in BUILTIN_DRAFTS:
             model_directory(name)
     return options
 
 
 def _sampling(
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this much mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens whose probabilities sum up to this; 1: all.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this share of the most likely token; 0: none.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable; default: random.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
 ) -> SamplingParams:
     return SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to standard output.")]
 
 _GROUPS: dict[str, Callable[..., Any]] = {"engine": _engine, "params": _sampling}
 
 
 def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread a command's `engine` and `params` arguments into the options they are made from.
+    """Replace a command's `engine` and `params` arguments by the options that they are built from.
 
-    An option that the command declares itself, under the same name, is the command's own business.
+    An option of the same name that the command declares itself replaces the shared one, and goes to the command.
     """
-    return _spread(command, ())
+    return _expand(command, ())
 
 
-def takes_shared_options_but(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The same without those that mean nothing to the command: what is listed is heeded."""
-    return partial(_spread, without=names)
+def takes_shared_options_except(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Act as `takes_shared_options`, without the options that would have no effect on the command."""
+    return partial(_expand, without=names)
 
 
-def _spread(command: Callable[..., None], without: Sequence[str]) -> Callable[..., None]:
+def _expand(command: Callable[..., None], without: Sequence[str]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
         name: {p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()}
@@ -134,32 +164,31 @@ def _spread(command: Callable[..., None], without: Sequence[str]) -> Callable[..
         if not any(group.pop(name, None) for group in groups.values()):
             raise ValueError(f"no shared option is called {name}")
     groups = {name: {p: one for p, one in group.items() if p not in own} for name, group in groups.items()}
-    spread = [p for group in groups.values() for p in group.values()]
-    spread += [p for p in own.values() if p.name not in groups]
+    expanded = [p for group in groups.values() for p in group.values()]
+    expanded += [p for p in own.values() if p.name not in groups]
 
     @wraps(command)
     def wrapper(**values: Any) -> None:
         made = {name: _GROUPS[name](**{p: values.pop(p) for p in group}) for name, group in groups.items()}
         command(**made, **values)
 
-    signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in spread])
+    signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in expanded])
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in spread}
+    wrapper.__annotations__ = {p.name: p.annotation for p in expanded}
     return wrapper
 
 
 def stderr() -> Console:
-    """Where everything goes that is not the answer."""
+    """Return a console on standard error, for notes, tables and progress."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 @contextmanager
 def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
-    """Build the engine, and close it in the end; says what it is and where it does less than was asked."""
+    """Build an engine, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
-            from spmoe.engine.llm import LLM
-            from spmoe.engine.threads import threads_for
+            from spmoe.engine.llm import LLM, threads_for
 
             held.enter_context(threads_for(engine["model"]))
             llm = held.enter_context(LLM(**engine, progress=progress and sys.stderr.isatty()))
@@ -168,29 +197,40 @@ def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
             raise
         notes = list(llm.notices)
         if (link := llm.engine.config.link_gbps) is not None:
-            notes.insert(0, f"emulated link of {link:g} GB/s; times are not this machine's own")
+            notes.insert(0, EMULATED_LINK_NOTE.format(link))
         for note in notes:
             stderr().print(f"note: {note}", soft_wrap=True)
         yield llm
 
 
 def read_text(prompt: str) -> str:
-    """The prompt itself, or standard input for `-`."""
+    """Return the prompt; `-` reads it from standard input."""
     if prompt == "-":
         prompt = _read_stdin()
     if not prompt:
-        raise PromptError("the prompt is empty; give one with --prompt TEXT, or on standard input")
+        raise PromptError("the prompt is empty; give one with --prompt TEXT or on standard input")
     return prompt
 
 
 def read_text_file(path: Path) -> str:
-    """A text file's contents."""
+    """Return the contents of a UTF-8 text file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
+
+
+def require_writable(*files: str | Path | None) -> None:
+    """Raise UsageError for a file that cannot be written; None and `-` (standard output) are skipped."""
+    for file in files:
+        if file is None or file == "-":
+            continue
+        path = Path(file)
+        existing = path if path.exists() else path.parent
+        if path.is_dir() or not existing.exists() or not os.access(existing, os.W_OK):
+            raise UsageError(f"cannot write {path}; choose a file in a directory that exists and can be written")
 
 
 def _read_stdin() -> str:
@@ -204,7 +244,7 @@ def _read_stdin() -> str:
 
 @contextmanager
 def readable_stdin() -> Iterator[None]:
-    """Tell bytes that are no text."""
+    """Raise PromptError if standard input is not UTF-8 text."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -213,9 +253,9 @@ def readable_stdin() -> Iterator[None]:
 
 @contextmanager
 def ctrl_c_stops(generation: Generation) -> Iterator[None]:
-    """Ctrl-C ends the generation after the step under way; a second one, at once, as KeyboardInterrupt."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else's business
+    """Let Ctrl-C stop the generation after the current step; a second Ctrl-C raises KeyboardInterrupt at once."""
+    on_main = threading.current_thread() is threading.main_thread()  # only that one may set handlers
+    if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the program has its own
         yield
         return
 
@@ -231,7 +271,7 @@ def ctrl_c_stops(generation: Generation) -> Iterator[None]:
 
 
 def show(generation: Generation, *, silent: bool) -> None:
-    """Run a generation, printing its text as it comes; an error or Ctrl-C leaves all text there is and a whole line."""
+    """Run a generation and print its text as it comes; after an error or Ctrl-C, print the rest and end the line."""
     shown = 0
     try:
         for piece in generation:

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_but
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, load, read_text_file, require_writable, takes_shared_options_except
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 
@@ -39,7 +38,7 @@ _LEGEND = (
 )
 
 
-@takes_shared_options_but("prefetch", "cutoff", "overlap")  # nothing is fetched ahead
+@takes_shared_options_except("prefetch", "cutoff", "overlap")  # nothing is fetched ahead
 def predictability(
     engine: dict[str, Any],
     text: Annotated[

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, show, stderr, takes_shared_options
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, require_writable, show, stderr, takes_shared_options
 from spmoe.config import SamplingParams
 
 

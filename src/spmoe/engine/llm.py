@@ -1,10 +1,12 @@
-"""The Python interface: `LLM` and what it returns."""
+"""The Python interface: `LLM`, `Generation` and `Completion`."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -286,6 +288,26 @@ def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "model": str(options["model"])}
     model, draft = shipped_pair()
     return {**options, "model": model, "draft": options["draft"] or draft}
+
+
+def threads_for(model: str | None, shape: str | None = None) -> AbstractContextManager[None]:
+    """Limit PyTorch to one thread for the small pair that ships, unless it is widened or OMP_NUM_THREADS is set.
+
+    The setting is the whole process's, so only the command line uses it.
+    """
+    small = model in (None, shipped_pair()[0]) and shape is None
+    return _one_thread() if small and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run small matrix products on one thread: several threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _eos_tokens(engine: Engine) -> frozenset[int]:

@@ -1,23 +1,44 @@
-"""Memory: one budget for everything an engine keeps in fast memory, divided before anything large is allocated."""
+"""Division of fast memory among weights, KV caches, workspace and expert slots, before anything large is allocated.
+
+`spmoe info` calls the same functions with models on the meta device that the engine calls with loaded ones.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from spmoe.backends.base import kernel_row_limit
+from spmoe.backends.base import kernel_rows
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
-from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.rotary_table import table_bytes
 from spmoe.models.runner import ModelRunner, state_capacity
 
-_AUTO_SHARE = 0.95  # of the free memory of a device
-_USUAL_CONTEXT = 8192  # positions that memory is set aside for where --max-model-len is not given
+_AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
+_DEFAULT_CONTEXT = 8192  # tokens that KV memory is planned for without --max-model-len
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Division of fast memory; bytes unless said otherwise."""
+
+    slots: int  # a count
+    slot_bytes: int
+    resident: int  # weights of target and draft, without the target's experts
+    kv: int  # KV caches of target and draft, for `context` tokens
+    workspace: int
+    context: int  # tokens
+    limit: int | None  # upper bound of all of it; None: not limited
+
+
+def max_sequence_length(config: EngineConfig, target: ModelRunner) -> int:
+    """Return the longest sequence, prompt and output, in tokens: `max_model_len`, at most what the target supports."""
+    return min(config.max_model_len or target.max_positions, target.max_positions)
 
 
 def divide_memory(
@@ -26,62 +47,53 @@ def divide_memory(
     runners: Sequence[ModelRunner],
     spec: StoreSpec,
     top_k: int,
-    limit: int,
-    maps: int = 0,
+    max_length: int,
+    extra_bytes: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
-    """Divide a device's memory among weights, attention states, workspace and, with the rest, slots."""
-    # limit: positions that a sequence may have; maps: bytes of a fitted predictor
-    weights = sum(runner.resident_bytes for runner in runners) + maps
-    per_token = sum(runner.inspection.kv_bytes_per_token for runner in runners)
-    tables = sum(table_bytes(model, limit, model.dtype) for model in {n.model for n in runners})
-    positions = min(n.max_positions for n in runners)
-    return plan_memory(config, device, spec, top_k, weights, per_token, positions, tables)
+    """Divide a device's memory; expert slots get the expert memory or, under a device limit, the rest.
 
-
-def plan_memory(
-    config: EngineConfig,
-    device: torch.device,
-    spec: StoreSpec,
-    top_k: int,
-    weights: int,
-    kv_bytes_per_token: int,
-    positions: int,
-    tables: int,
-) -> MemoryPlan:
-    """The same from sizes alone."""
-    # tables: bytes of the rotary embeddings that recorded forwards look up
-    context = min(positions, config.max_model_len or _USUAL_CONTEXT)
-    kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
-    tables = 0 if config.enforce_eager else tables
-    workspace = WORKSPACE_BYTES + _activations(config, spec, top_k) + tables if device.type == "cuda" else 0
-    limit, allowed = None, None
+    `max_length`: longest sequence in tokens, which sizes RoPE tables. `extra_bytes`: further resident weights, such as
+    a fitted projection. `dtype`: the one that runs, for runners on the meta device; default: each model's own.
+    """
     if device.type == "cpu" and config.device_memory is not None:
         raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
-    if device.type == "cuda" and config.device_memory is not None:
-        free = free_memory(device) + _held(device, weights)
-        limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
-        allowed = limit - weights - kv - workspace
+    weights = sum(weight_bytes(runner, dtype) for runner in runners) + extra_bytes
+    context = min(min(runner.max_positions for runner in runners), config.max_model_len or _DEFAULT_CONTEXT)
+    kv_bytes_per_token = sum(kv_token_bytes(runner, dtype) for runner in runners)
+    kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
+    workspace, limit, allowed = 0, None, None
+    if device.type == "cuda":
+        models = {runner.model for runner in runners}
+        tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
+        workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
+        if config.device_memory is not None:
+            free = free_memory(device) + min(weights, allocated_memory(device))  # weights may be loaded already
+            limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
+            allowed = limit - weights - kv - workspace
     slots = slot_count(config, spec, top_k, allowed)
     return MemoryPlan(slots, spec.layout.nbytes, weights, kv, workspace, context, limit)
 
 
-def _held(device: torch.device, weights: int) -> int:
-    """What of the weights is on the device already."""
-    return min(weights, allocated_memory(device))
+def weight_bytes(runner: ModelRunner, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of a model's resident weights; of one on the meta device, as if loaded in `dtype`."""
+    if runner.model.device.type != "meta":
+        return runner.resident_bytes
+    parameters: int = sum(parameter.numel() for parameter in runner.model.parameters())  # tied ones are listed once
+    return parameters * (dtype or runner.model.dtype).itemsize
 
 
-def _activations(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
-    """What reading a chunk of a prompt computes on the way, roughly: a few rows of the widest layer per token.
-
-    And, where experts are run by kernels, what every one that a token is sent to makes of it.
-    """
-    widest = max(max(field.shape) for field in spec.layout.fields)
-    by_kernels = min(config.prefill_chunk, kernel_row_limit(spec.layout.nbytes))
-    return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * by_kernels)
+def kv_token_bytes(runner: ModelRunner, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    own: torch.dtype = runner.model.dtype
+    return runner.inspection.kv_bytes_per_token * (dtype or own).itemsize // own.itemsize
 
 
 def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int, allowed: int | None = None) -> int:
-    """Slots that the expert memory, or what is `allowed` of a device's, pays for; never more than there are experts."""
+    """Return how many experts fit into `allowed` bytes, else into the expert memory; at most all of them.
+
+    Raises BudgetError if one token's experts of a layer do not fit at once.
+    """
     blob = spec.layout.nbytes
     if top_k < 1:
         raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
@@ -99,3 +111,13 @@ def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int, allowed: int |
             f"needs {top_k} of a layer at once; give at least {least} or {share}%"
         )
     return count
+
+
+def _activation_bytes(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
+    """Estimate the activations of one prompt chunk: a few rows of the widest layer per token, and kernel buffers.
+
+    The kernels keep one row per token and routed expert.
+    """
+    widest = max(max(field.shape) for field in spec.layout.fields)
+    kernel_tokens = min(config.prefill_chunk, kernel_rows(spec.layout.nbytes))
+    return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * kernel_tokens)

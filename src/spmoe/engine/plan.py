@@ -1,4 +1,7 @@
-"""The plan: what a model is and how the memory would be divided, without loading a weight."""
+"""The plan that `spmoe info` shows: model, memory and prefetching, from configs and file headers alone.
+
+Models are built on the meta device, without weights, and go through the functions that the engine is built with.
+"""
 
 from __future__ import annotations
 
@@ -6,164 +9,211 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, DraftTokens, EngineConfig
+from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.loading import quantized_experts
-from spmoe.engine.memory import plan_memory
-from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
+from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
+from spmoe.engine.profiling import profile_path, read_profile
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_seam import experts_modules, take_over
-from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import find_predictor
-from spmoe.models.rotary_table import table_bytes
+from spmoe.models.runner import ModelRunner
+from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile, choose_cutoff
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What `spmoe info` shows."""
+class TargetFacts:
+    """The target model."""
 
-    model: str
+    name: str
     architecture: str
     dtype: str
     decoder_layers: int
     moe_layers: int
     experts_per_layer: int
     top_k: int
-    context: int
     parameters: int
-    resident_bytes: int  # the target's dense weights
+    max_length: int  # tokens of prompt and output together
+    kv_bytes_per_token: int
+    resident_bytes: int  # weights without experts
     expert_bytes: int  # one expert
     all_experts_bytes: int
-    slots: int
-    slots_bytes: int
-    kv_bytes_per_token: int  # of the target
-    device: str
-    kv_bytes: int  # of target and draft, at the context planned for
-    workspace_bytes: int
-    planned_context: int
-    device_memory_limit: int | None  # None: not limited
     expert_file: str
-    expert_file_built: bool
-    draft: str | None
-    draft_architecture: str | None
-    draft_bytes: int  # with the maps fitted for it
-    predictor: str | None  # the file of those maps
+    expert_file_exists: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """The draft."""
+
+    name: str
+    architecture: str
     num_speculative_tokens: DraftTokens
-    prefetch: str
-    emulated_link_gbps: float | None
-    profile: Profile | None  # None: not measured yet, or not needed
+    resident_bytes: int  # weights, with those of the fitted projection
+    projection_file: str | None  # None: no projection is fitted for this pair
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchFacts:
+    """The prefetch policy and its cutoff."""
+
+    policy: str  # the one that will run
+    notices: list[str]  # why that is not the one asked for
     cutoff: str  # as asked for
-    cutoff_layers: int | None  # None: no prefetching, or not known before a measurement
+    cutoff_layers: int | None  # None: no cutoff, or not known before a profile is measured
+    profile: Profile | None  # None: not measured yet, or not needed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `spmoe info` shows."""
+
+    device: str
+    emulated_link_gbps: float | None
+    target: TargetFacts
+    draft: DraftFacts | None
+    memory: MemoryPlan
+    prefetch: PrefetchFacts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"link": "real" if self.emulated_link_gbps is None else "emulated", **asdict(self)}
+        """Return plain values, for JSON."""
+        memory = {
+            "slots": self.memory.slots,
+            "slots_bytes": self.memory.slots * self.memory.slot_bytes,
+            "resident_bytes": self.memory.resident,
+            "kv_bytes": self.memory.kv,
+            "workspace_bytes": self.memory.workspace,
+            "context": self.memory.context,
+            "limit_bytes": self.memory.limit,
+        }
+        return {"link": "real" if self.emulated_link_gbps is None else "emulated", **asdict(self), "memory": memory}
 
 
 def make_plan(config: EngineConfig) -> Plan:
-    """Read configs and file headers only."""
-    checkpoint = Checkpoint.find(config.model)
+    """Plan an engine without loading weights."""
+    checkpoint, device = Checkpoint.find(config.model), choose_device(config.device)
     dtype = checkpoint.dtype(config.dtype)
-    model = load_skeleton(checkpoint)
-    inspection = _inspect(checkpoint, model)
-    spec = store_spec(checkpoint, model, [moe_layer.path for moe_layer in inspection.moe], dtype)
-    top_k = max(moe_layer.top_k for moe_layer in inspection.moe)
-    path = expert_file_path(checkpoint, dtype)
-    text = checkpoint.config.get_text_config(decoder=True)
+    with building(checkpoint):
+        target = Target(load_skeleton(checkpoint))
+    spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
+    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
+    draft = _draft_runner(draft_checkpoint) if draft_checkpoint is not None else None
+    projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
-    draft = Checkpoint.find(config.draft_model) if config.draft_model else None
-    draft_model = load_dense_skeleton(draft) if draft is not None else None
-    if draft_model is not None and any(True for _ in experts_modules(draft_model)):
-        take_over(draft_model)  # experts cannot run without weights
-    draft_tokens = config.most_draft_tokens if config.draft is not None else 0
-    runners = [(model, inspection)] + ([(draft_model, _inspect(draft, draft_model))] if draft is not None else [])
-    device, weights = choose_device(config.device), sum(_parameters(m) * dtype.itemsize for m, _ in runners)
-    per_token = sum(a.kv_bytes_per_token * dtype.itemsize // m.dtype.itemsize for m, a in runners)
-    predictor = _predictor(config, checkpoint, draft)
-    own = quantized_experts(spec, inspection.moe, config.own_draft).nbytes if config.own_draft else 0
-    maps = len(inspection.moe) * (_width(draft) + 1) * text.hidden_size * dtype.itemsize if predictor else 0
-    positions: int = text.max_position_embeddings
-    context = min(config.max_model_len or positions, positions)
-    tables = sum(table_bytes(m, context, dtype) for m, _ in runners)
-    memory = plan_memory(config, device, spec, top_k, weights + maps + own, per_token, positions, tables)
-    slots = memory.slots
-    profile, layers = None, None
-    fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
-    if fits and "draft-gate" in config.prefetch:
-        inputs = cutoff_inputs(spec, top_k, slots, usual_draft_tokens(config.num_speculative_tokens))
-        profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
+    extra_bytes = 0
+    if config.self_draft_scheme is not None:
+        extra_bytes += quantized_experts(spec, target.moe, config.self_draft_scheme).nbytes
+    if draft is not None and projection_file is not None:
+        extra_bytes += len(target.moe) * (draft.hidden_size + 1) * target.hidden_size * dtype.itemsize
+    runners = [target, draft] if draft is not None else [target]
+    max_length = max_sequence_length(config, target)
+    memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes, dtype)
+
+    policy, notices = resolve_prefetch(config, target, draft, projection_file is not None)
+    profile, cutoff_layers = None, None
+    if "draft-gate" in policy.split("+"):
+        usual = usual_draft_tokens(config.num_speculative_tokens)
+        inputs = cutoff_inputs(spec, target.top_k, memory.slots, usual)
+        profile = read_profile(profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
-            layers = choose_cutoff(config.cutoff, profile, inputs)
-    expert_parameters = spec.nbytes // dtype.itemsize
-    return Plan(
-        model=config.model,
-        architecture=type(model).__name__,
+            cutoff_layers = choose_cutoff(config.cutoff, profile, inputs)
+
+    dense_bytes, expert_file = weight_bytes(target, dtype), expert_file_path(checkpoint, dtype)
+    target_facts = TargetFacts(
+        name=config.model,
+        architecture=type(target.model).__name__,
         dtype=str(dtype).removeprefix("torch."),
-        decoder_layers=inspection.depth_count,
-        moe_layers=len(inspection.moe),
+        decoder_layers=target.depth_count,
+        moe_layers=len(target.moe),
         experts_per_layer=max(spec.experts),
-        top_k=top_k,
-        context=context,
-        parameters=_parameters(model) + expert_parameters,
-        resident_bytes=_parameters(model) * dtype.itemsize,
+        top_k=target.top_k,
+        parameters=(dense_bytes + spec.nbytes) // dtype.itemsize,
+        max_length=max_length,
+        kv_bytes_per_token=kv_token_bytes(target, dtype),
+        resident_bytes=dense_bytes,
         expert_bytes=spec.layout.nbytes,
         all_experts_bytes=spec.nbytes,
-        slots=slots,
-        slots_bytes=slots * spec.layout.nbytes,
-        device=str(device.type),
-        kv_bytes=memory.kv,
-        workspace_bytes=memory.workspace,
-        planned_context=memory.context,
-        device_memory_limit=memory.limit,
-        kv_bytes_per_token=inspection.kv_bytes_per_token * dtype.itemsize // model.dtype.itemsize,
-        expert_file=str(path),
-        expert_file_built=path.exists(),
-        draft=config.draft if draft_tokens else None,
-        draft_architecture=_kind(draft_model, config) if draft_tokens else None,
-        draft_bytes=(_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0) + maps + own,
-        predictor=str(predictor) if predictor else None,
-        num_speculative_tokens=config.num_speculative_tokens if draft_tokens else 0,
-        prefetch=_prefetch(config, fits),
-        emulated_link_gbps=config.link_gbps,
-        profile=profile,
-        cutoff=str(config.cutoff),
-        cutoff_layers=layers,
+        expert_file=str(expert_file),
+        expert_file_exists=expert_file.exists(),
     )
+    draft_facts = None
+    if config.draft is not None and config.max_draft_tokens:
+        draft_facts = DraftFacts(
+            name=config.draft,
+            architecture=_draft_architecture(config, draft),
+            num_speculative_tokens=config.num_speculative_tokens,
+            resident_bytes=(weight_bytes(draft, dtype) if draft is not None else 0) + extra_bytes,
+            projection_file=str(projection_file) if projection_file is not None else None,
+        )
+    prefetch = PrefetchFacts(policy, notices, str(config.cutoff), cutoff_layers, profile)
+    return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
 
 
-def _prefetch(config: EngineConfig, fits: bool) -> str:
-    """What is left of the policy where the draft has nothing to predict from."""
-    if fits or "draft-gate" not in config.prefetch:
-        return config.prefetch
-    own_signals = "next-gate" in config.prefetch or config.draft == "ngram"
-    return "next-gate" if own_signals else "on-demand"
+def resolve_prefetch(
+    config: EngineConfig, target: Target, draft: ModelRunner | None, has_projection: bool
+) -> tuple[str, list[str]]:
+    """Return the prefetch policy that can run, and notices on why it is not the one asked for.
+
+    `draft`: runner of a draft model; None for the target itself, n-grams and no draft.
+    """
+    wanted = config.prefetch.split("+")
+    routers_callable = bool(target.gated) and target.has_hidden_states
+    policies, notices = [policy for policy in wanted if policy not in ("draft-gate", "next-gate", "adaptive")], []
+    if "draft-gate" in wanted and config.draft is not None and config.max_draft_tokens:
+        if config.draft == "ngram":
+            fallback = (
+                "the target's own layers predict the next one's" if routers_callable else "experts load on demand"
+            )
+            notices.append(f"an n-gram draft has no hidden states to predict experts from; {fallback}")
+            wanted = [*wanted, "next-gate"] if routers_callable else wanted
+        elif (obstacle := _draft_gate_obstacle(config, target, draft, has_projection)) is not None:
+            notices.append(f"{obstacle}; experts are loaded on demand")
+        else:
+            policies.append("draft-gate")
+    for policy in ("next-gate", "adaptive"):
+        if policy in wanted and routers_callable:
+            policies.append(policy)
+        elif policy in wanted:
+            notices.append("the target's routers cannot be called alone, so its layers predict nothing")
+    return "+".join(policies) or "on-demand", notices
 
 
-def _inspect(checkpoint: Checkpoint, model: Any) -> Inspection:
+def _draft_gate_obstacle(
+    config: EngineConfig, target: Target, draft: ModelRunner | None, has_projection: bool
+) -> str | None:
+    """Return why the draft's hidden states cannot go through the target's routers; None if they can."""
+    if config.self_draft_scheme is not None or draft is None:
+        return None  # the target's own routers run in the draft
+    if not target.gated:
+        return "the target's routers cannot be called alone"
+    if not draft.has_hidden_states:
+        return "the draft's hidden states cannot be read"
+    if draft.hidden_size != target.hidden_size and not has_projection:
+        return (
+            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so the target's routers cannot "
+            "read its hidden states unless `spmoe fit-predictor` fits a projection"
+        )
+    return None
+
+
+def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:
     with building(checkpoint):
-        return inspect_model(model)
+        model = load_dense_skeleton(checkpoint)
+        if any(True for _ in experts_modules(model)):
+            take_over(model)  # transformers' own experts cannot run without weights
+        return ModelRunner(model)
 
 
-def _predictor(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:
+def _projection_file(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:
     if draft is None or not config.projection or config.shape is not None:
         return None
     return find_predictor(checkpoint, draft)
 
 
-def _width(checkpoint: Checkpoint | None) -> int:
-    return 0 if checkpoint is None else checkpoint.config.get_text_config(decoder=True).hidden_size
-
-
-def _kind(model: nn.Module | None, config: EngineConfig) -> str:
-    if config.own_draft is not None:
-        return f"the target with {config.own_draft} experts"
-    return "no model" if model is None else type(model).__name__
-
-
-def _parameters(model: nn.Module) -> int:
-    """Weights; tied ones count once, as `parameters` lists them once."""
-    return sum(p.numel() for p in model.parameters())
+def _draft_architecture(config: EngineConfig, draft: ModelRunner | None) -> str:
+    if config.self_draft_scheme is not None:
+        return f"the target with {config.self_draft_scheme} experts"
+    return "no model" if draft is None else type(draft.model).__name__

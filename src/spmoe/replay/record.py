@@ -193,7 +193,7 @@ class TraceRecorder(PrefetchPolicy):
             "model": config.model,
             "draft": config.draft,
             "options": {
-                "prefetch": self._inner.name, "eviction": config.eviction_rule, "cutoff": str(config.cutoff),
+                "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
                 "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps, "projection": engine.projection is not None,
             },
