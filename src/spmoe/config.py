@@ -19,10 +19,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, Validat
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from spmoe.errors import UsageError
+from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
-PREFETCH_POLICIES = ("activation", "adaptive", "draft-gate", "draft-gate+next-gate", "next-gate", "on-demand", "oracle")
-EVICTION_RULES = ("activation", "adaptive", "draft-informed", "lfru", "lfu", "lru", "lru-per-layer")
-EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN_DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that need no checkpoint of their own
@@ -41,16 +39,6 @@ def home() -> Path:
     if explicit := os.environ.get("SPMOE_HOME"):
         return Path(explicit).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmoe"
-
-
-def prefetch_policy_names() -> tuple[str, ...]:
-    """Return the names of all prefetch policies."""
-    return PREFETCH_POLICIES
-
-
-def eviction_policy_names() -> tuple[str, ...]:
-    """Return the names of all eviction policies, without `auto`."""
-    return EVICTION_RULES
 
 
 # ---- sizes and cutoffs
@@ -165,9 +153,36 @@ def max_draft_tokens(num_speculative_tokens: DraftTokens) -> int:
 
 
 def eviction_policy_for(prefetch: str, eviction: str) -> str:
-    """Return the eviction policy named or, for `auto`, the one published with the prefetch policy, if any."""
-    published = prefetch if prefetch in eviction_policy_names() else "draft-informed"
-    return published if eviction == "auto" else eviction
+    """Return the eviction policy named or, for `auto`, the one that the (first) prefetch policy declares."""
+    if eviction != "auto":
+        return eviction
+    own: str = PREFETCH_POLICIES.load(prefetch.split("+")[0]).eviction
+    return own
+
+
+def parse_prefetch_policy(value: object) -> str:
+    """Return the name of a registered prefetch policy, or of several joined by +; raise UsageError for any other."""
+    parts = str(value).split("+")
+    if len({*parts}) < len(parts) or any(part not in PREFETCH_POLICIES for part in parts):
+        names = ", ".join(PREFETCH_POLICIES.names())
+        raise UsageError(f"prefetch must be one of {names}, or two of them joined by +, not {str(value)!r}")
+    return str(value)
+
+
+def parse_eviction_policy(value: object) -> str:
+    """Return `auto` or the name of a registered eviction policy; raise UsageError for any other."""
+    if value != "auto" and value not in EVICTION_POLICIES:
+        names = ", ".join(("auto", *EVICTION_POLICIES.names()))
+        raise UsageError(f"eviction must be one of {names}, not {str(value)!r}")
+    return str(value)
+
+
+def drafter_name(draft: str | None) -> tuple[str, str]:
+    """Split `--draft` into a drafter's registered name and its argument; any other text is a checkpoint."""
+    if draft is None:
+        return "none", ""
+    name, _, argument = draft.partition(":")
+    return (name, argument) if name in DRAFTERS and name != "model" else ("model", draft)
 
 
 # ---- validation of options
@@ -310,10 +325,10 @@ class EngineConfig:
     model: Annotated[str, BeforeValidator(_path_or_name), Field(description="a directory or hub id")]
     draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = None
     num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = 4
-    prefetch: Annotated[str, _one_of(prefetch_policy_names)] = "draft-gate"
+    prefetch: Annotated[str, PlainValidator(parse_prefetch_policy)] = "draft-gate"
     cutoff: Annotated[Cutoff, PlainValidator(Cutoff.parse)] = Cutoff(CutoffMode.AUTO)
     projection: Switch = True  # use the linear maps fitted for the pair, if there are any
-    eviction: Annotated[str, _one_of(lambda: ("auto", *eviction_policy_names()))] = "auto"
+    eviction: Annotated[str, PlainValidator(parse_eviction_policy)] = "auto"
     expert_memory: Annotated[Size, PlainValidator(Size.parse)] = Size(share=0.25)
     dtype: Annotated[str, _one_of(lambda: DTYPES)] = "auto"
     max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
@@ -355,12 +370,4 @@ class EngineConfig:
     @property
     def draft_model(self) -> str | None:
         """Checkpoint of the draft model; None without a draft, and for drafts that need no checkpoint."""
-        return self.draft if self.num_speculative_tokens and self.draft not in BUILTIN_DRAFTS else None
-
-    def reject_oracle(self) -> None:
-        """Raise UsageError for the oracle policy, which needs a recording of the request that it predicts."""
-        if self.prefetch == "oracle":
-            raise UsageError(
-                "prefetch oracle needs a recording of the same request, which only `spmoe bench` makes; choose "
-                "another policy"
-            )
+        return self.draft if self.num_speculative_tokens and drafter_name(self.draft)[0] == "model" else None

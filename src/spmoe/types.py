@@ -83,7 +83,8 @@ class PrefetchRequests:
 
     def numbers(self, width: int) -> np.ndarray:
         """Return each expert's index in a flat [layers, width] table."""  # int64 [requests]
-        return self.layers * width + self.experts
+        numbers: np.ndarray = self.layers * width + self.experts
+        return numbers
 
     def span(self) -> tuple[int, int]:
         """Return the first and the last of their layers; there must be a request."""

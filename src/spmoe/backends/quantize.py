@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from spmoe.backends.base import gated_activation
 from spmoe.backends.cpu import CpuBackend
-from spmoe.experts.batches import ExpertBatch
+from spmoe.experts.access import ExpertBatch
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
 from spmoe.files import read_into
 from spmoe.types import ExpertKey

@@ -240,7 +240,7 @@ def _measure_parts(engine: Engine) -> PartTimes:
     engine.reconfigure(prefetch="on-demand", eviction="lru", overlap=True)
     try:
         return measure_parts(
-            timer, engine.target, draft, engine.store, engine.slots, before.most_draft_tokens + 1, _text_tokens(engine)
+            timer, engine.target, draft, engine.store, engine.slots, before.max_draft_tokens + 1, _text_tokens(engine)
         )
     finally:
         engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, overlap=before.overlap)
@@ -260,7 +260,7 @@ def _subject(engine: Engine) -> Subject:
         expert_bytes=spec.layout.nbytes,
         draft_layers=engine.draft.runner.depth_count if isinstance(engine.draft, DraftModel) else 0,
         slots=engine.slots,
-        eviction=config.eviction_rule,
+        eviction=config.eviction_policy,
         emulated_link_gbps=config.link_gbps,
     )
 

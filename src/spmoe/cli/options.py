@@ -16,22 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import (
-    BUILTIN_DRAFTS,
-    EngineConfig,
-    SamplingParams,
-    eviction_policy_names,
-    prefetch_policy_names,
-)
+from spmoe.config import EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
 EMULATED_LINK_NOTE = "emulated link of {:g} GB/s: times are not those of this machine's own link"
-_PREFETCH = ", ".join(policy for policy in prefetch_policy_names() if policy != "oracle")  # which is for benchmarks
-_EVICTION = ", ".join(eviction_policy_names())
+_PREFETCH = ", ".join(PREFETCH_POLICIES.names())
+_EVICTION = ", ".join(EVICTION_POLICIES.names())
 
 
 def _engine(
@@ -111,9 +106,8 @@ def _engine(
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
-    config.reject_oracle()
-    for name in (config.model, config.draft):
-        if name and name not in BUILTIN_DRAFTS:
+    for name in (config.model, config.draft if drafter_name(config.draft)[0] == "model" else None):
+        if name:
             model_directory(name)
     return options
 

@@ -28,14 +28,14 @@ def run(
     text = read_text(prompt)
     with load(engine, progress=not as_json) as llm:
         generation = llm.stream(text, params)
-        llm.engine.source.timeline.recording = chrome is not None
+        llm.engine.experts.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
             show(generation, silent=as_json)
         completion = generation.completion
         if chrome is not None:
             from spmoe.observe.chrome import write_chrome
 
-            write_chrome(chrome, {"run": llm.engine.source.timeline.spans})
+            write_chrome(chrome, {"run": llm.engine.experts.timeline.spans})
         if as_json:
             print(json.dumps(completion.to_dict()))
         else:

@@ -16,8 +16,8 @@ from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_length import FIRST, DraftLength
+from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
@@ -42,7 +42,7 @@ class PolicyObservers:
             self._experts.scheduler.request(self._policy.on_chunk(chunk))
 
         key = self._policy.name if immediate else ""
-        return LayerObserver(chunks, partial(self._policy.ask, stage), show, key, immediate)
+        return LayerObserver(chunks, partial(self._policy.predict_routing, stage), show, key, immediate)
 
 
 class Loop:

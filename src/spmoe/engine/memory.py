@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from spmoe.backends.base import kernel_rows
+from spmoe.backends.base import kernel_row_limit
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import EngineConfig, format_bytes
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.rotary_table import table_bytes
-from spmoe.models.runner import ModelRunner, state_capacity
+from spmoe.models.runner import ModelRunner, kv_capacity
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
 _DEFAULT_CONTEXT = 8192  # tokens that KV memory is planned for without --max-model-len
@@ -61,7 +61,7 @@ def divide_memory(
     weights = sum(weight_bytes(runner, dtype) for runner in runners) + extra_bytes
     context = min(min(runner.max_positions for runner in runners), config.max_model_len or _DEFAULT_CONTEXT)
     kv_bytes_per_token = sum(kv_token_bytes(runner, dtype) for runner in runners)
-    kv = kv_bytes_per_token * (state_capacity(context) if device.type == "cuda" else context)
+    kv = kv_bytes_per_token * (kv_capacity(context) if device.type == "cuda" else context)
     workspace, limit, allowed = 0, None, None
     if device.type == "cuda":
         models = {runner.model for runner in runners}
@@ -119,5 +119,5 @@ def _activation_bytes(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     The kernels keep one row per token and routed expert.
     """
     widest = max(max(field.shape) for field in spec.layout.fields)
-    kernel_tokens = min(config.prefill_chunk, kernel_rows(spec.layout.nbytes))
+    kernel_tokens = min(config.prefill_chunk, kernel_row_limit(spec.layout.nbytes))
     return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * kernel_tokens)

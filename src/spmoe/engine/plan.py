@@ -11,10 +11,10 @@ from typing import Any
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, DraftTokens, EngineConfig
-from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
-from spmoe.engine.loading import quantized_experts
+
+from spmoe.models.loaded import quantized_experts
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
-from spmoe.engine.profiling import profile_path, read_profile
+from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spmoe.config import DraftTokens, EngineConfig, home
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
 from spmoe.files import replacing
 from spmoe.models.checkpoint import Checkpoint
@@ -30,11 +30,11 @@ from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import CutoffInputs, Profile
 from spmoe.predict.draft_length import FIRST
 from spmoe.predict.latency import expected_experts
-from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Routing, Stage
+from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Residency, Routing, Stage
 
 PASSES = 5  # timed passes of the short measurement, after one warm-up pass
 LONG_PASSES = 9  # of the longer one
@@ -69,7 +69,7 @@ def profile_settings(
         "enforce_eager": config.enforce_eager,
         "pin_memory": config.pin_memory,
         "prefetch": config.prefetch,  # the learned number of missing experts depends on this and on what follows
-        "eviction": config.eviction_rule,
+        "eviction": config.eviction_policy,
         "batching": config.batching,
         "overlap": config.overlap,
         **asdict(inputs),
@@ -127,29 +127,29 @@ class Timing:
 class Timer:
     """Timer of work that uses experts. Every measurement begins and ends with an idle device."""
 
-    def __init__(self, source: ExpertSource, clock: Clock, synchronize: Callable[[], None]) -> None:
-        self.source = source
+    def __init__(self, experts: Experts, clock: Clock, synchronize: Callable[[], None]) -> None:
+        self.experts = experts
         self._clock = clock
         self._synchronize = synchronize
 
     def time(self, work: Callable[[], object]) -> Timing:
         """Run `work` as a step of its own and time it."""
-        timeline = self.source.timeline
-        self.source.begin_step()
+        timeline = self.experts.timeline
+        self.experts.step.begin()
         self._synchronize()
-        before, first_span, recording = self.source.counters.copy(), len(timeline.spans), timeline.recording
+        before, first_span, recording = self.experts.ledger.counters.copy(), len(timeline.spans), timeline.recording
         timeline.recording = True
         try:
             started = self._clock.now()
             work()
             self._synchronize()
             seconds = self._clock.now() - started
-            self.source.end_step()
+            self.experts.step.end()
             layers = sum(one.end - one.start for one in timeline.spans[first_span:] if one.activity is Activity.LAYER)
         finally:
             timeline.recording = recording
             del timeline.spans[first_span:]
-        counted = self.source.counters.minus(before)
+        counted = self.experts.ledger.counters.minus(before)
         return Timing(seconds, counted.stall_seconds, layers - counted.stall_seconds, counted.demand_loads)
 
     def passes(
@@ -160,17 +160,17 @@ class Timer:
         kv = runner.new_kv(rows * (count + 2) + 1)
         found = []
         try:
-            runner.forward([text[0]], kv, keep=1)  # CUDA graphs only continue a KV cache that is not empty
+            runner.forward([text[0]], kv, 1)  # CUDA graphs only continue a KV cache that is not empty
             for number in range(count + 1):
                 tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
-                found.append(self.time(lambda tokens=tokens: runner.forward(tokens, kv, keep=rows)))  # type: ignore[misc]
+                found.append(self.time(lambda tokens=tokens: runner.forward(tokens, kv, rows)))  # type: ignore[misc]
         finally:
             runner.release_kv(kv)
         return found[1:]
 
     def load(self, layer: int, experts: Sequence[int]) -> Timing:
         """Time the use of experts of one layer; those that are not resident are demanded together."""
-        return self.time(lambda: list(self.source.use(layer, experts)))
+        return self.time(lambda: list(self.experts.access.use(layer, experts)))
 
 
 def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int, needed: float) -> float:
@@ -189,7 +189,7 @@ def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int,
 def measure(
     target: Target,
     draft: ModelRunner,
-    source: ExpertSource,
+    experts: Experts,
     inputs: CutoffInputs,
     clock: Clock,
     synchronize: Callable[[], None] = lambda: None,
@@ -199,7 +199,7 @@ def measure(
     `synchronize` waits for a device that computes and copies asynchronously. Passes use the fastest time, since
     anything above it is other work on the machine.
     """
-    timer = Timer(source, clock, synchronize)
+    timer = Timer(experts, clock, synchronize)
     batch = range(min(inputs.slots, inputs.experts_per_layer))
     loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
     per_expert = [one.seconds / one.loads for one in loads if one.loads]
@@ -210,7 +210,7 @@ def measure(
         min(one.compute_seconds for one in verified) / inputs.layers,
         median(per_expert) if per_expert else 0.0,
         inputs.free_slots,
-        expert_share=_expert_share(target, verified, source.blob_bytes, inputs.needed_per_layer),
+        expert_share=_expert_share(target, verified, experts.pool.blob_bytes, inputs.needed_per_layer),
     )
 
 
@@ -258,7 +258,7 @@ def _loads_by_batch(timer: Timer, spec: StoreSpec, slots: int) -> dict[int, floa
         times = []
         for _ in range(LOAD_TRIES):
             layer = (layer + 1) % len(spec.experts)
-            timing = timer.load(layer, _evict_experts(timer.source, spec, slots, layer, size)[:size])
+            timing = timer.load(layer, _evict_experts(timer.experts, spec, slots, layer, size)[:size])
             if timing.loads == size:
                 times.append(timing.seconds)
         if times:
@@ -267,21 +267,21 @@ def _loads_by_batch(timer: Timer, spec: StoreSpec, slots: int) -> dict[int, floa
     return found
 
 
-def _evict_experts(source: ExpertSource, spec: StoreSpec, slots: int, layer: int, count: int) -> list[int]:
+def _evict_experts(experts: Experts, spec: StoreSpec, slots: int, layer: int, count: int) -> list[int]:
     """Load experts of other layers until `count` experts of this layer are absent; return the absent ones."""
 
     def absent() -> list[int]:
         every = range(spec.experts[layer])
-        return [expert for expert in every if source.cache.get(ExpertKey(layer, expert)) is None]
+        return [expert for expert in every if experts.pool.residency(ExpertKey(layer, expert)) is Residency.ABSENT]
 
     layers = len(spec.experts)
     for other in (n % layers for n in range(layer + 1, layer + layers)):
         if len(absent()) >= count:
             break
-        source.begin_step()
-        for _ in source.use(other, range(min(slots, spec.experts[other]))):
+        experts.step.begin()
+        for _ in experts.access.use(other, range(min(slots, spec.experts[other]))):
             pass
-        source.end_step()
+        experts.step.end()
     return absent()
 
 
@@ -295,8 +295,8 @@ class PredictionCounter(PrefetchPolicy):
     or `Stage.VERIFY`. An expert that is resident when it is predicted does not count.
     """
 
-    def __init__(self, policy: PrefetchPolicy, source: ExpertSource, layers: int) -> None:
-        self._policy, self._source = policy, source
+    def __init__(self, policy: PrefetchPolicy, experts: Experts, layers: int) -> None:
+        self._policy, self._experts = policy, experts
         self.name, self.stages = policy.name, policy.stages
         self.needed = 0
         self.missing = [0] * layers  # by layer
@@ -310,12 +310,12 @@ class PredictionCounter(PrefetchPolicy):
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:
         self._counting, self._sequence_id = sequence_id == self._sequence_id, sequence_id
-        self._useful_loads = self._source.counters.useful_loads
+        self._useful_loads = self._experts.ledger.counters.useful_loads
         self._step_predicted, self._step_needed = {}, set()
         return self._count(self._policy.begin_step(sequence_id), Stage.DRAFT)
 
-    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
-        return self._policy.ask(stage, depths, residual)
+    def predict_routing(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        return self._policy.predict_routing(stage, depths, residual)
 
     def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
         stage = Stage.VERIFY if chunk.stage is Stage.VERIFY else Stage.DRAFT
@@ -323,7 +323,7 @@ class PredictionCounter(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
-        before, self._useful_loads = self._useful_loads, self._source.counters.useful_loads  # this layer's included
+        before, self._useful_loads = self._useful_loads, self._experts.ledger.counters.useful_loads  # this layer's included
         if self._counting:
             self.missing[layer] += self._useful_loads - before
         return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)
@@ -339,6 +339,6 @@ class PredictionCounter(PrefetchPolicy):
 
     def _count(self, prefetches: PrefetchRequests, stage: Stage) -> PrefetchRequests:
         for key in map(ExpertKey, prefetches.layers.tolist(), prefetches.experts.tolist()):
-            if self._source.cache.get(key) is None and key not in self._step_needed:
+            if self._experts.pool.residency(key) is Residency.ABSENT and key not in self._step_needed:
                 self._step_predicted.setdefault(key, stage)
         return prefetches

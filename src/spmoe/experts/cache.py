@@ -111,7 +111,7 @@ class ExpertCache:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            victims = self.eviction.victims(1, self._not_evictable(), self.eviction.worth(key), key.layer)
+            victims = self.eviction.victims(1, self._not_evictable(), self.eviction.score(key), key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])

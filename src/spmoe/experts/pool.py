@@ -120,7 +120,8 @@ class ExpertPool:
         """Tell the eviction policy of prefetch requests; return which of the experts have a slot."""  # bool [requests]
         with self._lock:
             self._cache.eviction.on_prefetches(requests)
-            return self._cache.present[requests.layers, requests.experts]
+            present: np.ndarray = self._cache.present[requests.layers, requests.experts]
+            return present
 
     # ---- demand
 

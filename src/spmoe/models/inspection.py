@@ -125,10 +125,10 @@ def _resumes(model: Any) -> bool:
     expected = run(start + right, whole)[-len(right) :]
     try:
         run(start, kv)
-        kv.mark()
+        kv.snapshot()
         run(wrong, kv)
         kv.rewind(len(start))
-        kv.mark()
+        kv.snapshot()
         at_once = run(right, kv)
         kv.rewind(len(start))
         one_by_one = torch.cat([run([token], kv) for token in right])
