@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmoe.backends.cuda_runtime import CopyRange, CudaCallError
 from spmoe.backends.cuda_transfer import CudaCopyHandle, CudaTransfer
-from spmoe.experts.batches import ExpertBatch
+from spmoe.experts.access import ExpertBatch
 from spmoe.experts.transfer import CopyHandle, CopyJob, Event
 from spmoe.types import ExpertKey
 
@@ -227,7 +227,7 @@ class Device:
             self._compute.append(Wait(event))
             self.moved.notify_all()
 
-    def stalled_seconds(self) -> float:
+    def take_stall_seconds(self) -> float:
         return 0.5
 
     def drain(self) -> None:

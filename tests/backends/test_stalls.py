@@ -36,5 +36,5 @@ def test_every_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch, over: int, 
     copy_stream = CudaCopyStream(driver=None, device=torch.device("cpu"))  # type: ignore[arg-type]
     device = Device(over, questions)
     copy_stream._waits = [device.wait(number) for number in range(4)]
-    taken = [copy_stream.stalled_seconds() for _ in range(9)]
+    taken = [copy_stream.take_stall_seconds() for _ in range(9)]
     assert round(sum(taken) * 1000) == 1111

@@ -25,7 +25,7 @@ def test_small_blobs_share_a_submission_only_where_they_may(urgent: bool, batche
     device.copy = counted  # type: ignore[method-assign, assignment]
     transfer.batched = batched
     handles = transfer.copy([CopyJob(ExpertKey(0, e), e) for e in range(4)], urgent=urgent)
-    transfer.keep_full()
+    transfer.pump()
     with device.running():
         for handle in handles:
             handle.wait()

@@ -25,7 +25,7 @@ from spmoe.config import EngineConfig
 from spmoe.draft.model import DraftModel
 from spmoe.engine.plan import make_plan
 from spmoe.errors import UsageError
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 
 COUNT = 14
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
@@ -63,7 +63,7 @@ def test_the_output_is_the_targets(
     with build(mixtral_pair.target, directory, prefetch=prefetch, cutoff="all", expert_memory="50%") as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.notices == []
-        counters = llm.engine.loop.counters
+        counters = llm.engine.counters
         assert counters.drafted > 0
         if draft == "near":
             assert counters.accepted / counters.drafted > 0.5
@@ -80,7 +80,7 @@ def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near:
         assert isinstance(drafter, DraftModel)
         whole = sum(p.nbytes for p in reference(near).parameters())
         assert drafter.runner.resident_bytes == whole
-        logits = drafter.runner.forward(PROMPT, drafter.runner.new_kv(20), keep=len(PROMPT))
+        logits = drafter.runner.forward(PROMPT, drafter.runner.new_kv(20), num_logits=len(PROMPT))
         with torch.no_grad():
             torch.testing.assert_close(logits, reference(near)(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=1e-4)
     plan = make_plan(EngineConfig.make(model=str(mixtral_pair.target), draft=str(near)))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from checkpoints import EXPERTS, LAYERS, TOP_K, VOCABULARY, Pair, greedy, memory_for, reference
 from spmoe import LLM, SamplingParams
 from spmoe.draft import ngram
-from spmoe.draft.ngram import LONGEST, SHORTEST, NgramDraft
+from spmoe.draft.ngram import MAX_NGRAM, MIN_NGRAM, NgramDraft
 from spmoe.engine.engine import Engine
-from spmoe.predict.next_gate import NextGate
+from spmoe.predict.policies.next_gate import NextGate
 from spmoe.types import Draft, Sequence
 from spmoe.verify.filters import probabilities
 from spmoe.verify.rejection import RejectionVerifier
@@ -42,7 +42,7 @@ def fresh(vocabulary: int = 100) -> NgramDraft:
 
 def expected(tokens: list[int], k: int) -> list[int]:
     """The same by looking through all of it, the longest n-gram and the latest place first."""
-    for n in range(LONGEST, SHORTEST - 1, -1):
+    for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if n <= len(tokens) and tokens[end - n : end] == tokens[-n:]:
                 longer = list(tokens)
@@ -151,7 +151,7 @@ def test_greedy_output_is_that_of_transformers(pair: Pair, k: int, share: int) -
     with build(pair.target, num_speculative_tokens=k, expert_memory=memory_for(slots), prefill_chunk=3) as llm:
         for prompt in (REPEATING * 3, UNLIKE, [84]):
             assert llm.generate(prompt, params)[0].token_ids == greedy(model, prompt, COUNT)
-        assert llm.engine.loop.counters.drafted > 0
+        assert llm.engine.counters.drafted > 0
 
 
 def test_steps_without_a_match_are_plain_ones(pair: Pair) -> None:
@@ -188,7 +188,7 @@ def test_the_targets_own_layers_predict_and_it_says_so(pair: Pair) -> None:
         assert llm.notices == [], "nobody asked for prefetching"
     with build(pair.target, num_speculative_tokens=0) as llm:
         assert llm.notices == []
-        assert llm.engine.loop.draft_tokens == 0
+        assert llm.engine.loop.max_draft_tokens == 0
 
 
 def test_no_tokenizer_is_needed_and_tokens_stay_in_the_vocabulary(pair: Pair, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 from checkpoints import EXPERTS, LAYERS, TOP_K, Pair, greedy, memory_for, reference, submodules_with
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
-from spmoe.draft.self_quantized import QuantizedSelfRunner, SelfDraft
+from spmoe.draft.self import QuantizedSelfRunner, SelfDraft
 from spmoe.engine.plan import make_plan
 from spmoe.errors import StoreError, UsageError
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.shipped import sample_text
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import Draft, Routing
 from spmoe.verify.filters import probabilities
 
@@ -87,7 +87,7 @@ def test_greedy_output_is_that_of_transformers(
     ) as llm:  # fmt: skip
         for prompt, tokens in zip(PROMPTS, expected(pair.target), strict=True):
             assert llm.generate(prompt, GREEDY)[0].token_ids == tokens
-        counters = llm.engine.loop.counters
+        counters = llm.engine.counters
         assert counters.drafted > 0
         assert isinstance(llm.engine.loop.policy, DraftGate) == (prefetch == "draft-gate")
         assert (counters.prefetches_requested > 0) == (prefetch == "draft-gate")
@@ -102,8 +102,8 @@ def test_other_kinds_of_targets(request: pytest.FixtureRequest, expected: Any, k
     with build(target, name, num_speculative_tokens=4, cutoff="all", expert_memory="50%", prefill_chunk=3) as llm:
         for prompt, tokens in zip(PROMPTS, expected(target), strict=True):
             assert llm.generate(prompt, GREEDY)[0].token_ids == tokens
-        assert llm.engine.loop.counters.drafted > 0
-        assert llm.engine.loop.counters.prefetches_requested > 0
+        assert llm.engine.counters.drafted > 0
+        assert llm.engine.counters.prefetches_requested > 0
 
 
 def test_several_generations_in_turns_keep_to_their_own_states(pair: Pair, expected: Any) -> None:
@@ -153,8 +153,8 @@ def held(kv: Any) -> list[Tensor]:
 def test_no_second_state_is_paid_for(pair: Pair) -> None:
     with build(pair.target, "int4") as llm, LLM(str(pair.target), progress=False) as plain:
         runner = own(llm)
-        assert llm.engine.memory.kv == plain.engine.memory.kv
-        assert llm.engine.memory.resident == plain.engine.memory.resident + runner.resident_bytes
+        assert llm.engine.parts.memory.kv == plain.engine.parts.memory.kv
+        assert llm.engine.parts.memory.resident == plain.engine.parts.memory.resident + runner.resident_bytes
         (notice,) = llm.notices
         assert "int4" in notice
         assert "KiB" in notice
@@ -165,11 +165,11 @@ def test_the_target_has_its_experts_back_whatever_happens(pair: Pair) -> None:
         runner, target = own(llm), llm.engine.target
         ports = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
         kv = runner.new_kv(8)
-        runner.forward([1, 2], kv, keep=1)
+        runner.forward([1, 2], kv, num_logits=1)
         assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
         observer = LayerObserver(1, lambda depths, residual: None, lambda depths, residual, routing: 1 / 0)  # type: ignore[arg-type, return-value]
         with pytest.raises(ZeroDivisionError):
-            runner.forward([1], kv, keep=1, observer=observer)
+            runner.forward([1], kv, num_logits=1, observer=observer)
         assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
 
 
@@ -200,7 +200,7 @@ def test_it_proposes_what_the_quantized_model_would_say(pair: Pair, name: str) -
                 said += step
         sequence = llm._new_sequence(tokens, GREEDY, 10)
         llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
-        llm.engine.target.forward(tokens[:-1], kv, keep=1)
+        llm.engine.target.forward(tokens[:-1], kv, num_logits=1)
         assert sound([sequence], k, None)[0].tokens == said
 
 
@@ -209,7 +209,7 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair:
     with build(pair.target, "int4", num_speculative_tokens=3) as llm:
         sequence = llm._new_sequence(PROMPTS[1], params, 10)
         llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
-        llm.engine.target.forward(PROMPTS[1][:-1], kv, keep=1)
+        llm.engine.target.forward(PROMPTS[1][:-1], kv, num_logits=1)
         (draft,) = own_drafter(llm).propose([sequence], 3, None)
         model, exact = coarse(llm, pair.target), reference(pair.target)
     assert draft.probs is not None
@@ -236,7 +236,7 @@ def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureReq
             assert routing is not None
             told.append((depths, routing))
 
-        runner.forward(PROMPTS[1], runner.new_kv(20), keep=1, observer=LayerObserver(chunks, lambda *_: None, tell))
+        runner.forward(PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, tell))
         policy = DraftGate(llm.engine.target, runner.depth_count, cutoff=9)
         assert len(told) == min(chunks, len(chosen))
         layers = [layer for depths, _ in told for depth in depths for layer in policy._layers_at[depth]]
@@ -253,7 +253,7 @@ def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
     text, rates, tokens = sample_text(), {}, set()
     for draft in (None, "self:int8", "self:int4"):
         with LLM(draft=draft, dtype="float32", progress=False, cutoff="all") as llm:
-            counters = llm.engine.loop.counters
+            counters = llm.engine.counters
             for start in (0, 6000, 12000, 18000):
                 said = llm.generate(text[start : start + 600], SamplingParams(max_tokens=64, ignore_eos=True))[0]
                 tokens.add((start, *said.token_ids))
@@ -274,9 +274,9 @@ def test_on_a_device_it_is_recorded_and_tokens_are_the_cpus(draft: str, memory: 
     for device in ("cpu", "cuda"):
         with LLM(draft=draft, dtype="float32", device=device, expert_memory=memory, progress=False) as llm:
             found[device] = [[c.token_ids for c in llm.generate(prompts, params)] for _ in range(2)]
-            counters = llm.engine.loop.counters
+            counters = llm.engine.counters
             kept[device] = counters.accepted / counters.drafted
-            assert device == "cpu" or own(llm).records
+            assert device == "cpu" or own(llm).captures
     assert found["cuda"] == found["cpu"]
     assert kept["cuda"] == pytest.approx(kept["cpu"], abs=0.02)  # a wrong product would still give the right tokens
 
@@ -314,7 +314,7 @@ def test_the_plan_counts_it(pair: Pair) -> None:
         assert plan.draft.architecture == "the target with int4 experts"
         assert plan.draft.resident_bytes == own(llm).resident_bytes
         assert plan.prefetch.policy == "draft-gate"
-        assert plan.memory.kv == llm.engine.memory.kv
+        assert plan.memory.kv == llm.engine.parts.memory.kv
 
 
 @pytest.mark.parametrize("draft", ["self", "self:int3", "self:", "self:INT4"])

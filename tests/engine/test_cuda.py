@@ -112,7 +112,7 @@ def test_a_budget_for_the_device_is_kept() -> None:
     before = torch.cuda.memory_reserved()
     with LLM(dtype="float32", device="cuda", device_memory="2GiB", progress=False) as llm:
         tokens(llm)
-        assert llm.engine.memory.limit == 2 * 2**30
+        assert llm.engine.parts.memory.limit == 2 * 2**30
         assert torch.cuda.max_memory_reserved() - before <= 2 * 2**30
     with pytest.raises(BudgetError, match="leaves 0 B for experts"):
         LLM(dtype="float32", device="cuda", device_memory="100MiB", progress=False)
@@ -159,7 +159,7 @@ def test_a_context_of_32k_within_a_budget(tmp_path: Path, k: int) -> None:
     ) as llm:  # fmt: skip
         text = sample_text()
         text *= 1 + 200_000 // len(text)
-        prompt = llm.engine.tokenizer(text)["input_ids"][:32_700]
+        prompt = llm.engine.parts.tokenizer(text)["input_ids"][:32_700]
         found = llm.generate([prompt], GREEDY)[0].token_ids
         assert torch.cuda.max_memory_reserved() - before <= limit
     model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).cuda().eval()

@@ -96,7 +96,7 @@ class ImmediateCopyStream:
     def compute_wait_event(self, event: object) -> None:
         pass
 
-    def stalled_seconds(self) -> float:
+    def take_stall_seconds(self) -> float:
         return 0.0
 
     def drain(self) -> None:
@@ -364,7 +364,7 @@ def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, optio
         given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
             assert not [notice for notice in llm.notices if "recorded" in notice]
-            assert llm.engine.draft.runner.records != eager
+            assert llm.engine.draft.runner.captures != eager
             completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
             found.append(completions[0].token_ids)
             counters = completions[0].stats.counters
@@ -380,7 +380,7 @@ def test_drafting_for_itself_and_verifying_are_recorded_apart(double: Double, mi
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         llm.generate(PROMPT, GREEDY)
         (kv,) = llm.engine.target._spare
-        assert {owner for owner, _ in kv.decode_graphs} == {llm.engine.target._graphs, llm.engine.draft.runner._graphs}
+        assert {owner for owner, _ in kv.graphs} == {llm.engine.target._graphs, llm.engine.draft.runner._graphs}
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["in kernels", "one by one"])
@@ -467,7 +467,7 @@ def test_what_compute_waited_is_counted_in_the_step_in_which_it_waited(
 
     monkeypatch.setattr(ImmediateCopyStream, "copy", lambda self, pieces: copy(self, pieces) and UnderWay())
     monkeypatch.setattr(ImmediateCopyStream, "compute_wait_event", lambda self, event: running.append(event))
-    monkeypatch.setattr(ImmediateCopyStream, "stalled_seconds", take)
+    monkeypatch.setattr(ImmediateCopyStream, "take_stall_seconds", take)
     monkeypatch.setattr(GreedyVerifier, "verify", synchronized)
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         stats = llm.generate(PROMPT, GREEDY)[0].stats
@@ -518,7 +518,7 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, num_speculative_tokens=3,
         expert_memory=memory_for(4), prefetch="draft-gate", cutoff="all", enforce_eager=True,
     ) as llm:  # fmt: skip
-        transfers.append(llm.engine.room.transfer)  # type: ignore[arg-type]
+        transfers.append(llm.engine.parts.runtime.transfer)  # type: ignore[arg-type]
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
     assert waiting[True] > 0
     assert waiting[False] == 0
@@ -662,7 +662,7 @@ def test_prompts_are_read_by_the_kernels_part_by_part(
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
         completion = llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))[0]
         assert completion.token_ids == greedy(reference(mixtral_pair.target), prompt, 2)
-        count = llm.engine.store.count
+        count = llm.engine.spec.count
     assert (sizes <= found) == (length <= 64 * parts)
     assert completion.stats.counters.demand_loads <= count + 2 * 2 * count // 8
 
@@ -707,7 +707,7 @@ def test_an_interrupt_leaves_the_target_its_own_experts(
 
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         assert len(llm.engine.target.moe) == 3
-        monkeypatch.setattr("spmoe.draft.self_quantized.attach", attached)
+        monkeypatch.setattr("spmoe.draft.self.attach", attached)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, GREEDY)
         expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
@@ -716,7 +716,7 @@ def test_an_interrupt_leaves_the_target_its_own_experts(
 
 def test_prompts_of_any_length_share_what_they_compute_in(double: Double, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(4)) as llm:
-        backend = llm.engine.room.cuda
+        backend = llm.engine.parts.runtime.cuda
         assert backend is not None
         for length in (3, 64, 65, 100, 127, 129, 180, 240):
             llm.generate([5] * length, SamplingParams(max_tokens=1, ignore_eos=True))

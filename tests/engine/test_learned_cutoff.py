@@ -21,25 +21,25 @@ def test_learns_missing_experts_from_requests_and_caches_them(own_home: Path) ->
     options = {"expert_memory": "25%", "dtype": "float32", "link_gbps": 1.0}
     long = SamplingParams(max_tokens=96, ignore_eos=True)
     with LLM(**options) as llm:
-        profile = llm.engine.profile
+        profile = llm.engine.prefetching.profile
         assert profile is not None
         assert profile.missing_per_layer is None
         llm.generate("def f(x):", long)
-        counters = llm.engine.loop.counters
+        counters = llm.engine.counters
         assert counters.verified >= 16, "enough steps to learn from"
         llm.generate("x", SamplingParams(max_tokens=1))
-        learned = llm.engine.profile.missing_per_layer
+        learned = llm.engine.prefetching.profile.missing_per_layer
         layers = len(llm.engine.target.moe)
         assert learned == pytest.approx(counters.missing / counters.verified / layers)
         assert 0 < learned <= 8
-        cutoff = llm.engine.cutoff
+        cutoff = llm.engine.prefetching.cutoff
         assert llm.engine.loop.policy.cutoff == cutoff
     (cached,) = (own_home / "profiles").glob("*.json")
     found = read_profile(cached)
     assert found is not None
     assert found.missing_per_layer == pytest.approx(learned, rel=0.2)
     with LLM(**options) as again:
-        assert again.engine.profile == found
+        assert again.engine.prefetching.profile == found
 
 
 def test_cached_profile_with_an_invalid_value_is_not_read(tmp_path: Path) -> None:
@@ -60,5 +60,5 @@ def test_fixed_cutoff_learns_nothing(own_home: Path) -> None:
     with LLM(expert_memory="25%", dtype="float32", cutoff=3) as llm:
         llm.generate("def f(x):", SamplingParams(max_tokens=80, ignore_eos=True))
         llm.generate("x", SamplingParams(max_tokens=1))
-        assert llm.engine.cutoff == 3
+        assert llm.engine.prefetching.cutoff == 3
     assert not list(own_home.glob("profiles/*.json"))

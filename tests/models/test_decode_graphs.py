@@ -75,7 +75,7 @@ def test_inputs_live_as_long_as_the_recording() -> None:
     gc.collect()
     assert len(model.given) == 9
     assert all(tensor() is not None for tensor in model.given)
-    kv.decode_graphs.clear()
+    kv.graphs.clear()
     gc.collect()
     assert all(tensor() is None for tensor in model.given), "a state that is gone keeps nothing"
 

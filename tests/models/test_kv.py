@@ -36,7 +36,7 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
 def run(runner: ModelRunner, kv: KvState, *chunks: list[int]) -> torch.Tensor:
     """Logits of the last chunk."""
     for chunk in chunks:
-        logits = runner.forward(chunk, kv, keep=len(chunk))
+        logits = runner.forward(chunk, kv, num_logits=len(chunk))
     return logits
 
 
@@ -138,7 +138,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path) -> None
     runner = network_of(recurrent_target)
     kv, fresh = runner.new_kv(CAPACITY), runner.new_kv(CAPACITY)
     run(runner, kv, PROMPT)
-    kv.mark()
+    kv.snapshot()
     run(runner, kv, WRONG)
     kv.rewind(len(PROMPT) + 1)
     assert kv.length == len(PROMPT), "the mark, before what was asked for"
