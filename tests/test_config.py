@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from spmoe.config import (
     DTYPES,
-    EVICTIONS,
-    PREFETCH_POLICIES,
     Cutoff,
     CutoffMode,
     EngineConfig,
@@ -25,6 +23,8 @@ from spmoe.config import (
     home,
 )
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
+from spmoe.predict.policies import require_no_recording
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 
 def refusal(make: Any, *args: Any, **options: Any) -> str:
@@ -282,9 +282,7 @@ def test_engine_defaults() -> None:
     assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.ALL)
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"), [("prefetch", PREFETCH_POLICIES), ("eviction", EVICTIONS), ("dtype", DTYPES)]
-)
+@pytest.mark.parametrize(("name", "choices"), [("eviction", ("auto", *EVICTION_POLICIES.names())), ("dtype", DTYPES)])
 def test_choices(name: str, choices: tuple[str, ...]) -> None:
     for choice in choices:
         assert getattr(EngineConfig.make(model="target", **{name: choice}), name) == choice
@@ -294,7 +292,7 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "eviction", "rule"),
+    ("prefetch", "eviction", "policy"),
     [
         ("draft-gate", "auto", "draft-informed"),
         ("draft-gate+next-gate", "auto", "draft-informed"),
@@ -307,19 +305,31 @@ def test_choices(name: str, choices: tuple[str, ...]) -> None:
         ("next-gate", "lru-per-layer", "lru-per-layer"),
     ],
 )
-def test_a_baseline_has_the_eviction_it_was_published_with_unless_another_is_asked_for(
-    prefetch: str, eviction: str, rule: str
-) -> None:
-    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_rule == rule
+def test_eviction_auto_is_the_one_that_the_prefetch_policy_declares(prefetch: str, eviction: str, policy: str) -> None:
+    assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_policy == policy
 
 
-def test_only_the_oracle_is_refused_where_nothing_was_recorded() -> None:
-    for prefetch in PREFETCH_POLICIES:
-        config = EngineConfig.make(model="target", prefetch=prefetch)
+@pytest.mark.parametrize("prefetch", [*PREFETCH_POLICIES.names(), "draft-gate+next-gate", "activation+adaptive"])
+def test_prefetch_is_a_registered_policy_or_several_joined(prefetch: str) -> None:
+    assert EngineConfig.make(model="target", prefetch=prefetch).prefetch == prefetch
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sometimes", "", "ACTIVATION", None, "a\nb", "draft-gate+", "+", "draft-gate+magic", "lru", "oracle+oracle"],
+)
+def test_unknown_prefetch_policy_is_refused_with_all_names(wrong: str | None) -> None:
+    message = refusal(EngineConfig.make, model="target", prefetch=wrong)
+    names = ", ".join(PREFETCH_POLICIES.names())
+    assert message == f"prefetch must be one of {names}, or two of them joined by +, not {str(wrong)!r}"
+
+
+def test_only_policies_that_need_recorded_routing_are_refused_without_a_recording() -> None:
+    for prefetch in (*PREFETCH_POLICIES.names(), "draft-gate+next-gate"):
         if prefetch == "oracle":
-            assert "spmoe bench" in refusal(config.refuse_oracle)
+            assert "spmoe bench" in refusal(require_no_recording, prefetch)
         else:
-            config.refuse_oracle()
+            require_no_recording(prefetch)
 
 
 @pytest.mark.parametrize(

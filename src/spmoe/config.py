@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from spmoe.errors import UsageError
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-PREFETCH_POLICIES = ("activation", "adaptive", "draft-gate", "draft-gate+next-gate", "next-gate", "on-demand", "oracle")
-EVICTION_RULES = ("activation", "adaptive", "draft-informed", "lfru", "lfu", "lru", "lru-per-layer")
-EVICTIONS = ("auto", *EVICTION_RULES)
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that are no checkpoint of their own
 DraftTokens = int | Literal["auto"]
@@ -200,17 +198,9 @@ class EngineConfig:
         return cls(**options)
 
     @property
-    def eviction_rule(self) -> str:
-        """The eviction asked for or, where that is left to the policy, the one that it was published with, if any."""
-        return rule_for(self.prefetch, self.eviction)
-
-    def refuse_oracle(self) -> None:
-        """Refuse the policy that knows a request in advance, where none has been recorded."""
-        _require(
-            self.prefetch != "oracle",
-            "prefetch oracle knows the routing of a request that has been run before and recorded, which only `spmoe "
-            "bench` does; choose another policy",
-        )
+    def eviction_policy(self) -> str:
+        """Name of the eviction policy: the option or, for `auto`, the one that the prefetch policy declares."""
+        return eviction_for(self.prefetch, self.eviction)
 
     @property
     def most_draft_tokens(self) -> int:
@@ -232,8 +222,8 @@ class EngineConfig:
         for name in ("projection", "pin_memory", "batching", "overlap", "enforce_eager"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
-        _choose("prefetch", self.prefetch, PREFETCH_POLICIES)
-        _choose("eviction", self.eviction, EVICTIONS)
+        require_prefetch(self.prefetch)
+        require_eviction(self.eviction)
         _choose("dtype", self.dtype, DTYPES)
         _choose("device", self.device, DEVICES)
         own = self.draft is not None and (self.draft == "self" or self.draft.startswith("self:"))
@@ -271,10 +261,29 @@ def draft_tokens(given: Any) -> Any:
     return int(word)
 
 
-def rule_for(prefetch: str, eviction: str) -> str:
-    """The eviction rule: the one named or, for `auto`, the policy's own, if it was published with one."""
-    own = prefetch if prefetch in EVICTION_RULES else "draft-informed"
-    return own if eviction == "auto" else eviction
+def require_prefetch(name: object) -> str:
+    """Return the name of a registered prefetch policy, or of several joined by +; raise UsageError for any other."""
+    parts = str(name).split("+")
+    if len({*parts}) < len(parts) or any(part not in PREFETCH_POLICIES for part in parts):
+        names = ", ".join(PREFETCH_POLICIES.names())
+        raise UsageError(f"prefetch must be one of {names}, or two of them joined by +, not {str(name)!r}")
+    return str(name)
+
+
+def require_eviction(name: object) -> str:
+    """Return `auto` or the name of a registered eviction policy; raise UsageError for any other."""
+    if name != "auto" and name not in EVICTION_POLICIES:
+        names = ", ".join(("auto", *EVICTION_POLICIES.names()))
+        raise UsageError(f"eviction must be one of {names}, not {str(name)!r}")
+    return str(name)
+
+
+def eviction_for(prefetch: str, eviction: str) -> str:
+    """Return the eviction policy: the one named or, for `auto`, the one that the (first) prefetch policy declares."""
+    if eviction != "auto":
+        return eviction
+    own: str = PREFETCH_POLICIES.load(prefetch.split("+")[0]).eviction
+    return own
 
 
 def _require(holds: bool, message: str) -> None:

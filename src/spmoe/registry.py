@@ -9,6 +9,7 @@ that the command line can check an option before it imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes of one kind by name."""
+    """Classes of one kind by name. A class learns its name, as `cls.name`, when it is registered."""
 
     def __init__(self, kind: str, package: str, group: str) -> None:
         self.kind = kind  # as messages call it, such as "prefetch policy"
@@ -30,36 +31,44 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return every registered name, sorted, without importing what it stands for."""
-        outside = {point.name for point in entry_points(group=self._group)}
-        return tuple(sorted({*self._module_names(), *outside, *self._classes}))
+        """Return every registered name, sorted, without importing its class."""
+        return tuple(sorted({*self._module_names, *self._entry_point_names(), *self._classes}))
+
+    def __contains__(self, name: object) -> bool:
+        # entry points last: finding them reads the metadata of every installed distribution
+        return name in self._classes or name in self._module_names or name in self._entry_point_names()
 
     def require(self, name: str) -> str:
         """Return the name, or raise UsageError with the names that exist."""
-        if name not in self.names():
+        if name not in self:
             raise UsageError(f"unknown {self.kind} {name!r}; choose one of {', '.join(self.names())}")
         return name
 
     def load(self, name: str) -> type[T]:
         """Return the class of this name, importing its module first; raise UsageError if there is none."""
         if name not in self._classes:
-            if name in self._module_names():
+            if name in self._module_names:
                 import_module(f"{self._package}.{name.replace('-', '_')}")
             else:
                 self.require(name)
                 (point, *_) = entry_points(group=self._group, name=name)
-                self._classes[name] = point.load()
+                self.register(name)(point.load())
         return self._classes[name]
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Register the decorated class under this name; a later registration replaces an earlier one."""
 
         def add(cls: type[T]) -> type[T]:
+            cls.name = name  # type: ignore[attr-defined]  # T has no bound
             self._classes[name] = cls
             return cls
 
         return add
 
+    def _entry_point_names(self) -> set[str]:
+        return {point.name for point in entry_points(group=self._group)}
+
+    @cached_property
     def _module_names(self) -> set[str]:
         spec = find_spec(self._package)
         folders = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []

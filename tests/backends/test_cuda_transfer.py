@@ -37,7 +37,6 @@ from hypothesis.stateful import (
 
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
-from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.batches import ExpertBatch, PinnedLayer
 from spmoe.experts.eviction import make_eviction
@@ -45,6 +44,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 urgencies = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "wish"])
@@ -973,7 +973,7 @@ some_experts = st.integers(1, 255).map(lambda n: [e for e in range(8) if n >> e 
 some_steps = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 10_000])
 
 
-rules_in_turn = pytest.mark.parametrize("evictions", [EVICTION_RULES[::2], EVICTION_RULES[1::2]], ids=", ".join)
+rules_in_turn = pytest.mark.parametrize("evictions", [EVICTION_POLICIES.names()[::2], EVICTION_POLICIES.names()[1::2]], ids=", ".join)
 
 
 class DecodeGraphs(RuleBasedStateMachine):

@@ -25,7 +25,7 @@ from spmoe.config import EngineConfig
 from spmoe.draft.model import DraftModel
 from spmoe.engine.plan import make_plan
 from spmoe.errors import UsageError
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 
 COUNT = 14
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]

@@ -16,7 +16,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.draft import ngram
 from spmoe.draft.ngram import LONGEST, SHORTEST, NgramDraft
 from spmoe.engine.engine import Engine
-from spmoe.predict.next_gate import NextGate
+from spmoe.predict.policies.next_gate import NextGate
 from spmoe.types import Draft, Sequence
 from spmoe.verify.filters import probabilities
 from spmoe.verify.rejection import RejectionVerifier

@@ -18,7 +18,7 @@ from spmoe.engine.plan import make_plan
 from spmoe.errors import StoreError, UsageError
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.shipped import sample_text
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import Draft, Routing
 from spmoe.verify.filters import probabilities
 

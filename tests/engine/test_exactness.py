@@ -33,12 +33,12 @@ from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
-from spmoe.config import EVICTION_RULES, most_of
+from spmoe.config import most_of
 from spmoe.engine.engine import Engine
 from spmoe.experts.batches import ExpertBatch
 from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
-from spmoe.predict.next_gate import draft_gate_part
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import Draft, VerifyResult
 from spmoe.verify import rejection
 from spmoe.verify.greedy import GreedyVerifier
@@ -57,7 +57,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
     "cutoff": ("all", "1", "auto"),
     "draft": ("good", "random"),
-    "eviction": ("auto", *EVICTION_RULES),
+    "eviction": ("auto", *EVICTION_POLICIES.names()),
     "prefill_chunk": (3, 512),
 }
 
@@ -151,9 +151,9 @@ def test_greedy_output_is_that_of_transformers(
         assert engine.source.cache.peak <= engine.slots
         assert engine.notices == []
         assert engine.loop.draft_tokens == most_of(row["num_speculative_tokens"])
-        own = row["prefetch"] if row["prefetch"] in EVICTION_RULES else "draft-informed"
+        own = row["prefetch"] if row["prefetch"] in ("activation", "adaptive") else "draft-informed"
         assert engine.learned.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
-        assert (draft_gate_part(engine.loop.policy) is not None) == predicting
+        assert engine.loop.policy.uses_cutoff == predicting
         counters = engine.loop.counters
         assert (counters.drafted > 0) == drafting
         if predicting and row["cutoff"] != "auto":

@@ -27,7 +27,7 @@ from checkpoints import (
 )
 from spmoe import LLM, Completion, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import PrefetchRequests
 
 PROMPT = "the cat"

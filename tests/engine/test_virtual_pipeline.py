@@ -22,9 +22,9 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.policies.on_demand import OnDemand
 from spmoe.types import ExpertKey, LayerChunk, Routing, Stage
 
 LAYERS, EXPERTS, TOP_K, ROWS, STEPS = 8, 64, 2, 4, 6

@@ -12,7 +12,7 @@ from spmoe.bench.profile import Behaviour
 from spmoe.config import Cutoff, CutoffMode, SamplingParams
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
-from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Routing, Stage
 
 OBSERVED = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
@@ -46,8 +46,8 @@ class Observer(PrefetchPolicy):
         self._by, self._used = {}, set()
         return self._note(self._inner.begin_step(request), Stage.DRAFT)
 
-    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
-        return self._inner.ask(stage, depths, residual)
+    def predict_routing(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+        return self._inner.predict_routing(stage, depths, residual)
 
     def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
         return self._note(self._inner.on_chunk(seen), Stage.VERIFY if seen.stage is Stage.VERIFY else Stage.DRAFT)

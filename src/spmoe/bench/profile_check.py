@@ -13,7 +13,6 @@ from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.engine.llm import LLM, Completion
 from spmoe.predict.cutoff import ENOUGH_STEPS
 from spmoe.predict.latency import Costs
-from spmoe.predict.next_gate import draft_gate_part
 
 _DRAFTED = "draft-gate"
 
@@ -177,7 +176,7 @@ def _choices(
     engine = llm.engine
     changes = {"prefetch": _DRAFTED, "num_speculative_tokens": k, "cutoff": Cutoff(CutoffMode.AUTO)}
     apart.enter(("choices", k), changes)
-    if draft_gate_part(engine.loop.policy) is None:
+    if engine.cutoff is None:
         return None
     before = engine.loop.counters.verified
     for number in range(ENOUGH_STEPS):

@@ -86,7 +86,7 @@ def _subject(engine: Engine, draft: ModelRunner | None) -> Subject:
     return Subject(
         config.model, config.draft, str(engine.dtype).removeprefix("torch."), engine.device.type, config.shape,
         len(spec.experts), max(spec.experts), engine.target.top_k, spec.layout.nbytes,
-        draft.depth_count if draft is not None else 0, engine.slots, config.eviction_rule, config.link_gbps,
+        draft.depth_count if draft is not None else 0, engine.slots, config.eviction_policy, config.link_gbps,
     )  # fmt: skip
 
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import DRAFTS, EVICTIONS, PREFETCH_POLICIES, EngineConfig, SamplingParams
+from spmoe.config import DRAFTS, EngineConfig, SamplingParams
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
-_POLICIES = ", ".join(policy for policy in PREFETCH_POLICIES if policy != "oracle")  # which is for benchmarks
+_PREFETCH = f"{', '.join(PREFETCH_POLICIES.names())}, or two joined by +"
+_EVICTION = f"auto (the one that suits the prefetch policy), {', '.join(EVICTION_POLICIES.names())}"
 
 
 def _engine(
@@ -43,7 +45,7 @@ def _engine(
         ),
     ] = "4",
     prefetch: Annotated[
-        str, typer.Option(help=f"Which experts are fetched ahead: {_POLICIES}; docs/policies.md tells them apart.")
+        str, typer.Option(help=f"Prefetch policy: {_PREFETCH}; see docs/policies.md.")
     ] = "draft-gate",
     cutoff: Annotated[
         str, typer.Option(help="Layers to prefetch for: auto (from a profile), just-in-time, none (all) or a number.")
@@ -53,7 +55,7 @@ def _engine(
         typer.Option("--projection/--no-projection", help="Predict through maps that `spmoe fit-predictor` fitted."),
     ] = True,
     eviction: Annotated[
-        str, typer.Option(help=f"What leaves full slots: {', '.join(EVICTIONS)}; auto: what suits the policy.")
+        str, typer.Option(help=f"Eviction policy: {_EVICTION}.")
     ] = "auto",
     expert_memory: Annotated[
         str, typer.Option(help="Memory for experts: a size (6GiB) or a share of all experts (25%).")
@@ -85,7 +87,6 @@ def _engine(
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # before anything heavy is imported
-    config.refuse_oracle()
     for name in (config.model, config.draft):
         if name and name not in DRAFTS:
             model_directory(name)

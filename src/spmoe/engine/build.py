@@ -32,7 +32,8 @@ from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Timeline
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies import require_no_recording
+from spmoe.predict.policies.on_demand import OnDemand
 from spmoe.predict.projection import HiddenStateProjection
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
 
     `store`: the experts, already in host memory, given up by the room of an engine that is closed.
     """
-    config.refuse_oracle()
+    require_no_recording(config.prefetch)
     device = choose_device(config.device)
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
@@ -71,7 +72,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     timeline, transfer = Timeline(), room.transfer
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
-    eviction = make_eviction(config.eviction_rule, spec.experts)
+    eviction = make_eviction(config.eviction_policy, spec.experts)
     threaded = room.cuda is None or config.link_gbps is not None  # an emulated link is waited for on the host
     source = ExpertSource(
         room.slots, transfer, eviction, spec.layout.nbytes, clock, Counters(), threaded=threaded, timeline=timeline
@@ -99,7 +100,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         engine = Engine(
             config, models.dtype, tokenizer, target, loop, source, spec, budget.slots, clock, limit, device, room,
             budget, checkpoint, draft_checkpoint, drafter, make_policy,
-            LearnedState({config.eviction_rule: eviction}), projection, notices=notices,
+            LearnedState({config.eviction_policy: eviction}), projection, notices=notices,
         )  # fmt: skip
         loop.length = engine.draft_length(config)
         loop.policy = make_policy(engine)

@@ -36,7 +36,7 @@ def profile_settings(
         "enforce_eager": config.enforce_eager,
         "pin_memory": config.pin_memory,
         "prefetch": config.prefetch,  # what is missing, which is learnt, depends on it and on what follows
-        "eviction": config.eviction_rule,
+        "eviction": config.eviction_policy,
         "batching": config.batching,
         "overlap": config.overlap,
         **asdict(inputs),

@@ -28,11 +28,11 @@ from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
-from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile, choose_cutoff
 from spmoe.predict.draft_length import DraftLength
-from spmoe.predict.next_gate import draft_gate_part
-from spmoe.predict.oracle import Recording, RoutingRecorder
+from spmoe.predict.policies import require_no_recording
+from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
+from spmoe.predict.policies.oracle import RoutingRecorder
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.types import ExpertKey
 
@@ -78,7 +78,7 @@ class Engine:
     notices: list[str] = field(default_factory=list)  # where the engine does less than was asked, and why
     profile_file: Path | None = None  # where the profile is kept, when the cutoff is computed from one
     learnt: dict[Path, Profile] = field(default_factory=dict)  # by the file in which it will be kept
-    recording: Recording | None = None  # what the oracle knows: the routing of the request that runs next
+    recording: RecordedRouting | None = None  # what the oracle knows: the routing of the request that runs next
     since: Counters = field(default_factory=Counters)  # counters from which on the present policy and K are to learn
 
     def reconfigure(self, learned: LearnedState | None = None, **changes: Any) -> None:
@@ -94,17 +94,17 @@ class Engine:
         if k and self.draft is None:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if self.recording is None:
-            config.refuse_oracle()
+            require_no_recording(config.prefetch)
         if config == self.config and learned is None:
             return
         self._keep_learnt()
-        rule, known = config.eviction_rule, (learned or self.learned).evictions
+        rule, known = config.eviction_policy, (learned or self.learned).evictions
         if new := rule not in known:
             known[rule] = make_eviction(rule, self.store.experts)
         if learned is not None:
             self.learned.residents, self.learned = residents(self.source), learned
             exchange(self.source, known[rule], [] if new else learned.residents)  # a new rule knows of nobody there
-        elif rule != self.config.eviction_rule:
+        elif rule != self.config.eviction_policy:
             self.source.change_eviction(known[rule])
         self.config = config
         self.source.loads.batching = config.batching
@@ -116,7 +116,7 @@ class Engine:
         self.loop.policy = self.make_policy(self)
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self) -> Iterator[RecordedRouting]:
         """Run one request inside, on demand, to have its routing recorded; set it as `recording` for the oracle."""
         policy, recorder = self.loop.policy, RoutingRecorder()
         self.loop.policy = recorder
@@ -127,14 +127,15 @@ class Engine:
 
     def learn_cutoff(self) -> None:
         """Compute an automatic cutoff anew from what requests so far have missed, once they are enough to tell."""
-        counters, policy = self.loop.counters.minus(self.since), draft_gate_part(self.loop.policy)
-        if self.profile is None or policy is None or counters.verified < ENOUGH_STEPS:
+        counters = self.loop.counters.minus(self.since)
+        if self.profile is None or not self.loop.policy.uses_cutoff or counters.verified < ENOUGH_STEPS:
             return
         layers = len(self.target.moe)
         self.profile = replace(self.profile, missing_per_layer=counters.missing / counters.verified / layers)
         usual = self.loop.draft_tokens if self.loop.length is None else round(counters.drafted / counters.verified)
         inputs = cutoff_inputs(self.store, self.target.top_k, self.slots, usual)
-        self.cutoff = policy.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
+        self.cutoff = choose_cutoff(self.config.cutoff, self.profile, inputs)
+        self.loop.policy.set_cutoff(self.cutoff)
 
     def draft_length(self, config: EngineConfig) -> DraftLength | None:
         """Who chooses how many tokens are drafted, with what it has learnt, where that is left open."""

@@ -15,8 +15,8 @@ from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity
-from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.draft_length import FIRST, DraftLength
+from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import DraftOutcome, LayerChunk, Routing, Sequence, Stage
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.rejection import RejectionVerifier
@@ -27,7 +27,7 @@ class Lookout:
 
     def __init__(self, loop: Loop, stage: Stage) -> None:
         self._loop = loop
-        self.ask = partial(loop.policy.ask, stage)
+        self.ask = partial(loop.policy.predict_routing, stage)
 
     def __call__(self, seen: LayerChunk) -> None:
         if seen.stage in self._loop.policy.stages:

@@ -21,6 +21,8 @@ from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skelet
 from spmoe.models.predictors import find_predictor
 from spmoe.models.rotary_table import table_bytes
 from spmoe.predict.cutoff import Profile, choose_cutoff
+from spmoe.predict.policies import plan_policy, require_no_recording
+from spmoe.predict.policies.base import Need, PolicyContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Plan:
 
 def make_plan(config: EngineConfig) -> Plan:
     """Read configs and file headers only."""
+    require_no_recording(config.prefetch)
     checkpoint = Checkpoint.find(config.model)
     dtype = checkpoint.dtype(config.dtype)
     model = load_skeleton(checkpoint)
@@ -94,7 +97,17 @@ def make_plan(config: EngineConfig) -> Plan:
     slots = memory.slots
     profile, layers = None, None
     fits = bool(own) or (draft is not None and (predictor is not None or _width(draft) == text.hidden_size))
-    if fits and "draft-gate" in config.prefetch:
+    policy = plan_policy(
+        config.prefetch,
+        PolicyContext(
+            spec.experts,
+            gated_layers=range(len(spec.experts)),
+            drafting=draft_tokens > 0,
+            draft_depth=runners[1][1].depth_count if draft is not None else None,
+            unmet={} if fits else {Need.DRAFT_STATES: ""},
+        ),
+    )
+    if policy.uses_cutoff:
         inputs = cutoff_inputs(spec, top_k, slots, usual_draft_tokens(config.num_speculative_tokens))
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft, inputs)))
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
@@ -128,20 +141,12 @@ def make_plan(config: EngineConfig) -> Plan:
         draft_bytes=(_parameters(draft_model) * dtype.itemsize if draft_model is not None else 0) + maps + own,
         predictor=str(predictor) if predictor else None,
         num_speculative_tokens=config.num_speculative_tokens if draft_tokens else 0,
-        prefetch=_prefetch(config, fits),
+        prefetch=policy.name,
         emulated_link_gbps=config.link_gbps,
         profile=profile,
         cutoff=str(config.cutoff),
         cutoff_layers=layers,
     )
-
-
-def _prefetch(config: EngineConfig, fits: bool) -> str:
-    """What is left of the policy where the draft has nothing to predict from."""
-    if fits or "draft-gate" not in config.prefetch:
-        return config.prefetch
-    own_signals = "next-gate" in config.prefetch or config.draft == "ngram"
-    return "next-gate" if own_signals else "on-demand"
 
 
 def _inspect(checkpoint: Checkpoint, model: Any) -> Inspection:

@@ -1,86 +1,81 @@
-"""Which prefetch policy an engine gets, with what cutoff, and what is left of it where nothing can be predicted."""
+"""The prefetch policy of an engine: what the engine offers to policies, and the cutoff."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from spmoe.config import CutoffMode
+from spmoe.draft.base import Drafter
 from spmoe.draft.model import DraftModel
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.profiling import measure, profile_path, read_profile, write_profile
-from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
-from spmoe.predict.activation import Activation
-from spmoe.predict.adaptive import Adaptive
-from spmoe.predict.base import PrefetchPolicy
 from spmoe.predict.cutoff import choose_cutoff
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.next_gate import CombinedPolicy, NextGate
-from spmoe.predict.on_demand import OnDemand
-from spmoe.predict.oracle import Oracle
+from spmoe.predict.policies import plan_policy
+from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
 
 
 def make_policy(engine: Engine) -> PrefetchPolicy:
-    """The policy asked for, or what is left of it; what is missing becomes a notice."""
-    wanted, target = engine.config.prefetch, engine.target
-    own_signals = bool(target.gated) and target.has_hidden_states
-    if wanted == "oracle":
-        return Oracle(lambda: engine.recording or [])  # without a budget: what it prefetch requests for is needed
-    if wanted == "activation":
-        policy = _kept(engine, lambda: Activation(engine.store.experts))
-    elif wanted == "adaptive" and own_signals:
-        policy = _kept(engine, lambda: Adaptive(target, target.gated))
-    else:
-        policy = _by_gates(engine, own_signals)
-    if not isinstance(policy, OnDemand):
-        _note_silent_layers(engine, policy)
-        # more than the slots can hold at once would push itself out again within the step
+    """Make the policy that the configuration names, or its fallback; append notices to the engine's."""
+    context = policy_context(engine)
+    plan = plan_policy(engine.config.prefetch, context)
+    engine.notices += [notice for notice in plan.notices if notice not in engine.notices]
+    if plan.uses_cutoff:
+        engine.cutoff = _find_cutoff(engine)
+        context = replace(context, cutoff=engine.cutoff)
+    policy = plan.build(context)
+    if policy.learns:
+        policy = _keep(engine, policy)
+    if policy.uses_step_budget:
+        # more bytes than the slots hold would evict prefetches of the same step before they are used
         engine.source.grants.step_budget = engine.slots * engine.store.layout.nbytes
     return policy
 
 
-def _kept(engine: Engine, make: Callable[[], PrefetchPolicy]) -> PrefetchPolicy:
-    """A policy with what it learnt when it ran before."""
-    name = (engine.config.prefetch, engine.config.num_speculative_tokens)
-    policies = engine.learned.policies
-    if name not in policies:
-        policies[name] = make()
-    return policies[name]
+def policy_context(engine: Engine) -> PolicyContext:
+    """Describe what the engine offers to policies; the cutoff is not known yet."""
+    target, drafter = engine.target, engine.loop.drafter
+    runner = drafter.runner if isinstance(drafter, DraftModel) else None
+    recorded = engine.recording is not None
+    return PolicyContext(
+        experts_per_layer=engine.store.experts,
+        gates=target,
+        gated_layers=target.gated,
+        drafting=not isinstance(drafter, NoDraft),
+        draft_depth=None if runner is None else runner.depth_count,
+        draft_routes=isinstance(runner, QuantizedSelfRunner),
+        projection=engine.projection,
+        recorded_routing=lambda: engine.recording or [],  # the engine gets another recording for every request
+        unmet={
+            **_unmet_by_draft(drafter, target, engine.projection),
+            **_unmet_by_target(target),
+            **({} if recorded else {Need.RECORDED_ROUTING: NO_RECORDING}),
+        },
+    )
 
 
-def _by_gates(engine: Engine, own_signals: bool) -> PrefetchPolicy:
-    """Prediction by the target's gates, of the draft's states, of the target's own, or both."""
-    wanted, target, drafter = engine.config.prefetch, engine.target, engine.loop.drafter
-    first = second = None
-    if "draft-gate" in wanted and isinstance(drafter, DraftModel):
-        first = _draft_gate(engine, drafter)
-    elif "draft-gate" in wanted and not isinstance(drafter, NoDraft):
-        then = "the target's own layers predict the next one's" if own_signals else "they are loaded on demand"
-        _note(engine, f"a draft without a model has no hidden states to predict experts from; {then}")
-        second = NextGate(target, only=target.gated) if own_signals else None
-    if "next-gate" in wanted and own_signals:
-        second = NextGate(target, only=target.gated, sure=first is not None)
-    elif "next-gate" in wanted or wanted == "adaptive":
-        _note(engine, "the target's gates cannot be called alone, so its layers predict nothing")
-    if first is not None and second is not None:
-        return CombinedPolicy(first, second)
-    return first or second or OnDemand()
+def _keep(engine: Engine, policy: PrefetchPolicy) -> PrefetchPolicy:
+    """Return the policy that learned from earlier requests with this configuration; keep `policy` if there is none."""
+    key = (engine.config.prefetch, engine.config.num_speculative_tokens)
+    kept = engine.learned.policies.setdefault(key, policy)
+    if engine.cutoff is not None:
+        kept.set_cutoff(engine.cutoff)
+    return kept
 
 
-def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
-    """Prediction from the draft, its cutoff taken from a profile that is made if there is none yet."""
-    config, target = engine.config, engine.target
-    if (reason := _no_prediction(target, drafter.runner, engine.projection)) is not None:
-        _note(engine, f"{reason}; experts are loaded on demand")
-        return None
+def _find_cutoff(engine: Engine) -> int:
+    """Choose the cutoff from a profile, which is measured if there is none yet."""
+    config, target, drafter = engine.config, engine.target, engine.loop.drafter
     usual = usual_draft_tokens(config.num_speculative_tokens)
     inputs = cutoff_inputs(engine.store, target.top_k, engine.slots, usual)
     if config.cutoff.mode is not CutoffMode.FIXED:
+        if not isinstance(drafter, DraftModel):
+            return len(engine.store.experts)  # the profile is one of a draft and a target
         file = profile_path(profile_settings(config, engine.checkpoint, engine.draft_checkpoint, inputs))
         engine.profile_file = file
         engine.profile, steps = engine.learned.learnt.get(file, (read_profile(file), Counters()))
@@ -89,40 +84,35 @@ def _draft_gate(engine: Engine, drafter: DraftModel) -> DraftGate | None:
             engine.profile = measure(target, drafter.runner, engine.source, inputs, engine.clock, wait)
             write_profile(file, engine.profile)
         engine.since = engine.loop.counters.minus(steps)
-    engine.cutoff = choose_cutoff(config.cutoff, engine.profile, inputs)
-    only = None if isinstance(drafter.runner, QuantizedSelfRunner) else target.gated  # its own routers answer for all
-    return DraftGate(target, drafter.runner.depth_count, engine.cutoff, engine.projection, only)
+    return choose_cutoff(config.cutoff, engine.profile, inputs)
 
 
-def _note_silent_layers(engine: Engine, policy: PrefetchPolicy) -> None:
-    """Say so where gates are asked and some layers have none that can be."""
-    target, drafter = engine.target, engine.loop.drafter
-    own_routers = isinstance(drafter, DraftModel) and isinstance(drafter.runner, QuantizedSelfRunner)
-    asks = isinstance(policy, (NextGate, CombinedPolicy)) or (isinstance(policy, DraftGate) and not own_routers)
-    if asks and not target.gates_found:
-        count, layers = len(target.moe) - len(target.gated), len(target.moe)
-        _note(
-            engine,
-            f"{count} of {layers} MoE layers have no gate that can be called alone; theirs are loaded on demand",
-        )
-
-
-def _note(engine: Engine, notice: str) -> None:
-    if notice not in engine.notices:
-        engine.notices.append(notice)
-
-
-def _no_prediction(target: Target, draft: ModelRunner, projection: HiddenStateProjection | None) -> str | None:
-    """Why the draft's hidden states cannot go through the target's gates, if they cannot."""
-    if isinstance(draft, QuantizedSelfRunner):
-        return None  # its own routers answer
+def _unmet_by_target(target: Target) -> dict[Need, str]:
+    """Say why policies cannot predict from the target's hidden states, if they cannot."""
     if not target.gated:
-        return "the target's gates cannot be called alone"
+        return {Need.TARGET_STATES: "the target's gates cannot be called alone"}
+    if not target.has_hidden_states:
+        return {Need.TARGET_STATES: "the target's hidden states cannot be read"}
+    return {}
+
+
+def _unmet_by_draft(drafter: Drafter, target: Target, projection: HiddenStateProjection | None) -> dict[Need, str]:
+    """Say why policies cannot predict from the draft, if they cannot; "" where nothing is drafted."""
+    if isinstance(drafter, NoDraft):
+        return {Need.DRAFT_STATES: ""}
+    if not isinstance(drafter, DraftModel):
+        return {Need.DRAFT_STATES: "a draft without a model has no hidden states to predict experts from"}
+    draft = drafter.runner
+    if isinstance(draft, QuantizedSelfRunner):
+        return {}  # its own routers predict
+    if not target.gated:
+        return {Need.DRAFT_STATES: "the target's gates cannot be called alone"}
     if not draft.has_hidden_states:
-        return "the draft's hidden states cannot be tapped"
+        return {Need.DRAFT_STATES: "the draft's hidden states cannot be read"}
     if draft.hidden_size != target.hidden_size and projection is None:
-        return (
-            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so its states fit no gate "
-            "unless `spmoe fit-predictor` fits maps between them"
+        reason = (
+            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so the target's gates do not "
+            "accept the draft's hidden states unless `spmoe fit-predictor` fits maps between them"
         )
-    return None
+        return {Need.DRAFT_STATES: reason}
+    return {}

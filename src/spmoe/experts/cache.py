@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmoe.experts.batches import PinnedLayer
-from spmoe.experts.eviction import Eviction
-from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.eviction import Eviction, ScoredEviction
 from spmoe.experts.transfer import CopyHandle
 from spmoe.types import ExpertKey, Residency
 
@@ -105,7 +104,7 @@ class ExpertCache:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            victims = self.eviction.victims(1, self._staying(), self.eviction.worth(key), key.layer)
+            victims = self.eviction.victims(1, self._staying(), self.eviction.score(key), key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])

@@ -1,1 +1,1 @@
-"""Guesses at which experts will be needed."""
+"""Prediction of the experts that will be needed: policies, projection, cutoff, latency model, draft length."""
