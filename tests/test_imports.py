@@ -32,7 +32,7 @@ TIERS = (
 LEAVES = {  # and what they may import
     "gc_pause": set(),
     "registry": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "registry"},
     "errors": set(),
     "files": {"errors"},
     "observe": {"config", "errors", "files", "types"},

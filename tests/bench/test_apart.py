@@ -12,7 +12,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.apart import Apart
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.eviction import ScoredEviction
 from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import FileTransfer, FutureHandle
 

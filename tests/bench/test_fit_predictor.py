@@ -17,8 +17,8 @@ from spmoe.bench.fit_predictor import Fit, fit_predictor
 from spmoe.bench.predictability import measure_predictability
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.predictors import predictor_path, write_predictor
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.policies.on_demand import OnDemand
 
 TEXT = Path(__file__).read_text()
 OTHER_TEXT = Path(__file__).with_name("test_figures.py").read_text()

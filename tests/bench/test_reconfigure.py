@@ -18,8 +18,8 @@ from spmoe.engine.profiling import read_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.policies.on_demand import OnDemand
 
 PROMPT = "the cat"
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)

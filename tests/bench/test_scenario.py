@@ -12,9 +12,13 @@ import pytest
 from spmoe.bench.jobs import Case, cases_of, make_job
 from spmoe.bench.scenario import Matrix, make_matrix, read_scenario
 from spmoe.bench.settings import ABLATIONS, Setting, System, settings_of
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, EngineConfig, Size
+from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.models.widen import SHAPES
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
+
+POLICIES = [*PREFETCH_POLICIES.names(), "draft-gate+next-gate"]
+EVICTIONS = ["auto", *EVICTION_POLICIES.names()]
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
@@ -44,9 +48,9 @@ def test_configurations_are_the_cross_product_in_the_order_given() -> None:
 
 
 def test_without_a_draft_only_its_own_predictions_are_lost() -> None:
-    found = settings_of([HALF], [System(policy) for policy in PREFETCH_POLICIES], [0])
+    found = settings_of([HALF], [System(policy) for policy in POLICIES], [0])
     policies = {one.prefetch for one in found}
-    assert policies == {policy for policy in PREFETCH_POLICIES if "draft-gate" not in policy}
+    assert policies == {policy for policy in POLICIES if "draft-gate" not in policy}
     named = settings_of([HALF], [System("draft-gate", name="SP-MoE"), System("next-gate", name="other")], [0, 1])
     assert [(one.prefetch, one.system) for one in named] == [
         ("on-demand", None), ("draft-gate", "SP-MoE"), ("next-gate", "other"), ("next-gate", "other")
@@ -169,8 +173,8 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_all_that_can_be_chosen_can_be_named() -> None:
-    found = make_matrix({"policies": list(PREFETCH_POLICIES), "evictions": list(EVICTIONS)}, "here")
-    assert len(found.systems) == len(PREFETCH_POLICIES) * len(EVICTIONS)
+    found = make_matrix({"policies": POLICIES, "evictions": EVICTIONS}, "here")
+    assert len(found.systems) == len(POLICIES) * len(EVICTIONS)
 
 
 @pytest.mark.parametrize(

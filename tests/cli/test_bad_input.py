@@ -355,7 +355,6 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
         (("--expert-memory", "0"), ("'0' is not a size",)),
         (("--expert-memory", "200%"), ("'200%' is not a size",)),
         (("--prefetch", "foo"), ("prefetch", "'foo'", "next-gate, on-demand")),
-        (("--prefetch", "oracle"), ("oracle", "spmoe bench", "choose another policy")),
         (("--eviction", "foo"), ("eviction", "'foo'", "auto", "lru-per-layer")),
         (("--dtype", "foo"), ("dtype", "'foo'", "bfloat16")),
         (("--max-tokens", "0"), ("max_tokens", "at least 1")),
@@ -371,6 +370,12 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
 )
 def test_bad_option(options: tuple[str, ...], words: tuple[str, ...], invoke: Invoke) -> None:
     invoke("run", "no-such-model", "--prompt", "hello", *options).refused(2, *words)
+
+
+def test_policy_that_needs_recorded_routing(mixtral_pair: Any, invoke: Invoke) -> None:
+    for verb in (("run", "--prompt", "hello"), ("info",)):
+        refused = invoke(verb[0], str(mixtral_pair.target), *verb[1:], "--prefetch", "oracle")
+        refused.refused(2, "oracle", "spmoe bench", "choose another policy")
 
 
 def test_unknown_command(invoke: Invoke) -> None:

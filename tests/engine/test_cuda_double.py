@@ -38,7 +38,7 @@ from spmoe.engine import build
 from spmoe.engine.llm import Generation
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
-from spmoe.experts.draft_informed import DraftInformed
+from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fused_gates import FusedGates

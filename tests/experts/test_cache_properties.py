@@ -21,7 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmoe.config import EVICTION_RULES
 from spmoe.errors import TransferError
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import make_eviction
@@ -29,6 +28,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyHandle, CopyJob, HostPaced
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
@@ -50,7 +50,7 @@ durations = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.0, 2.0, 5.0])
 copy_seconds = st.sampled_from([0.25, 1.0, 1.0, 4.0])
 
 
-evictions = pytest.mark.parametrize("eviction", EVICTION_RULES)
+evictions = pytest.mark.parametrize("eviction", EVICTION_POLICIES.names())
 
 
 class DecodeGraphs(RuleBasedStateMachine):
@@ -149,7 +149,7 @@ class DecodeGraphs(RuleBasedStateMachine):
             self.room.finish()
 
 
-@pytest.mark.parametrize("evictions", [EVICTION_RULES[::2], EVICTION_RULES[1::2]], ids=", ".join)
+@pytest.mark.parametrize("evictions", [EVICTION_POLICIES.names()[::2], EVICTION_POLICIES.names()[1::2]], ids=", ".join)
 def test_any_program_keeps_the_invariants(evictions: Sequence[str]) -> None:
     modest = settings(
         max_examples=200,

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from experts_helpers import LAYOUT, blob_of, fill, own_threads, spec_of, within
 
-from spmoe.config import EVICTION_RULES
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.batches import ExpertBatch
 from spmoe.experts.eviction import make_eviction
@@ -22,6 +21,7 @@ from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.experts.transfer import CopyHandle, CopyJob, FileTransfer, HostPaced, Transfer
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 EXPERTS = (6, 4, 6, 5)
@@ -187,7 +187,7 @@ def stand(tmp_path: Path) -> Iterator[Callable[..., Stand]]:
     assert own_threads() == before
 
 
-@pytest.mark.parametrize("eviction", EVICTION_RULES)
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES.names())
 @pytest.mark.parametrize("slots", [1, 2, 7])
 @pytest.mark.parametrize(("fault_rate", "throttled"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_every_wave_is_right_whatever_happens(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from spmoe.config import EVICTION_RULES
 from spmoe.errors import TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import ThrottledTransfer, VirtualTransfer
@@ -16,6 +15,7 @@ from spmoe.experts.source import ExpertSource
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 LAYERS, EXPERTS = 4, 4
@@ -163,7 +163,7 @@ def test_a_failed_copy_is_told_where_the_expert_is_used() -> None:
         place.use(1, 0, 1)
 
 
-@pytest.mark.parametrize("rule", EVICTION_RULES)
+@pytest.mark.parametrize("rule", EVICTION_POLICIES.names())
 def test_another_rule_takes_over_what_is_resident(rule: str) -> None:
     place = Place(slots=4, rule="lru")
     lru = place.source.cache.eviction

@@ -1,4 +1,4 @@
-"""Draft-driven prediction: which prefetch requests come of what the draft's layers produced."""
+"""The policy `draft-gate`: prefetch requests from the draft's hidden states. And `on-demand`, which makes none."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.policies.on_demand import OnDemand
 from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequest, Routing, Stage
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 
 
 class LinearGates:
-    """A target with one linear gate per MoE layer, and a note of what was asked of them."""
+    """One linear gate per MoE layer; records the layers of every call."""
 
     hidden_size = HIDDEN
 
@@ -29,18 +29,18 @@ class LinearGates:
         self.depth_count = depth_count
         rng = torch.Generator().manual_seed(1)
         self.weights = torch.randn(len(layer_depths), EXPERTS, HIDDEN, generator=rng)
-        self.asked: list[list[int]] = []  # by call
+        self.calls: list[list[int]] = []
 
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         assert residual.shape[0] == len(layers)
-        self.asked.append(list(layers))
+        self.calls.append(list(layers))
         logits = torch.einsum("lrh,leh->lre", residual, self.weights[list(layers)])
         best = logits.softmax(dim=-1).topk(TOP_K, dim=-1)
         return Routing(best.indices, best.values / best.values.sum(dim=-1, keepdim=True))
 
 
 class FixedGates:
-    """Gates that answer what they are told, whatever the state."""
+    """Gates that return fixed routing, whatever the hidden states are."""
 
     hidden_size = 1
 
@@ -53,7 +53,7 @@ class FixedGates:
         return Routing(self._experts[list(layers)], self._scores[list(layers)])
 
 
-def seen(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> LayerChunk:
+def chunk(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> LayerChunk:
     """A chunk of decoder layers from `first` on."""
     depths = range(first, first + len(residual))
     return LayerChunk(stage, depths, depth_count or depths.stop, residual)
@@ -63,8 +63,8 @@ def states(depths: int, rows: int = 3) -> Tensor:
     return torch.randn(depths, rows, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
-def expected_wishes(gates: LinearGates, layer_states: dict[int, Tensor]) -> dict[ExpertKey, float]:
-    """Row by row, layer by layer: the best score that any row gives an expert it picks."""
+def expected_requests(gates: LinearGates, layer_states: dict[int, Tensor]) -> dict[ExpertKey, float]:
+    """Compute, row by row and layer by layer, the best score that any row gives to an expert it selects."""
     prefetches: dict[ExpertKey, float] = {}
     for layer, rows in layer_states.items():
         for row in rows:
@@ -86,22 +86,22 @@ def check(prefetches: list[PrefetchRequest], expected: dict[ExpertKey, float]) -
 
 
 @pytest.mark.parametrize("cutoff", [0, 1, 3, 5, 9])
-def test_wishes_for_what_the_targets_gates_pick_and_to_fetch_only_before_the_cutoff(cutoff: int) -> None:
+def test_requests_what_the_gates_select_and_fetches_below_the_cutoff(cutoff: int) -> None:
     gates = LinearGates(range(5), 5)
     residual = states(5)
-    prefetches = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_chunk(seen(residual)))
-    check(prefetches, expected_wishes(gates, {layer: residual[layer] for layer in range(5)}))
-    assert gates.asked == [[0, 1, 2, 3, 4]]  # in one call
+    prefetches = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_chunk(chunk(residual)))
+    check(prefetches, expected_requests(gates, {layer: residual[layer] for layer in range(5)}))
+    assert gates.calls == [[0, 1, 2, 3, 4]]  # in one call
     assert all(0.0 <= w.score <= 1.0 for w in prefetches)
     assert all(w.fetch == (w.key.layer < cutoff) for w in prefetches)
 
 
-def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> None:
+def test_one_request_per_expert_with_its_best_score_and_its_layer_as_deadline() -> None:
     gates = FixedGates(
         experts=[[[0, 3], [3, 0], [3, 1]], [[2, 0], [2, 0], [2, 0]]],
         scores=[[[0.7, 0.3], [0.6, 0.4], [0.9, 0.1]], [[0.8, 0.2], [0.55, 0.45], [0.6, 0.4]]],
     )
-    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(seen(torch.zeros(2, 3, 1))))
+    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(chunk(torch.zeros(2, 3, 1))))
     assert {w.key: w.score for w in prefetches} == pytest.approx(
         {(0, 0): 0.7, (0, 3): 0.9, (0, 1): 0.1, (1, 2): 0.8, (1, 0): 0.45}
     )
@@ -109,24 +109,24 @@ def test_one_wish_per_expert_with_its_best_score_and_its_layer_as_deadline() -> 
     assert all(w.deadline == w.key.layer for w in prefetches)
 
 
-def test_an_expert_that_two_layers_want_is_two_keys() -> None:
+def test_equal_expert_indices_of_two_layers_are_two_requests() -> None:
     gates = FixedGates(experts=[[[4]], [[4]]], scores=[[[1.0]], [[1.0]]])
-    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(seen(torch.zeros(2, 1, 1))))
+    prefetches = list(DraftGate(gates, draft_depth=2, cutoff=2).on_chunk(chunk(torch.zeros(2, 1, 1))))
     assert prefetches == [PrefetchRequest(ExpertKey(0, 4), 1.0, 0), PrefetchRequest(ExpertKey(1, 4), 1.0, 1)]
 
 
 @pytest.mark.parametrize("draft_depth", [2, 4, 6, 9])
 @pytest.mark.parametrize("sizes", [[1], [2, 1], [3], [4, 2]])
-def test_slabs_of_one_and_of_many_layers_give_the_same_wishes(draft_depth: int, sizes: list[int]) -> None:
+def test_requests_do_not_depend_on_chunk_sizes(draft_depth: int, sizes: list[int]) -> None:
     residual = states(draft_depth)
 
-    def prefetches(slab_sizes: list[int]) -> list[PrefetchRequest]:
+    def prefetches(chunk_sizes: list[int]) -> list[PrefetchRequest]:
         policy = DraftGate(LinearGates(range(1, 6), 6), draft_depth, cutoff=4)
         out: list[PrefetchRequest] = []
         first = turn = 0
         while first < draft_depth:
-            last = min(first + slab_sizes[turn % len(slab_sizes)], draft_depth)
-            out += policy.on_chunk(seen(residual[first:last], first, draft_depth))
+            last = min(first + chunk_sizes[turn % len(chunk_sizes)], draft_depth)
+            out += policy.on_chunk(chunk(residual[first:last], first, draft_depth))
             first, turn = last, turn + 1
         return out
 
@@ -139,45 +139,45 @@ def test_slabs_of_one_and_of_many_layers_give_the_same_wishes(draft_depth: int, 
 
 
 @pytest.mark.parametrize("draft_depth", [2, 4, 8])
-def test_each_layer_is_predicted_from_the_draft_layer_it_is_mapped_to(draft_depth: int) -> None:
+def test_each_layer_is_predicted_from_its_draft_layer(draft_depth: int) -> None:
     gates = LinearGates(range(4), 4)
     residual = states(draft_depth)
     source = {2: [0, 0, 1, 1], 4: [0, 1, 2, 3], 8: [1, 3, 5, 7]}[draft_depth]
-    prefetches = list(DraftGate(gates, draft_depth, cutoff=4).on_chunk(seen(residual)))
-    check(prefetches, expected_wishes(gates, {layer: residual[depth] for layer, depth in enumerate(source)}))
+    prefetches = list(DraftGate(gates, draft_depth, cutoff=4).on_chunk(chunk(residual)))
+    check(prefetches, expected_requests(gates, {layer: residual[depth] for layer, depth in enumerate(source)}))
 
 
-def test_dense_layers_of_the_target_are_not_wished_for_and_shift_nothing() -> None:
+def test_dense_layers_of_the_target_are_skipped() -> None:
     gates = LinearGates([1, 3], 4)  # decoder layers 0 and 2 have no experts
     residual = states(4)
-    prefetches = list(DraftGate(gates, draft_depth=4, cutoff=2).on_chunk(seen(residual)))
-    check(prefetches, expected_wishes(gates, {0: residual[1], 1: residual[3]}))
+    prefetches = list(DraftGate(gates, draft_depth=4, cutoff=2).on_chunk(chunk(residual)))
+    check(prefetches, expected_requests(gates, {0: residual[1], 1: residual[3]}))
 
 
-def test_a_slab_without_a_layer_to_predict_runs_no_gate() -> None:
+def test_a_chunk_without_layers_to_predict_calls_no_gate() -> None:
     gates = LinearGates([0, 1], 4)  # decoder layers 2 and 3 have no experts
     policy = DraftGate(gates, draft_depth=4, cutoff=2)
-    assert list(policy.on_chunk(seen(states(4)[2:], first=2, depth_count=4))) == []
-    assert gates.asked == []
+    assert list(policy.on_chunk(chunk(states(4)[2:], first=2, depth_count=4))) == []
+    assert gates.calls == []
 
 
-def test_what_was_accepted_changes_nothing() -> None:
+def test_accepted_tokens_change_nothing() -> None:
     policy = DraftGate(LinearGates(range(3), 3), draft_depth=3, cutoff=3)
-    before = list(policy.on_chunk(seen(states(3))))
+    before = list(policy.on_chunk(chunk(states(3))))
     policy.on_accept(DraftOutcome(drafted=4, accepted=0))
     assert before
-    assert list(policy.on_chunk(seen(states(3)))) == before
+    assert list(policy.on_chunk(chunk(states(3)))) == before
 
 
-def test_it_watches_the_draft_and_not_the_verification() -> None:
+def test_is_shown_the_draft_and_not_the_target() -> None:
     assert DraftGate.stages == {Stage.PREFILL, Stage.DRAFT}
 
 
-# --- which draft layer stands for which target layer ---
+# --- the map from draft layers to target layers ---
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 7, 16, 27, 48, 61, 94])
-def test_at_equal_depth_the_map_is_the_identity(depth: int) -> None:
+def test_map_is_the_identity_at_equal_depth(depth: int) -> None:
     assert layers_by_draft_depth(range(depth), depth, depth) == [[layer] for layer in range(depth)]
     # with a dense first layer, layers count from the first that has experts
     assert layers_by_draft_depth(range(1, depth), depth, depth) == [[], *([layer] for layer in range(depth - 1))]
@@ -192,7 +192,7 @@ def depths(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(depths())
-def test_the_map_is_monotone_complete_and_nearest(case: tuple[list[int], int, int]) -> None:
+def test_map_is_monotone_complete_and_nearest(case: tuple[list[int], int, int]) -> None:
     layer_depths, count, draft_depth = case
     by_depth = layers_by_draft_depth(layer_depths, count, draft_depth)
     assert len(by_depth) == draft_depth
@@ -205,17 +205,17 @@ def test_the_map_is_monotone_complete_and_nearest(case: tuple[list[int], int, in
             assert abs(middles[depth] - middle) == min(abs(m - middle) for m in middles)
 
 
-def test_a_deep_target_shares_the_layers_of_a_shallow_draft_evenly() -> None:
+def test_map_spreads_a_deep_target_evenly_over_a_shallow_draft() -> None:
     assert Counter(len(layers) for layers in layers_by_draft_depth(range(32), 32, 8)) == {4: 8}
 
 
-# --- the policy that does not guess ---
+# --- on demand ---
 
 
 @pytest.mark.parametrize("stage", Stage)
-def test_on_demand_wishes_for_nothing(stage: Stage) -> None:
+def test_on_demand_requests_nothing(stage: Stage) -> None:
     policy = OnDemand()
     assert policy.stages == frozenset()
-    assert list(policy.on_chunk(seen(states(4), stage=stage))) == []
+    assert list(policy.on_chunk(chunk(states(4), stage=stage))) == []
     policy.on_accept(DraftOutcome(drafted=4, accepted=2))
-    assert list(policy.on_chunk(seen(states(4), stage=stage))) == []
+    assert list(policy.on_chunk(chunk(states(4), stage=stage))) == []

@@ -1,11 +1,11 @@
-"""Perfect knowledge: what was recorded of a request is wished for when it runs again."""
+"""The policy `oracle`: recorded routing of a request is prefetched when the request runs again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.oracle import Oracle, Recording, RoutingRecorder
+from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
+from spmoe.predict.policies.oracle import Oracle, RoutingRecorder
 
 STEPS: list[list[list[int]]] = [[[3, 1], [0, 2]], [[1], [2]], [[0], [0, 1, 3]]]
 
@@ -25,13 +25,13 @@ def run(
     return found
 
 
-def recorded() -> Recording:
+def recorded() -> RecordedRouting:
     recorder = RoutingRecorder()
-    assert run(recorder, 5, STEPS) == [[], [], []], "it looks, and prefetch requests for nothing"
+    assert run(recorder, 5, STEPS) == [[], [], []], "recording prefetches nothing"
     return recorder.recording
 
 
-def test_what_is_recorded_is_each_steps_routing() -> None:
+def test_records_the_routing_of_each_step() -> None:
     assert recorded() == [{0: {1, 3}, 1: {0, 2}}, {0: {1}, 1: {2}}, {0: {0}, 1: {0, 1, 3}}]
 
 
@@ -43,7 +43,7 @@ def test_a_prompt_in_several_chunks_is_one_step() -> None:
     assert recorder.recording == [{0: {0, 1, 2}}]
 
 
-def test_all_that_a_step_uses_is_wished_for_in_the_order_of_layers() -> None:
+def test_requests_all_experts_of_a_step_in_layer_order() -> None:
     oracle = Oracle(recorded)
     assert run(oracle, 9, STEPS) == [
         [(0, 1), (0, 3), (1, 0), (1, 2)],
@@ -52,12 +52,12 @@ def test_all_that_a_step_uses_is_wished_for_in_the_order_of_layers() -> None:
     ]
 
 
-def test_every_request_begins_with_the_first_step() -> None:
+def test_every_sequence_starts_at_the_first_step() -> None:
     oracle = Oracle(recorded)
     assert run(oracle, 1, STEPS[:1]) == run(oracle, 2, STEPS[:1])
 
 
-def test_beyond_the_recording_it_knows_nothing() -> None:
+def test_requests_nothing_after_the_recording_ends() -> None:
     oracle = Oracle(recorded)
     assert run(oracle, 1, [*STEPS, [[0], [0]]])[-1] == []
     assert run(Oracle(list), 1, STEPS) == [[], [], []]

@@ -93,7 +93,7 @@ def fit_predictor(
         ours, theirs = _states(engine, draft, piece)
         for layer, fit in enumerate(fits):
             states, wanted = ours[depths[layer]], theirs[target.moe[layer].depth]
-            guesses = [guess.to(states.dtype) for guess in fit.guess(states, RIDGES)] + [states] * same
+            guesses = [guess.to(states.dtype) for guess in fit.predict(states, RIDGES)] + [states] * same
             scores[layer] += torch.tensor(_recalls(engine, layer, wanted, guesses), dtype=torch.float64)
     on_progress(total, total)
     return _choose(fits, scores / len(held_out), same, tokens, sum(map(len, held_out)))

@@ -19,7 +19,7 @@ from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.runner import ModelRunner
-from spmoe.predict.draft_gate import layers_by_draft_depth
+from spmoe.predict.policies.draft_gate import layers_by_draft_depth
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from spmoe.bench.apart import Apart
 from spmoe.bench.settings import Setting
 from spmoe.engine.llm import LLM
-from spmoe.predict.oracle import Recording
+from spmoe.predict.policies.base import RecordedRouting
 
 
 class Rehearsals:
@@ -19,7 +19,7 @@ class Rehearsals:
 
     def __init__(self, complete: Callable[[LLM, list[int], int], Any]) -> None:
         self._complete = complete
-        self._recordings: dict[tuple[object, ...], Recording] = {}
+        self._recordings: dict[tuple[object, ...], RecordedRouting] = {}
 
     def prepare(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> None:
         """Have the engine know what its next run will use, where that is for the oracle."""

@@ -19,14 +19,13 @@ from spmoe.config import (
     BUILTIN_DRAFTS,
     DEVICES,
     DTYPES,
-    EVICTIONS,
-    PREFETCH_POLICIES,
     Cutoff,
     DraftTokens,
     EngineConfig,
     Size,
 )
 from spmoe.errors import UsageError
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: each number of layers there is
 SHIPPED = "shipped"  # as a model or draft: that of the pair that ships
@@ -216,6 +215,14 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return read
 
 
+def _prefetch(value: Any) -> str:
+    return "+".join(map(_one_of(*PREFETCH_POLICIES.names()), str(value).split("+")))
+
+
+def _eviction(value: Any) -> str:
+    return _one_of("auto", *EVICTION_POLICIES.names())(value)
+
+
 def _link(value: Any) -> float | None:
     if value == "own":
         return None
@@ -242,10 +249,10 @@ def _system(value: Any) -> System:
         raise ValueError(f"{value!r} is no system; write {{ name = ..., prefetch = ..., eviction = ... }}")
     if unknown := sorted(value.keys() - {"name", "prefetch", "eviction", "draft_tokens"}):
         raise ValueError(f"unknown key {unknown[0]}; a system has name, prefetch, eviction and draft_tokens")
-    eviction = _one_of(*EVICTIONS)(value.get("eviction", _DEFAULTS["eviction"]))
+    eviction = _eviction(value.get("eviction", _DEFAULTS["eviction"]))
     name, own = value.get("name"), value.get("draft_tokens")
     return System(
-        _one_of(*PREFETCH_POLICIES)(value["prefetch"]),
+        _prefetch(value["prefetch"]),
         eviction,
         None if name is None else _text(name),
         None if own is None else _each(_draft_tokens)(own),
@@ -261,8 +268,8 @@ _KEYS: dict[str, Callable[[Any], Any]] = {
     "links": _each(_link),
     "prompts": _each(_text),
     "budgets": _each(Size.parse),
-    "policies": _each(_one_of(*PREFETCH_POLICIES)),
-    "evictions": _each(_one_of(*EVICTIONS)),
+    "policies": _each(_prefetch),
+    "evictions": _each(_eviction),
     "systems": _each(_system),
     "draft_tokens": _each(_draft_tokens),
     "cutoffs": _each(_cutoff),

@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
-from spmoe.config import Cutoff, SamplingParams, Size, eviction_policy_for, parse_num_speculative_tokens
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
+from spmoe.cli.output import require_writable
+from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_for
 from spmoe.errors import UsageError
+from spmoe.registry import PREFETCH_POLICIES
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import Generation
@@ -38,7 +40,7 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write down what was routed.")
-@takes_shared_options_except("enforce_eager")  # always
+@takes_shared_options_but("enforce_eager")  # always
 def record_trace(
     engine: dict[str, Any],
     params: SamplingParams,
@@ -54,7 +56,7 @@ def record_trace(
     Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed. Ctrl-C
     keeps what there is.
     """
-    if parse_num_speculative_tokens(engine["num_speculative_tokens"]) == "auto":
+    if draft_tokens(engine["num_speculative_tokens"]) == "auto":
         raise UsageError("a trace is replayed with any K up to its own, which every step must have had; give a number")
     require_writable(output)
 
@@ -148,7 +150,7 @@ def replay_trace(
         recorded = as_cuda(recorded)
     times = Times(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
     settings = [
-        Setting(policy, eviction_policy_for(policy, rule), k, depth, memory, link)
+        Setting(policy, eviction_for(policy if policy in PREFETCH_POLICIES else "on-demand", rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
             listed("--prefetch", prefetch, str),
             listed("--eviction", eviction, str),

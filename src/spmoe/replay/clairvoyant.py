@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmoe.experts.draft_informed import DraftInformed, any_use
-from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.eviction.base import ScoredEviction
+from spmoe.experts.eviction.draft_informed import DraftInformed, chance_of_any_use
 from spmoe.replay.steps import StepPlan
 from spmoe.types import ExpertKey, PrefetchRequests
 
@@ -30,10 +30,10 @@ class OneStepPerfect(DraftInformed):
     def on_prefetches(self, prefetches: PrefetchRequests) -> None:
         """It knows better."""
 
-    def _value(self) -> np.ndarray:
+    def compute_scores(self) -> np.ndarray:
         to_come = np.arange(self.shape[0]) > self._position
         expected = np.where(to_come[:, None], self._needed, self._frequency)
-        worths: np.ndarray = any_use(expected, self._later) * self._near[self._position + 1]
+        worths: np.ndarray = chance_of_any_use(expected, self._later) * self._nearness[self._position + 1]
         return worths
 
 
@@ -63,10 +63,10 @@ class Belady(ScoredEviction):
             uses = self._uses[layer * self.shape[1] + expert]
             uses.pop()
             self._next[layer, expert] = uses[-1]
-        self._worths = None
+        self.invalidate()
 
-    def worth(self, key: ExpertKey) -> float:
+    def score(self, key: ExpertKey) -> float:
         return -float(self._next[key])
 
-    def _value(self) -> np.ndarray:
+    def compute_scores(self) -> np.ndarray:
         return -self._next

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spmoe.config import EVICTIONS
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import Eviction, make_eviction
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.replay.clairvoyant import Belady, OneStepPerfect
 from spmoe.replay.steps import StepPlan
 
-LIVE_RULES = tuple(name for name in EVICTIONS if name != "auto")
+LIVE_RULES = EVICTION_POLICIES.names()
 SEEING: dict[str, Callable[[Sequence[int], Sequence[StepPlan]], Eviction]] = {
     "one-step-perfect": OneStepPerfect,
     "belady": Belady,

@@ -13,7 +13,7 @@ import torch
 
 from spmoe.errors import UsageError
 from spmoe.predict import activation, adaptive
-from spmoe.predict.next_gate import even_share
+from spmoe.predict.policies.next_gate import even_share
 from spmoe.replay.steps import ChunkPlan, ForwardPlan, Prediction, StepPlan
 from spmoe.types import LayerChunk, PrefetchRequests, Routing, Stage
 

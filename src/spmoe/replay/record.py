@@ -21,9 +21,9 @@ from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_seam import attach
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
-from spmoe.predict.next_gate import NextGate, draft_gate_part
+from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.predict.policies.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.policies.next_gate import NextGate
 from spmoe.replay.notes import Notes
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
@@ -51,7 +51,7 @@ class TraceRecorder(PrefetchPolicy):
         self.name = self._inner.name
         target, drafter = engine.target, engine.loop.drafter
         self._layers = len(target.moe)
-        self._draft_gate: DraftGate | None = draft_gate_part(self._inner)
+        self._draft_gate: PrefetchPolicy | None = self._inner if Stage.DRAFT in self._inner.stages else None
         self._layers_at: list[list[int]] = []
         if isinstance(drafter, DraftModel):
             depth = drafter.runner.depth_count
@@ -98,13 +98,13 @@ class TraceRecorder(PrefetchPolicy):
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         return self._inner.on_routed(layer, experts)
 
-    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+    def predict_routing(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         if stage is not Stage.VERIFY:
-            return self._draft_gate.ask(stage, depths, residual) if self._draft_gate is not None else None
+            return self._draft_gate.predict_routing(stage, depths, residual) if self._draft_gate is not None else None
         if self._next is None:
             return None
         started = self._now()
-        routing = self._next.ask(stage, depths, residual)
+        routing = self._next.predict_routing(stage, depths, residual)
         self._own += self._now() - started
         self._spend(started)
         return routing
@@ -209,7 +209,7 @@ class TraceRecorder(PrefetchPolicy):
 
     def _note_slab(self, seen: LayerChunk, now: float) -> None:
         notes = self._notes
-        routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
+        routing = seen.routing if seen.routing is not None else self.predict_routing(seen.stage, seen.depths, seen.residual)
         layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return

@@ -283,7 +283,7 @@ class Simulation(EmulatedLink):
             layer, _, key = wanted.head()
             expert = self._keys[key]
             if not self._free:
-                victims = rule.leaving(1, np.equal(self._states, _READY), rule.worth(expert), layer)
+                victims = rule.leaving(1, np.equal(self._states, _READY), rule.score(expert), layer)
                 if victims is None:
                     self._refused = True
                     break
