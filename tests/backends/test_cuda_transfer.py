@@ -38,9 +38,9 @@ from hypothesis.stateful import (
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.batches import ExpertBatch, PinnedLayer
+from spmoe.experts.access import ExpertBatch, PinnedLayer
 from spmoe.experts.eviction import make_eviction
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters
@@ -86,7 +86,7 @@ class Stand:
 
     def kept(self, count: int) -> None:
         """Have the window filled, after which this much was put on the copy stream."""
-        self.transfer.keep_full()
+        self.transfer.pump()
         assert len(self.log) == count
 
     def holds(self, *names: str) -> bool:
@@ -103,7 +103,7 @@ class Stand:
 
         def wait() -> None:
             while not all(handle.ready() for handle in handles):
-                self.transfer.keep_full()
+                self.transfer.pump()
 
         with self.device.running():
             within(wait)
@@ -212,7 +212,7 @@ def test_wishes_up_to_its_depth_fill_the_window_twice(make: Callable[..., Stand]
     stand = make(nbytes, chunk, 2)
     assert stand.transfer.depth >= 2
     assert (stand.transfer.depth - 1) * nbytes >= 2 * 2 * chunk
-    assert stand.transfer.stalled_seconds() == 0.5
+    assert stand.transfer.take_stall_seconds() == 0.5
 
 
 # ---- demands before prefetch requests
@@ -461,7 +461,7 @@ def test_a_copy_is_ready_when_its_last_byte_is_there(make: Callable[..., Stand],
 
     def observer() -> None:
         while not handle.ready():
-            stand.transfer.keep_full()
+            stand.transfer.pump()
             stand.device.step_copies()
 
     within(observer)
@@ -601,10 +601,10 @@ def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, d
     handles = stand.prefetch("A0", "B1", "C2")
     for _ in range(accepted):
         stand.device.run_copies(1)
-        stand.transfer.keep_full()
+        stand.transfer.pump()
     stand.device.run_copies(1)
     stand.device.refusals = 1
-    call = partial(stand.demand, "D3") if demanded else stand.transfer.keep_full
+    call = partial(stand.demand, "D3") if demanded else stand.transfer.pump
     with pytest.raises(KeyboardInterrupt):
         call()
     stand.device.refusal = None
@@ -774,7 +774,7 @@ class ExpertRuntime:
         self.transfer.passed(point)
 
     def keep(self) -> None:
-        self.transfer.keep_full()
+        self.transfer.pump()
 
     def begin_step(self) -> None:
         if self.in_step:
@@ -1027,7 +1027,7 @@ class DecodeGraphs(RuleBasedStateMachine):
                 if not step():
                     break
 
-    @rule(pump=st.booleans(), keep=st.booleans())
+    @rule(pump=st.booleans(), num_logits=st.booleans())
     def threads_run(self, pump: bool, keep: bool) -> None:
         if keep:
             self.room.keep()

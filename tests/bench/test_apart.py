@@ -13,7 +13,7 @@ from spmoe.bench.apart import Apart
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import ScoredEviction
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import FileTransfer, FutureHandle
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]
@@ -65,9 +65,9 @@ def test_what_moves_for_it_is_not_counted_and_nothing_is_forgotten(mixtral_pair:
         left: dict[int, tuple[Any, ...]] = {}
         for turn in range(3):
             for number, changes in enumerate(CONFIGURATIONS):
-                counters = llm.engine.loop.counters.copy()
+                counters = llm.engine.counters.copy()
                 apart.enter(number, changes)
-                moved = llm.engine.loop.counters.minus(counters)
+                moved = llm.engine.counters.minus(counters)
                 assert (moved.hits, moved.demand_loads, moved.demand_bytes, moved.steps) == (0, 0, 0, 0)
                 present = {entry.key for entry in cache.entries()}
                 if turn:
@@ -77,8 +77,8 @@ def test_what_moves_for_it_is_not_counted_and_nothing_is_forgotten(mixtral_pair:
                 llm.generate(PROMPTS[number], PARAMS)
                 left[number] = ({e.key for e in cache.entries()}, cache.eviction, llm.engine.loop.policy.name)
         assert len({id(eviction) for _, eviction, _ in left.values()}) == len(CONFIGURATIONS)
-        held = int(cache.prefetched.sum()) * llm.engine.source.blob_bytes
-        assert llm.engine.loop.counters.held_bytes == held, "what left without having been needed was wasted"
+        held = int(cache.prefetched.sum()) * llm.engine.experts.pool.blob_bytes
+        assert llm.engine.counters.held_bytes == held, "what left without having been needed was wasted"
 
 
 def test_each_learns_its_cutoff_from_its_own_steps(mixtral_pair: Pair) -> None:
@@ -90,7 +90,7 @@ def test_each_learns_its_cutoff_from_its_own_steps(mixtral_pair: Pair) -> None:
         for prompt in PROMPTS:
             for number in (0, 1):
                 apart.enter(number, changes[number])
-                assert llm.engine.loop.counters.minus(llm.engine.since).steps == steps[number]
+                assert llm.engine.counters.minus(llm.engine.since).steps == steps[number]
                 steps[number] += llm.generate(prompt, PARAMS)[0].stats.counters.steps
         assert len(llm.engine.learnt) == 1
     assert min(steps) > 0
@@ -102,10 +102,10 @@ def test_with_slots_for_all_nothing_leaves(mixtral_pair: Pair) -> None:
         for number, changes in enumerate(CONFIGURATIONS):
             apart.enter(number, changes)
             llm.generate("every expert, sooner or later: abcdefghijklmnopqrstuvwxyz 0123456789", PARAMS)
-        before = llm.engine.loop.counters.demand_loads
+        before = llm.engine.counters.demand_loads
         apart.enter(0, CONFIGURATIONS[0])
         llm.generate("every expert, sooner or later: abcdefghijklmnopqrstuvwxyz 0123456789", PARAMS)
-        assert llm.engine.loop.counters.demand_loads == before
+        assert llm.engine.counters.demand_loads == before
 
 
 def test_a_copy_that_fails_is_told(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(("link", "source"), [(None, "expert file"), (0.5, "emulated")])
 def test_ceilings_of_the_host(mixtral_pair: Pair, link: float | None, source: str) -> None:
     with LLM(str(mixtral_pair.target), device="cpu", progress=False, link_gbps=link) as llm:
-        before = llm.engine.source.counters.copy()
+        before = llm.engine.counters.copy()
         found = measure_ceilings(llm.engine)
-        assert llm.engine.source.counters == before, "the engine does not notice"
-        assert all_experts_fit(CPU, llm.engine.memory, llm.engine.store.nbytes)
-        assert not all_experts_fit(CPU, llm.engine.memory, 2**60)
+        assert llm.engine.counters == before, "the engine does not notice"
+        assert all_experts_fit(CPU, llm.engine.parts.memory, llm.engine.spec.nbytes)
+        assert not all_experts_fit(CPU, llm.engine.parts.memory, 2**60)
     assert found.link_source == source
     assert found.link == 0.5e9 if link else found.link > 1e6
     assert found.memory > 1e8

@@ -87,8 +87,8 @@ def fit(pair: Pair, keep: bool = True) -> Fit:
         found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
         assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "a bar that only grows, to its end"
         if keep:
-            assert llm.engine.draft_checkpoint is not None
-            write_predictor(llm.engine.checkpoint, llm.engine.draft_checkpoint, found.maps, found.to_dict())
+            assert llm.engine.parts.draft_checkpoint is not None
+            write_predictor(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.maps, found.to_dict())
     return found
 
 
@@ -118,7 +118,7 @@ def test_the_map_is_recovered_and_used_for_text_it_was_not_fitted_on(pair: Pair)
 
 
 def test_states_that_mean_the_same_already_are_left_as_good_as_they_were(qwen_pair: Pair) -> None:
-    found = fit(qwen_pair, keep=False)
+    found = fit(qwen_pair, num_logits=False)
     for layer in found.layers:
         assert layer.before is not None
         assert layer.after >= layer.before > CHANCE
@@ -138,21 +138,21 @@ def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> Non
             assert llm.generate([84, 104], params)[0].token_ids == expected
             assert llm.notices == []
             assert isinstance(llm.engine.loop.policy, DraftGate)
-            counters = llm.engine.loop.counters
+            counters = llm.engine.counters
             assert counters.prefetches_requested > 0
-            projection = llm.engine.projection
+            projection = llm.engine.parts.projection
             assert projection is not None
             plain = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
-            assert llm.engine.memory.resident == plain + projection.nbytes
+            assert llm.engine.parts.memory.resident == plain + projection.nbytes
     with build(pair, projection=False) as llm:
-        assert llm.engine.projection is None
+        assert llm.engine.parts.projection is None
 
 
 @pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
 def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> None:
     found = fit(pair)
     with build(pair, prefetch="on-demand") as llm:
-        checkpoint, draft = llm.engine.checkpoint, llm.engine.draft_checkpoint
+        checkpoint, draft = llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint
         assert draft is not None
     path = predictor_path(checkpoint, draft)
     if damage == "other target":
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> N
         found.maps.weights = found.maps.weights[:, :-1]
         write_predictor(checkpoint, draft, found.maps, {})
     with build(pair) as llm:
-        assert llm.engine.projection is None
+        assert llm.engine.parts.projection is None
         assert "is not used" in llm.notices[0]
         assert str(path) in llm.notices[0]
 
@@ -176,8 +176,8 @@ def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> N
 def test_the_file_says_what_it_is(pair: Pair) -> None:
     fit(pair)
     with build(pair) as llm:
-        assert llm.engine.draft_checkpoint is not None
-        path = predictor_path(llm.engine.checkpoint, llm.engine.draft_checkpoint)
+        assert llm.engine.parts.draft_checkpoint is not None
+        path = predictor_path(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint)
     assert path.parent.name == "predictors"
     assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
     with safe_open(path, framework="pt") as file:

@@ -308,7 +308,7 @@ def test_measures_and_checks_a_tiny_pair(mixtral_pair: Pair, tmp_path: Path) -> 
         assert profile.draft_pass_seconds is not None
         assert [one.rows for one in profile.verify] == [1, 2, 3, 5], "up to the engine's K + 1"
         assert 0.0 <= profile.expert_share <= 1.0
-        blob = llm.engine.store.layout.nbytes
+        blob = llm.engine.spec.layout.nbytes
         assert [one.experts for one in profile.loads] == [1, 2, 4]
         assert all(one.seconds >= one.experts * blob / 0.05e9 for one in profile.loads), "no faster than the link"
         assert [one.policy for one in profile.policies] == list(PROFILED_POLICIES)

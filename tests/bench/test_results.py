@@ -77,7 +77,7 @@ def test_it_goes_on_where_it_ended(job: Job, whole: Group, count: int) -> None:
     assert found is not None
     said: list[str] = []
     kept: list[int] = []
-    bench = Bench(job, said.append, stored=found[1], keep=lambda: kept.append(len(bench.runs)))
+    bench = Bench(job, said.append, stored=found[1], num_logits=lambda: kept.append(len(bench.runs)))
     bench.run()
     assert kept == list(range(count + 1, job.total + 1))
     assert next(words for words in said if words.startswith("run ")).startswith(f"run {count + 1} of {job.total}: ")

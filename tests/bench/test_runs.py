@@ -163,7 +163,7 @@ def test_engines_hand_their_host_store_on(mixtral_pair: Pair, monkeypatch: pytes
             assert not made.closed
             super().__init__(**options)
             given.append(store)
-            self.engine.room.store = store or made
+            self.engine.parts.runtime.store = store or made
 
     monkeypatch.setattr(runs, "LLM", Llm)
     settings = settings_of([HALF, Size(share=0.75)], ["on-demand"], [0])

@@ -91,7 +91,7 @@ def test_greedy_output_is_that_of_transformers(
         assert counters.drafted > 0
         assert isinstance(llm.engine.loop.policy, DraftGate) == (prefetch == "draft-gate")
         assert (counters.prefetches_requested > 0) == (prefetch == "draft-gate")
-        assert llm.engine.loop.states == {}
+        assert llm.engine.parts.target_kv == {}
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -125,7 +125,7 @@ def test_drafting_leaves_the_targets_state_as_it_was(pair: Pair, temperature: fl
 
         def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
             nonlocal compared
-            kv = llm.engine.loop.states.get(sequences[0].id)
+            kv = llm.engine.parts.target_kv.get(sequences[0].id)
             before = held(kv) if kv is not None else []
             drafts = sound(sequences, k, on_chunk)
             if kv is not None:
@@ -199,7 +199,7 @@ def test_it_proposes_what_the_quantized_model_would_say(pair: Pair, name: str) -
                 step = [int(model(torch.tensor([step]), past_key_values=cache).logits[0, -1].argmax())]
                 said += step
         sequence = llm._new_sequence(tokens, GREEDY, 10)
-        llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
+        llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(tokens[:-1], kv, num_logits=1)
         assert sound([sequence], k, None)[0].tokens == said
 
@@ -208,7 +208,7 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair:
     params = SamplingParams(max_tokens=COUNT, temperature=0.7, top_k=20, seed=3)
     with build(pair.target, "int4", num_speculative_tokens=3) as llm:
         sequence = llm._new_sequence(PROMPTS[1], params, 10)
-        llm.engine.loop.states[sequence.id] = kv = llm.engine.target.new_kv(64)
+        llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(PROMPTS[1][:-1], kv, num_logits=1)
         (draft,) = own_drafter(llm).propose([sequence], 3, None)
         model, exact = coarse(llm, pair.target), reference(pair.target)
@@ -326,4 +326,4 @@ def test_what_is_not_known_is_refused(draft: str) -> None:
 def test_without_draft_tokens_nothing_is_quantized(pair: Pair) -> None:
     with build(pair.target, num_speculative_tokens=0) as llm:
         assert llm.notices == []
-        assert llm.engine.draft is None
+        assert llm.engine.parts.drafter is None

@@ -132,7 +132,7 @@ class Rerunner:
         try:
             self.phase = Phase.WARMUP
             forward()
-            self.phase, self._splits = Phase.RECORDING, 0
+            self.phase, self._splits = Phase.CAPTURE, 0
             result = forward().clone()
         finally:
             self.phase = Phase.EAGER
@@ -142,7 +142,7 @@ class Rerunner:
         begun: list[Any] = [0, None]  # as which graph, and with which inputs
 
         def run(*, beginning: bool) -> None:
-            self.phase, self._replaying, self._beginning = Phase.RECORDING, True, beginning
+            self.phase, self._replaying, self._beginning = Phase.CAPTURE, True, beginning
             try:
                 result.copy_(forward())
             except EndOfGraph:
@@ -303,7 +303,7 @@ def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeyp
     monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
-    assert {(Phase.EAGER, len(PROMPT)), (Phase.RECORDING, 1), (Phase.RECORDING, 4)} <= set(launched)
+    assert {(Phase.EAGER, len(PROMPT)), (Phase.CAPTURE, 1), (Phase.CAPTURE, 4)} <= set(launched)
 
 
 def test_drafts_of_lengths_that_change(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, optio
         given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
             assert not [notice for notice in llm.notices if "recorded" in notice]
-            assert llm.engine.draft.runner.captures != eager
+            assert llm.engine.parts.drafter.runner.captures != eager
             completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
             found.append(completions[0].token_ids)
             counters = completions[0].stats.counters
@@ -380,7 +380,7 @@ def test_drafting_for_itself_and_verifying_are_recorded_apart(double: Double, mi
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         llm.generate(PROMPT, GREEDY)
         (kv,) = llm.engine.target._spare
-        assert {owner for owner, _ in kv.graphs} == {llm.engine.target._graphs, llm.engine.draft.runner._graphs}
+        assert {owner for owner, _ in kv.graphs} == {llm.engine.target._graphs, llm.engine.parts.drafter.runner._graphs}
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["in kernels", "one by one"])
@@ -735,7 +735,7 @@ def host_refused(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @wraps(own)
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
-        if double.recorder.phase is Phase.RECORDING:
+        if double.recorder.phase is Phase.CAPTURE:
             raise RuntimeError("cannot copy between CPU and CUDA tensors")
         return own(self, x, position_ids)
 

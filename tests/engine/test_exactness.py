@@ -33,9 +33,9 @@ from checkpoints import qwen3_moe as make_qwen3_moe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.backends.cpu import CpuBackend
-from spmoe.config import most_of
+from spmoe.config import max_draft_tokens
 from spmoe.engine.engine import Engine
-from spmoe.experts.batches import ExpertBatch
+from spmoe.experts.access import ExpertBatch
 from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
 from spmoe.registry import EVICTION_POLICIES
@@ -148,16 +148,16 @@ def test_greedy_output_is_that_of_transformers(
         drafting = row["num_speculative_tokens"] != 0
         predicting = drafting and "draft-gate" in row["prefetch"]
         assert engine.slots == SLOTS[family][row["slots"]], "the budget that was meant"
-        assert engine.source.cache.peak <= engine.slots
+        assert engine.experts.pool.peak_slots <= engine.slots
         assert engine.notices == []
-        assert engine.loop.draft_tokens == most_of(row["num_speculative_tokens"])
+        assert engine.loop.max_draft_tokens == max_draft_tokens(row["num_speculative_tokens"])
         own = row["prefetch"] if row["prefetch"] in ("activation", "adaptive") else "draft-informed"
         assert engine.learned.evictions.keys() == {own if row["eviction"] == "auto" else row["eviction"]}
         assert engine.loop.policy.uses_cutoff == predicting
-        counters = engine.loop.counters
+        counters = engine.counters
         assert (counters.drafted > 0) == drafting
         if predicting and row["cutoff"] != "auto":
-            assert engine.cutoff == (LAYERS if row["cutoff"] == "all" else 1)
+            assert engine.prefetching.cutoff == (LAYERS if row["cutoff"] == "all" else 1)
             assert counters.prefetches_requested > 0
         if not predicting:
             assert (counters.prefetches_requested > 0) == (row["prefetch"] not in ("on-demand", "draft-gate"))
@@ -195,7 +195,7 @@ def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
     for name in ("good", "random"):
         with build(pair.target, getattr(pair, name), num_speculative_tokens=5) as llm:
             assert_exact(llm, expected(pair.target))
-            rates[name] = llm.engine.loop.counters.accepted / llm.engine.loop.counters.drafted
+            rates[name] = llm.engine.counters.accepted / llm.engine.counters.drafted
     assert 0.2 < rates["good"] < 0.95
     assert rates["random"] < 0.1
 
@@ -248,7 +248,7 @@ def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff:
     ) as llm:
         assert_exact(llm, expected(partly_dense_pair.target))
         assert len(llm.engine.target.moe) == 2
-        assert llm.engine.loop.counters.prefetches_requested > 0
+        assert llm.engine.counters.prefetches_requested > 0
 
 
 def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
@@ -258,7 +258,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pa
             recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=chunk
         ) as llm:
             assert_exact(llm, expected(recurrent_target))
-            assert llm.engine.loop.counters.drafted > 0
+            assert llm.engine.counters.drafted > 0
             assert llm.notices == []
 
 
@@ -270,7 +270,7 @@ def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
         recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=3
     ) as llm:
         assert_exact(llm, expected(recurrent_target))
-        assert llm.engine.loop.counters.drafted == 0
+        assert llm.engine.counters.drafted == 0
         (notice,) = llm.notices
         assert str(recurrent_target) in notice
         assert "cannot be rolled back" in notice
@@ -359,7 +359,7 @@ def test_logits_of_plain_decoding_are_those_of_eager_transformers(
             assert llm.engine.slots == slots
             kv = llm.engine.target.new_kv(len(LONG) + len(logits))
             for tokens, wanted in logits:
-                assert torch.equal(llm.engine.target.forward(tokens, kv, keep=len(tokens)), wanted)
+                assert torch.equal(llm.engine.target.forward(tokens, kv, num_logits=len(tokens)), wanted)
 
 
 # ---- sampling
@@ -429,7 +429,7 @@ def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
         for seed in range(DRAWS):
             params = SamplingParams(max_tokens=LENGTH, temperature=1.0, top_k=WIDTH, seed=seed, ignore_eos=True)
             drawn.append(tuple(llm.generate(SHORT, params)[0].token_ids))
-        return drawn, llm.engine.loop.counters
+        return drawn, llm.engine.counters
 
 
 class AcceptsEverything(RejectionVerifier):

@@ -57,7 +57,7 @@ def text_of(tokens: list[int]) -> str:
 
 def no_state_is_left(llm: LLM) -> bool:
     """Neither target nor draft remembers a sequence."""
-    return llm.engine.loop.states == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
+    return llm.engine.parts.target_kv == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
 
 
 def own_threads() -> set[threading.Thread]:
@@ -262,25 +262,25 @@ def test_a_stream_can_be_told_to_stop(llm: LLM, expected: list[int]) -> None:
     assert 1 <= len(stream.token_ids) < 10
 
 
-def test_tokens_are_kept_when_the_next_draft_cannot_be_begun(
+def test_tokens_are_kept_when_the_next_draft_cannot_be_launched(
     llm: LLM, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
-    def begin(sequence: Any, k: int, on_chunk: Any) -> None:
+    def begin(sequence: Any, k: int, observers: Any) -> None:
         if k:  # the prompt has been read
             tried.append(k)
             raise RuntimeError("no memory for that")
 
-    drafter = llm.engine.draft
-    sound = drafter.begin
-    monkeypatch.setattr(drafter, "begin", begin)
+    drafter = llm.engine.parts.drafter
+    sound = drafter.launch
+    monkeypatch.setattr(drafter, "launch", begin)
     stream = llm.stream(PROMPT, TEN)
     with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
         list(stream)
     assert stream.token_ids == expected[: len(stream.token_ids)] != []
     assert len(tried) == 2
-    monkeypatch.setattr(drafter, "begin", sound)
+    monkeypatch.setattr(drafter, "launch", sound)
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
 
 
@@ -297,7 +297,7 @@ def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
 def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     next(iter(stream))
-    assert len(llm.engine.loop.states) == 1
+    assert len(llm.engine.parts.target_kv) == 1
     del stream
     gc.collect()
     assert no_state_is_left(llm)

@@ -1,4 +1,4 @@
-"""Recorded forwards: what they read and write stays theirs for as long as they may be replayed."""
+"""Captured forwards: they keep their tensors alive, and replay what run-ahead has not launched."""
 
 from __future__ import annotations
 
@@ -13,36 +13,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmoe.backends.graphs import Recording
+from spmoe.backends.graphs import CapturedGraph
+from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.attention import current_length
 from spmoe.models.decode_graphs import DecodeGraphs
 
 inputs = pytest.importorskip("spmoe.backends.kernels.inputs", reason="no Triton")
 
 
-class OnceRecorder:
-    """Runs what it is to record, and forgets it, as a graph does: only addresses are left."""
+class RunOnceRecorder:
+    """Runs the forward once at capture and forgets it, as a graph does: only addresses are left."""
 
-    turns = 0
+    def __init__(self) -> None:
+        self.launched: list[int] = []  # rows of each forward that is launched
 
-    def be_patient(self, patient: bool) -> None:
-        pass
-
-    def while_waiting(self) -> None:
-        pass
-
-    def wait_and_pump(self, event: SimpleNamespace) -> None:
-        pass
-
-    def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
-        return Recording(), forward()
+    def capture(self, forward: Callable[[], Tensor]) -> tuple[CapturedGraph, Tensor]:
+        captured, logits = CapturedGraph(), forward()
+        captured.pieces.append(lambda: self.launched.append(len(logits)))
+        return captured, logits
 
     def new_event(self) -> SimpleNamespace:
         return SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
 
 class Model:
-    """Remembers, weakly, what it was given."""
+    """Keeps weak references to its inputs."""
 
     device = torch.device("cpu")
 
@@ -57,7 +52,7 @@ class Model:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "spmoe.models.decode_graphs.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
     )
@@ -65,110 +60,79 @@ def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"spmoe.models.decode_graphs.{name}", lambda *args: None)
 
 
-def test_inputs_live_as_long_as_the_recording() -> None:
-    """A replay writes tokens and positions to where they were recorded, whoever has been given that memory since."""
-    model = Model()
-    decode_graphs = DecodeGraphs(model, lambda observer, on_layers: nullcontext(), OnceRecorder())  # type: ignore[arg-type]
-    kv: Any = SimpleNamespace(length=3, cache=None, decode_graphs={}, advance=lambda rows: None)
-    decode_graphs.forward([1, 2], kv, 2, None)
-    decode_graphs.greedy([1], kv, [None, None], 8)()
+def run_ahead() -> RunAhead:
+    transfer = SimpleNamespace(wait_and_pump=lambda event: None)
+    scheduler = SimpleNamespace(held=nullcontext, submit=lambda until=None: None)
+    return RunAhead(transfer, scheduler)  # type: ignore[arg-type]
+
+
+def graphs(recorder: RunOnceRecorder, ahead: RunAhead, model: Model | None = None, **chains: Any) -> DecodeGraphs:
+    return DecodeGraphs(model or Model(), lambda observer, on_chunk: nullcontext(), recorder, ahead, **chains)  # type: ignore[arg-type]
+
+
+def kv_cache(length: int = 3) -> Any:
+    return SimpleNamespace(length=length, cache=None, graphs={}, advance=lambda rows: None)
+
+
+def test_inputs_live_as_long_as_the_captured_graph() -> None:
+    """A replay writes tokens and positions to their captured addresses, also after that memory was freed."""
+    model, kv = Model(), kv_cache()
+    captured = graphs(RunOnceRecorder(), run_ahead(), model)
+    captured.forward([1, 2], kv, 2, None)
+    captured.launch_greedy([1], kv, [None, None], 8)()
     gc.collect()
     assert len(model.given) == 9
     assert all(tensor() is not None for tensor in model.given)
     kv.graphs.clear()
     gc.collect()
-    assert all(tensor() is None for tensor in model.given), "a state that is gone keeps nothing"
-
-
-class Counted(OnceRecorder):
-    """Notes which rows are begun."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-
-    def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
-        recording, logits = super().record(forward)
-        recording.pieces.append(lambda: self.begun.append(len(logits)))
-        return recording, logits
-
-
-def state(length: int = 3) -> Any:
-    return SimpleNamespace(length=length, cache=None, decode_graphs={}, advance=lambda rows: None)
+    assert all(tensor() is None for tensor in model.given), "a KV cache that is gone keeps nothing alive"
 
 
 @pytest.fixture
-def two() -> tuple[Counted, DecodeGraphs, DecodeGraphs]:
-    """A draft and a target that follows it, on one recorder."""
-    recorder = Counted()
-    draft, target = (DecodeGraphs(Model(), lambda observer, on_layers: nullcontext(), recorder) for _ in range(2))  # type: ignore[arg-type]
-    target.leader = draft
-    return recorder, draft, target
+def pair() -> tuple[RunOnceRecorder, RunAhead, DecodeGraphs, DecodeGraphs]:
+    """A draft and the target that verifies it, on one recorder."""
+    recorder, ahead, chain = RunOnceRecorder(), run_ahead(), torch.zeros(67, dtype=torch.int64)
+    return recorder, ahead, graphs(recorder, ahead, chain=chain), graphs(recorder, ahead, draft_chain=chain)
 
 
-def begin(draft: DecodeGraphs, target: DecodeGraphs, kv: Any) -> list[int]:
-    fetch = draft.greedy([5], state(), [None] * 3, 8)
-    target.begin(5, 3, kv, None)
-    return fetch()
+def test_draft_and_target_share_the_token_chain(pair: tuple[Any, Any, DecodeGraphs, DecodeGraphs]) -> None:
+    _, _, draft, target = pair
+    assert target.draft_chain is draft.chain
+    assert target.chain is not draft.chain
 
 
-@pytest.mark.parametrize("between", ["nothing", "a draft", "another forward", "longer", "other tokens", "other token"])
-def test_what_was_begun_counts_only_if_it_is_what_is_asked_for_and_nothing_came_between(
-    two: tuple[Counted, DecodeGraphs, DecodeGraphs], between: str
+def launch(ahead: RunAhead, draft: DecodeGraphs, target: DecodeGraphs, kv: Any) -> list[int]:
+    ahead.launch_draft(1, 4, 3, lambda: draft.launch_greedy([5], kv_cache(), [None] * 3, 8))
+    target.launch_verify(5, 3, kv, None)
+    tokens = ahead.take_draft(1, 4, 3)
+    assert tokens is not None
+    return tokens
+
+
+@pytest.mark.parametrize("between", ["nothing", "a draft", "a forward", "a longer KV cache", "other tokens"])
+def test_first_graph_is_launched_again_unless_it_was_launched_for_exactly_this(
+    pair: tuple[RunOnceRecorder, RunAhead, DecodeGraphs, DecodeGraphs], between: str
 ) -> None:
-    recorder, draft, target = two
-    kv = state()
-    tokens = [5, *begin(draft, target, kv)]
+    recorder, ahead, draft, target = pair
+    kv = kv_cache()
+    tokens = [5, *launch(ahead, draft, target, kv)]
     if between == "a draft":
-        draft.greedy([5], state(), [None] * 3, 8)()
-    elif between == "another forward":
-        target.forward(tokens, state(), 4, None)
-    elif between == "longer":
+        draft.launch_greedy([5], kv_cache(), [None] * 3, 8)()
+    elif between == "a forward":
+        target.forward(tokens, kv_cache(), 4, None)
+    elif between == "a longer KV cache":
         kv.length += 1
     elif between == "other tokens":
         tokens[2] += 1
-    elif between == "other token":
-        tokens[0] += 1
-    recorder.begun.clear()
+    recorder.launched.clear()
     target.forward(tokens, kv, 4, None)
-    assert recorder.begun == ([] if between == "nothing" else [4])
-    recorder.begun.clear()
+    assert recorder.launched == ([] if between == "nothing" else [4])
+    recorder.launched.clear()
     target.forward(tokens, kv, 4, None)
-    assert recorder.begun == [4], "once"
+    assert recorder.launched == [4], "a launch counts once"
 
 
-def test_what_was_begun_is_not_finished_with_tokens_of_the_draft_before(
-    two: tuple[Counted, DecodeGraphs, DecodeGraphs],
-) -> None:
-    """Of its own draft nobody knows what it chose, as long as it is not fetched."""
-    recorder, draft, target = two
-    kv = state()
-    tokens = [5, *begin(draft, target, kv)]
-    draft.greedy([5], state(), [None] * 3, 8)
-    target.begin(5, 3, kv, None)
-    recorder.begun.clear()
-    target.forward(tokens, kv, 4, None)
-    assert recorder.begun == [4]
-
-
-def test_nothing_is_begun_without_a_draft_that_was_launched_just_before(
-    two: tuple[Counted, DecodeGraphs, DecodeGraphs],
-) -> None:
-    recorder, draft, target = two
-    target.begin(5, 3, state(), None)
-    assert recorder.begun == []
-    draft.greedy([5], state(), [None] * 2, 8)
-    target.begin(5, 3, state(), None)
-    assert recorder.begun == [1, 1], "of another length"
-    target.forward([5, 6], state(), 2, None)
-    target.begin(5, 2, state(), None)
-    assert recorder.begun == [1, 1, 2], "something came between"
-
-
-def test_what_is_best_is_known_of_the_newest_logits_only(two: tuple[Counted, DecodeGraphs, DecodeGraphs]) -> None:
-    _, draft, target = two
-    kv = state()
-    older, newer = (target.forward([5] * rows, kv, rows, None) for rows in (3, 2))
-    assert target.argmax(older) is None
-    assert target.argmax(newer.clone()) is None
-    assert target.argmax(newer) == ([0.0, 0.0], [0, 0])
-    assert draft.argmax(newer) is None
+def test_argmax_is_that_of_the_logits(pair: tuple[Any, Any, DecodeGraphs, DecodeGraphs]) -> None:
+    _, _, _, target = pair
+    result = target.forward([5, 5], kv_cache(), 2, None)
+    assert result.argmax() == ([0.0, 0.0], [0, 0])

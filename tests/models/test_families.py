@@ -133,7 +133,7 @@ def test_drafts_of_many_families_can_be_tapped(family: str) -> None:
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data.zero_()  # then a layer adds nothing more, and its output is the tap
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    runner.forward([3, 1, 4], runner.new_kv(3), keep=1, on_hidden_states=lambda depth, residual: taps.append(residual))
+    runner.forward([3, 1, 4], runner.new_kv(3), num_logits=1, on_hidden_states=lambda depth, residual: taps.append(residual))
     assert len(taps) == config.num_hidden_layers
     assert all(torch.equal(tap, output.reshape(tap.shape)) for tap, output in zip(taps, outputs, strict=True))
     assert not torch.equal(taps[0], taps[1])

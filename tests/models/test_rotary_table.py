@@ -17,7 +17,7 @@ from spmoe.models.longrope import rotary_modules
 from spmoe.models.rotary_table import make_table, table_bytes, use_tables
 
 CHANGE = 20
-LONGEST = 256  # of the models
+MAX_NGRAM = 256  # of the models
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PROBE = torch.zeros(1, 1, 1)
@@ -65,10 +65,10 @@ def test_the_change_is_seen() -> None:
 def test_what_depends_on_the_longest_text_seen_has_no_table_beyond() -> None:
     module = rotary(mixtral, DYNAMIC)
     before = module.inv_freq.clone()
-    assert make_table(module, None, PROBE, LONGEST) is not None
-    assert make_table(module, None, PROBE, 2 * LONGEST) is None
+    assert make_table(module, None, PROBE, MAX_NGRAM) is not None
+    assert make_table(module, None, PROBE, 2 * MAX_NGRAM) is None
     assert torch.equal(module.inv_freq, before), "the module itself was not asked"
-    assert module.max_seq_len_cached == LONGEST
+    assert module.max_seq_len_cached == MAX_NGRAM
 
 
 class Drifting(PhimoeRotaryEmbedding):

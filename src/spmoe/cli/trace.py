@@ -18,7 +18,7 @@ from rich.table import Table
 from spmoe.cli.listed import listed, speed, whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
 from spmoe.cli.output import require_writable
-from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_for
+from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_policy_for
 from spmoe.errors import UsageError
 from spmoe.registry import PREFETCH_POLICIES
 
@@ -150,7 +150,7 @@ def replay_trace(
         recorded = as_cuda(recorded)
     times = Times(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
     settings = [
-        Setting(policy, eviction_for(policy if policy in PREFETCH_POLICIES else "on-demand", rule), k, depth, memory, link)
+        Setting(policy, eviction_policy_for(policy if policy in PREFETCH_POLICIES else "on-demand", rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
             listed("--prefetch", prefetch, str),
             listed("--eviction", eviction, str),

@@ -1,0 +1,187 @@
+"""RunAhead: which launches count, and when deferred bookkeeping is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spmoe.experts.run_ahead import Launched, RunAhead
+
+TOKENS = [6, 7, 8]
+
+
+class Scheduler:
+    """Counts submissions."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Any] = []
+
+    def held(self) -> Any:
+        return nullcontext()
+
+    def submit(self, until: Any = None) -> None:
+        self.submitted.append(until)
+
+
+@pytest.fixture
+def ahead() -> RunAhead:
+    transfer = SimpleNamespace(wait_and_pump=lambda event: event.append("waited"))
+    return RunAhead(transfer, Scheduler())  # type: ignore[arg-type]
+
+
+def launch_draft(ahead: RunAhead, tokens: list[int] = TOKENS) -> None:
+    ahead.launch_draft(1, 5, len(tokens), lambda: lambda: list(tokens))
+
+
+def launch_both(ahead: RunAhead, graph: object = "graph") -> None:
+    launch_draft(ahead)
+    ahead.launch_verify(3, 5, 4, lambda: graph)
+
+
+def test_draft_is_taken_once_for_the_same_sequence_length_and_k(ahead: RunAhead) -> None:
+    launch_draft(ahead)
+    assert ahead.launched is Launched.DRAFT
+    assert ahead.take_draft(1, 5, 3) == TOKENS
+    assert ahead.launched is Launched.NOTHING
+    assert ahead.take_draft(1, 5, 3) is None
+
+
+@pytest.mark.parametrize("wanted", [(2, 5, 3), (1, 6, 3), (1, 5, 2)])
+def test_draft_for_anything_else_is_invalidated(ahead: RunAhead, wanted: tuple[int, int, int]) -> None:
+    launch_both(ahead)
+    assert ahead.take_draft(*wanted) is None
+    assert ahead.launched is Launched.NOTHING
+    assert ahead.take_draft(1, 5, 3) is None
+
+
+def test_verification_is_taken_for_the_tokens_of_its_draft(ahead: RunAhead) -> None:
+    launch_both(ahead)
+    assert ahead.launched is Launched.VERIFY
+    tokens = ahead.take_draft(1, 5, 3)
+    assert tokens == TOKENS
+    assert ahead.take_verify("graph", [5, *tokens], 4)
+    assert not ahead.take_verify("graph", [5, *tokens], 4), "it counts once"
+
+
+@pytest.mark.parametrize(
+    ("graph", "tokens", "length"),
+    [
+        ("other", [5, *TOKENS], 4),
+        ("graph", [4, *TOKENS], 4),
+        ("graph", [5, 6, 7, 9], 4),
+        ("graph", [5, *TOKENS], 3),
+    ],
+)
+def test_verification_of_anything_else_is_launched_again(
+    ahead: RunAhead, graph: str, tokens: list[int], length: int
+) -> None:
+    launch_both(ahead)
+    ahead.take_draft(1, 5, 3)
+    assert not ahead.take_verify(graph, tokens, length)
+
+
+def test_verification_does_not_count_before_its_draft_was_read(ahead: RunAhead) -> None:
+    launch_both(ahead)
+    assert not ahead.take_verify("graph", [5, *TOKENS], 4)
+
+
+def test_verification_is_launched_only_behind_a_draft_of_the_same_k(ahead: RunAhead) -> None:
+    launches: list[str] = []
+    ahead.launch_verify(3, 5, 4, lambda: launches.append("no draft"))
+    launch_draft(ahead)
+    ahead.launch_verify(2, 5, 4, lambda: launches.append("another K"))
+    ahead.note_launch()
+    ahead.launch_verify(3, 5, 4, lambda: launches.append("something between"))
+    assert not launches
+
+
+def test_any_other_launch_invalidates(ahead: RunAhead) -> None:
+    launch_both(ahead)
+    ahead.note_launch()
+    assert ahead.launched is Launched.NOTHING
+    assert ahead.take_draft(1, 5, 3) is None
+    assert not ahead.take_verify("graph", [5, *TOKENS], 4)
+
+
+def test_own_launches_do_not_invalidate(ahead: RunAhead) -> None:
+    def launch() -> Callable[[], list[int]]:
+        ahead.note_launch()
+        return lambda: TOKENS
+
+    ahead.launch_draft(1, 5, 3, launch)
+    ahead.launch_verify(3, 5, 4, lambda: ahead.note_launch() or "graph")
+    assert ahead.launched is Launched.VERIFY
+
+
+def test_launch_that_fails_leaves_nothing_launched(ahead: RunAhead) -> None:
+    def fail() -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        ahead.launch_draft(1, 5, 3, fail)
+    assert ahead.launched is Launched.NOTHING
+    launch_draft(ahead)
+    with pytest.raises(RuntimeError):
+        ahead.launch_verify(3, 5, 4, fail)
+    assert ahead.launched is Launched.NOTHING
+    launch_draft(ahead)
+    ahead.note_launch()
+    assert ahead.launched is Launched.NOTHING, "later launches count as others' again"
+
+
+def test_next_step_that_cannot_be_launched_is_left_to_be_asked_for(ahead: RunAhead) -> None:
+    def fail() -> None:
+        launch_draft(ahead)
+        raise RuntimeError("out of memory")
+
+    ahead.launch_next(fail)
+    assert ahead.launched is Launched.NOTHING
+    with pytest.raises(KeyboardInterrupt):
+        ahead.launch_next(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def test_tokens_that_cannot_be_read_invalidate(ahead: RunAhead) -> None:
+    def read() -> list[int]:
+        raise RuntimeError("the device is broken")
+
+    ahead.launch_draft(1, 5, 3, lambda: read)
+    with pytest.raises(RuntimeError):
+        ahead.take_draft(1, 5, 3)
+    assert ahead.launched is Launched.NOTHING
+
+
+def test_deferred_layer_is_committed_and_observed_when_the_next_layer_runs(ahead: RunAhead) -> None:
+    done: list[str] = []
+    ahead.defer(2, lambda: done.append("commit"), [lambda: done.append("observe")])
+    assert done == []
+    ahead.settle(next_layer=3)
+    assert done == ["commit", "observe"]
+    ahead.settle(next_layer=4)
+    assert done == ["commit", "observe"], "once"
+
+
+@pytest.mark.parametrize("next_layer", [None, 0, 5])
+def test_observations_are_dropped_when_another_layer_runs(ahead: RunAhead, next_layer: int | None) -> None:
+    done: list[str] = []
+    ahead.defer(2, lambda: done.append("commit"), [lambda: done.append("observe")])
+    ahead.settle(next_layer)
+    assert done == ["commit"]
+
+
+def test_deferring_another_layer_commits_the_one_before(ahead: RunAhead) -> None:
+    done: list[int] = []
+    ahead.defer(2, lambda: done.append(2))
+    ahead.defer(3, lambda: done.append(3))
+    assert done == [2]
+    ahead.settle()
+    assert done == [2, 3]
+
+
+def test_waiting_keeps_copies_going(ahead: RunAhead) -> None:
+    event: list[str] = []
+    ahead.wait(event)  # type: ignore[arg-type]
+    assert event == ["waited"]
