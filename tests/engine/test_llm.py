@@ -482,7 +482,7 @@ def test_figures_and_completion_go_to_json(llm: LLM) -> None:
     assert data["finish_reason"] == "length"
     assert data["stats"]["lossless"] is True
     assert data["stats"]["steps"] == completion.stats.counters.steps
-    assert data["stats"]["expert_loads"] == completion.stats.counters.loads
+    assert data["stats"]["loads"] == completion.stats.counters.loads
 
 
 def test_what_a_request_cost_is_its_own(llm: LLM) -> None:

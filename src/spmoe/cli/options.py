@@ -37,7 +37,7 @@ _EVICTION = ", ".join(eviction_policy_names())
 def _engine(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the pair that ships."),
+        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the small included pair."),
     ] = None,
     draft: Annotated[
         str | None,

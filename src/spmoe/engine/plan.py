@@ -193,8 +193,8 @@ def _draft_gate_obstacle(
         return "the draft's hidden states cannot be read"
     if draft.hidden_size != target.hidden_size and not has_projection:
         return (
-            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so the target's routers cannot "
-            "read its hidden states unless `spmoe fit-predictor` fits a projection"
+            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so the target's routers "
+            "cannot read its hidden states unless `spmoe fit-predictor` fits a projection"
         )
     return None
 
