@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 try:
     __version__ = version("spmoe")
 except PackageNotFoundError:  # run from a source tree
-    __version__ = "0.1.0"
+    __version__ = "0.2.0"
 
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
 

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from spmoe.cli.options import Json, ctrl_c_stops, load, readable_stdin, show, stderr, takes_shared_options
+from spmoe.cli.options import Json, ctrl_c_stops, load, readable_stdin, stderr, stream_text, takes_shared_options
 from spmoe.config import SamplingParams
 from spmoe.errors import PromptError
 
@@ -25,7 +25,7 @@ def chat(engine: dict[str, Any], params: SamplingParams, as_json: Json = False) 
             messages.append({"role": "user", "content": message})
             generation = llm.stream_chat(messages, params)
             with ctrl_c_stops(generation):
-                show(generation, silent=as_json)
+                stream_text(generation, quiet=as_json)
             completion = generation.completion
             if completion.finish_reason == "interrupted":
                 stderr().print("(stopped)")

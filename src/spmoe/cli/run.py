@@ -16,8 +16,8 @@ from spmoe.cli.options import (
     load,
     read_text,
     require_writable,
-    show,
     stderr,
+    stream_text,
     takes_shared_options,
 )
 from spmoe.config import SamplingParams, format_bytes
@@ -43,7 +43,7 @@ def run(
         generation = llm.stream(text, params)
         llm.engine.source.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
-            show(generation, silent=as_json)
+            stream_text(generation, quiet=as_json)
         completion = generation.completion
         if chrome is not None:
             from spmoe.observe.chrome import write_chrome
@@ -76,7 +76,7 @@ def stats_table(stats: Stats) -> Table:
         table.add_row("acceptance", accepted)
     rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
     table.add_row("experts", f"hit rate {rate}, {c.demand_loads} demand loads, {c.prefetch_loads} prefetches")
-    if stats.prefetch != "on-demand":
+    if c.prefetches_requested:
         table.add_row(
             "prefetched",
             f"{format_bytes(c.issued_bytes)} issued, {format_bytes(c.used_bytes)} used "

@@ -62,7 +62,7 @@ class PrefetchFacts:
 
     policy: str  # the one that will run
     notices: list[str]  # why that is not the one asked for
-    cutoff: str  # as asked for
+    cutoff: str | None  # as asked for; None: the policy has no cutoff
     cutoff_layers: int | None  # None: no cutoff, or not known before a profile is measured
     profile: Profile | None  # None: not measured yet, or not needed
 
@@ -114,7 +114,8 @@ def make_plan(config: EngineConfig) -> Plan:
 
     policy, notices = resolve_prefetch(config, target, draft, projection_file is not None)
     profile, cutoff_layers = None, None
-    if "draft-gate" in policy.split("+"):
+    uses_cutoff = "draft-gate" in policy.split("+")
+    if uses_cutoff:
         usual = usual_draft_tokens(config.num_speculative_tokens)
         inputs = cutoff_inputs(spec, target.top_k, memory.slots, usual)
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs)))
@@ -148,7 +149,7 @@ def make_plan(config: EngineConfig) -> Plan:
             resident_bytes=(weight_bytes(draft, dtype) if draft is not None else 0) + extra_bytes,
             projection_file=str(projection_file) if projection_file is not None else None,
         )
-    prefetch = PrefetchFacts(policy, notices, str(config.cutoff), cutoff_layers, profile)
+    prefetch = PrefetchFacts(policy, notices, str(config.cutoff) if uses_cutoff else None, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
 
 
