@@ -1,4 +1,4 @@
-"""Run Mixture-of-Experts language models that do not fit in fast memory, with exactly the target model's output."""
+"""Run Mixture-of-Experts language models whose experts do not fit in GPU memory, with exactly the model's output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 try:
     __version__ = version("spmoe")
 except PackageNotFoundError:  # run from a source tree
-    __version__ = "0.1.0"
+    __version__ = "0.2.0"
 
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when the engine is asked for, so that `spmoe --help` is quick."""
+    """Import torch and transformers only when they are needed, so that `spmoe --help` is fast."""
     if name in ("LLM", "Completion"):
         from spmoe.engine import llm
 

@@ -1,4 +1,4 @@
-"""`python -m spmoe`: the command line."""
+"""Run the command line with `python -m spmoe`."""
 
 from spmoe.cli.main import main
 

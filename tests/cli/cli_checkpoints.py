@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the command-line tests: an MoE pair, a dense target, and ways to damage copies of them."""
+"""Tiny checkpoints for the command-line tests: an MoE pair, a dense target, and functions to damage copies of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, CONTEXT = 3, 4, 2, 32, 48, 512
-EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"  # as it is named on disk
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"  # its name in the checkpoint
 DENSE = "model.layers.1.self_attn.q_proj.weight"
 _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
@@ -44,7 +44,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def byte_tokenizer(first: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte and an end-of-text token. `first`: put this symbol in place of token 0."""
+    """Return a tokenizer with one token per byte and an end-of-text token; `first` replaces token 0."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>"]
     if first is not None:
         symbols[0] = first
@@ -76,19 +76,19 @@ def build_all(root: Path) -> None:
 
 
 def copy_of(source: Path, place: Path) -> Path:
-    """A copy that may be damaged."""
+    """Copy a checkpoint into `place`, to be damaged there."""
     return Path(shutil.copytree(source, place / source.name))
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None removes one."""
+    """Set keys of a JSON file; None removes a key."""
     data = json.loads(path.read_text())
     data.update(changes)
     path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
 def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Let `change` work on the tensors of a checkpoint of one file."""
+    """Apply `change` to the tensors of a checkpoint that is one file."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)

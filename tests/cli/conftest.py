@@ -1,4 +1,4 @@
-"""The command line, called in this process, and the checkpoints it is called with."""
+"""Fixtures: the command line, called in this process, and tiny checkpoints to call it with."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from spmoe.cli.main import main
 
 
 class Result(NamedTuple):
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
     def refused(self, code: int, *words: str) -> None:
-        """One line on standard error that says all these words, nothing on standard output, this exit code."""
+        """Check the exit code, for one line on standard error with all these words, and for no standard output."""
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         assert lines[0].startswith("error: ")
-        assert "should not happen" not in lines[0]
+        assert "internal error" not in lines[0]
         assert not [word for word in words if word not in lines[0]], lines[0]
         assert (self.code, self.out) == (code, "")
 
     def succeeded(self) -> Result:
-        """The same, known to have ended well."""
+        """Check for exit code 0, and return the result."""
         assert self.code == 0, self.err
         return self
 
@@ -49,7 +49,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that holds the tiny checkpoints."""
+    """Return the directory of the tiny checkpoints."""
     root = tmp_path_factory.mktemp("checkpoints")
     cli_checkpoints.build_all(root)
     return root
@@ -57,13 +57,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory that tests share, so that experts of sound checkpoints are converted once."""
+    """Return a cache directory that tests share, so that experts are converted once."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(autouse=True)
 def home(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Point the engine at the shared cache directory, and keep it off the network."""
+    """Make the engine use the shared cache directory and no network."""
     monkeypatch.setenv("SPMOE_HOME", str(shared_home))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -73,7 +73,7 @@ def home(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of this test's own, empty."""
+    """Make the engine use an empty cache directory of this test's own, and return it."""
     path = tmp_path / "home"
     monkeypatch.setenv("SPMOE_HOME", str(path))
     return path
@@ -81,7 +81,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Call `spmoe` with these arguments, and with bytes on standard input."""
+    """Return a function that calls `spmoe` with arguments and bytes on standard input."""
 
     def call(*arguments: object, stdin: bytes = b"", stdout: TextIO | None = None) -> Result:
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
@@ -100,7 +100,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 @pytest.fixture
 def public_place() -> Iterator[Path]:
-    """A directory that every user may look into, unlike pytest's own."""
+    """Yield a directory that every user may read, unlike pytest's own."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     yield place
@@ -111,14 +111,14 @@ def public_place() -> Iterator[Path]:
 
 @contextmanager
 def ordinary_user() -> Iterator[None]:
-    """Be somebody whom file permissions bind, also where the tests run as root."""
+    """Run as a user without root's rights, so that file permissions apply."""
     if os.geteuid() != 0:
         yield
         return
     try:
         os.seteuid(65534)
     except OSError:
-        pytest.skip("root, and no other user to be")
+        pytest.skip("runs as root, and cannot change the user")
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def ordinary_user() -> Iterator[None]:
 
 @pytest.fixture
 def as_ordinary_user() -> Callable[[], AbstractContextManager[None]]:
-    """`with as_ordinary_user():` for what permissions shall stop."""
+    """Return `ordinary_user`."""
     return ordinary_user
 
 

@@ -1,4 +1,4 @@
-"""Bad input, bad files and bad luck: one line that says what is wrong and what to do, and never a wrong answer."""
+"""Errors of the command line: one line that says what is wrong and what to do, and never a wrong answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 import torch
 from cli_checkpoints import CONTEXT, DENSE, EXPERT, byte_tokenizer, copy_of, edit_json, edit_weights
+from cli_process import Command
 from torch import Tensor
 
 from spmoe.engine import llm
@@ -61,7 +59,7 @@ def put(name: str, value: float) -> Change:
 
 
 def drop(*parts: str) -> Change:
-    """Delete the tensors whose names hold all of these."""
+    """Return a change that deletes the tensors whose names contain all of these."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [n for n in tensors if all(part in n for part in parts)]:
@@ -77,12 +75,12 @@ def index_another_tensor(directory: Path) -> None:
 
 
 def predict_further_tokens(directory: Path) -> None:
-    """Add a layer past the last, as models trained to predict several tokens have and decoding does not use."""
+    """Add a layer after the last one, as models with multi-token prediction have it; decoding does not use it."""
     edit_json(directory / "config.json", num_nextn_predict_layers=1)
     edit_weights(directory, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(32, 64)}))
 
 
-# what was done to which checkpoint, and words of the line that must come of it
+# damage: (checkpoint, change, words of the error)
 DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "a dense tensor deleted": ("target", drop(DENSE), (DENSE, "lacks", "download it again")),
     "an expert's tensor deleted": ("target", drop(EXPERT), ("model.layers.1.mlp.experts", "3 experts", "says 4")),
@@ -147,23 +145,25 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_checkpoint(damage: str, checkpoints: Path, tmp_path: Path, own_home: Path, invoke: Invoke) -> None:
+def test_run_rejects_damaged_checkpoints(
+    damage: str, checkpoints: Path, tmp_path: Path, own_home: Path, invoke: Invoke
+) -> None:
     base, change, words = DAMAGED[damage]
     model = copy_of(checkpoints / base, tmp_path)
     change(model)
     invoke("run", model, *PROMPT).refused(1, *words)
-    assert not list(own_home.rglob("*.safetensors"))  # nothing that a later run could mistake for experts
+    assert not list(own_home.rglob("*.safetensors"))  # no expert file is left behind
     assert not list(own_home.rglob("*.partial"))
 
 
-PLANNED = ["no weights", "a shard deleted", "truncated weights", "no config", "a config that is not JSON"]
-PLANNED += ["more experts per token than there are", "no experts per token", "no attention heads"]
-PLANNED += ["an activation nobody knows", "a dense model", "an unknown architecture", "a quantized checkpoint"]
-PLANNED += ["a size that is no number"]
+REJECTED_BY_INFO = ["no weights", "a shard deleted", "truncated weights", "no config", "a config that is not JSON"]
+REJECTED_BY_INFO += ["more experts per token than there are", "no experts per token", "no attention heads"]
+REJECTED_BY_INFO += ["an activation nobody knows", "a dense model", "an unknown architecture", "a quantized checkpoint"]
+REJECTED_BY_INFO += ["a size that is no number"]
 
 
-@pytest.mark.parametrize("damage", PLANNED)
-def test_info_refuses_what_cannot_be_planned(damage: str, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+@pytest.mark.parametrize("damage", REJECTED_BY_INFO)
+def test_info_rejects_damaged_checkpoints(damage: str, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
     base, change, words = DAMAGED[damage]
     model = copy_of(checkpoints / base, tmp_path)
     change(model)
@@ -171,7 +171,7 @@ def test_info_refuses_what_cannot_be_planned(damage: str, checkpoints: Path, tmp
 
 
 @pytest.mark.parametrize("damage", ["a dense tensor deleted", "fewer layers", "another hidden size", "empty weights"])
-def test_damaged_draft(damage: str, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_run_rejects_damaged_drafts(damage: str, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
     _, change, words = DAMAGED[damage]
     draft = copy_of(checkpoints / "draft", tmp_path)
     change(draft)
@@ -189,21 +189,21 @@ def test_damaged_draft(damage: str, checkpoints: Path, tmp_path: Path, invoke: I
         predict_further_tokens,
     ],
 )
-def test_odd_but_sound_checkpoints_run(change: Change, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_unusual_but_valid_checkpoints_run(change: Change, checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
     expected = invoke("run", checkpoints / "target", *PROMPT).succeeded().out
     model = copy_of(checkpoints / "target", tmp_path)
     change(model)
     assert invoke("run", model, *PROMPT).succeeded().out == expected
 
 
-# ---- what a model may be called
+# ---- model names
 
 
 def test_model_that_is_a_file(checkpoints: Path, invoke: Invoke) -> None:
     invoke("run", checkpoints / "target" / "config.json", *PROMPT).refused(2, "is a file", "give the directory")
 
 
-def test_hub_id_that_cannot_be_had(checkpoints: Path, invoke: Invoke) -> None:
+def test_hub_id_that_is_not_cached_offline(checkpoints: Path, invoke: Invoke) -> None:
     words = ("no directory nobody/nothing", "check the spelling", "HF_HUB_OFFLINE")
     invoke("run", "nobody/nothing", *PROMPT).refused(1, *words)
     invoke("info", "nobody/nothing").refused(1, *words)
@@ -211,7 +211,7 @@ def test_hub_id_that_cannot_be_had(checkpoints: Path, invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/directory", "~nobody-of-that-name/model", "a" * 5000, "/" + "a" * 5000])
-def test_path_that_cannot_be(name: str, invoke: Invoke) -> None:
+def test_path_that_cannot_exist(name: str, invoke: Invoke) -> None:
     invoke("run", name, *PROMPT).refused(2, name[:50], "check")
 
 
@@ -251,10 +251,10 @@ def test_budget_below_one_layers_experts(
     prompt = PROMPT if verb == "run" else ()
     result = invoke(verb, checkpoints / "target", "--expert-memory", budget, *prompt)
     result.refused(2, "--expert-memory", "needs 2 of a layer at once", "give at least")
-    assert not own_home.exists()  # told before the experts are converted, which takes long for large models
+    assert not own_home.exists()  # rejected before the experts are converted, which takes long
 
 
-def test_stated_minimum_budget_works(checkpoints: Path, invoke: Invoke) -> None:
+def test_the_minimum_budget_in_the_error_works(checkpoints: Path, invoke: Invoke) -> None:
     def run(budget: str) -> Any:
         return invoke(
             "run", checkpoints / "target", "--expert-memory", budget, "--prompt", "hello", "--max-tokens", 16, "--json"
@@ -294,7 +294,7 @@ def test_prompt_longer_than_the_context(checkpoints: Path, invoke: Invoke) -> No
     result.refused(2, "9 tokens", "holds 9")
 
 
-def test_context_longer_than_the_models_is_said(checkpoints: Path, invoke: Invoke) -> None:
+def test_max_model_len_above_the_models_limit_is_lowered_with_a_note(checkpoints: Path, invoke: Invoke) -> None:
     result = invoke("run", checkpoints / "target", "--max-model-len", CONTEXT + 1, *PROMPT).succeeded()
     assert f"note: the model reads {CONTEXT} positions, so --max-model-len {CONTEXT + 1} is lowered" in result.err
 
@@ -349,7 +349,7 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
         (("--top-p", "0"), ("top_p", "above 0")),
         (("--top-k", "-1"), ("top_k", "0 (off) or more")),
         (("--min-p", "2"), ("min_p", "between 0 and 1")),
-        (("--cutoff", "x"), ("'x' is not a cutoff", "just-in-time, none or a number")),
+        (("--cutoff", "x"), ("'x' is not a cutoff", "just-in-time, all or a number")),
         (("--cutoff", "-1"), ("'-1' is not a cutoff",)),
         (("--expert-memory", "foo"), ("'foo' is not a size", "6GiB")),
         (("--expert-memory", "0"), ("'0' is not a size",)),
@@ -383,7 +383,7 @@ def test_unknown_command(invoke: Invoke) -> None:
     invoke("--wobble").refused(2, "--wobble", "`spmoe --help`")
 
 
-# ---- the system says no
+# ---- files, permissions and disks
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "."])
@@ -404,7 +404,7 @@ def test_unreadable_file(
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_cache_directory_that_may_not_be_written(
+def test_cache_directory_without_write_permission(
     mode: int,
     checkpoints: Path,
     public_place: Path,
@@ -434,7 +434,7 @@ def test_cache_directory_that_is_a_file(
     monkeypatch.setenv("SPMOE_HOME", str(file))
     invoke("run", checkpoints / "target", *PROMPT).refused(1, str(file), "SPMOE_HOME", "writable directory")
     invoke("run", *PROMPT).refused(1, str(file), "SPMOE_HOME", "writable directory")
-    invoke("info", checkpoints / "target").succeeded()  # has nothing to write
+    invoke("info", checkpoints / "target").succeeded()  # info writes no files
 
 
 def test_disk_too_small_for_the_experts(
@@ -464,7 +464,7 @@ def test_write_that_fails_during_conversion(
     invoke("run", checkpoints / "target", *PROMPT).succeeded()
 
 
-def test_output_that_cannot_be_written(checkpoints: Path, invoke: Invoke) -> None:
+def test_standard_output_that_cannot_be_written(checkpoints: Path, invoke: Invoke) -> None:
     for options in ((), ("--json",)):
         with Path("/dev/full").open("wb", buffering=0) as raw:
             full = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
@@ -472,19 +472,21 @@ def test_output_that_cannot_be_written(checkpoints: Path, invoke: Invoke) -> Non
         result.refused(1, "No space left", "where the output goes")
 
 
-# ---- caches that were damaged
+# ---- damaged caches
 
 
 @pytest.fixture
 def expert_file(checkpoints: Path, own_home: Path, invoke: Invoke) -> Path:
-    """The expert file of the target, in this test's own cache directory."""
+    """Return the target's expert file, in this test's own cache directory."""
     invoke("run", checkpoints / "target", *PROMPT).succeeded()
     (path,) = own_home.rglob("*.safetensors")
     return path
 
 
 @pytest.mark.parametrize("harm", ["header", "length", "fingerprint", "truncated", "empty"])
-def test_damaged_header_is_rebuilt(harm: str, expert_file: Path, checkpoints: Path, invoke: Invoke) -> None:
+def test_expert_file_with_a_damaged_header_is_rebuilt(
+    harm: str, expert_file: Path, checkpoints: Path, invoke: Invoke
+) -> None:
     expected = invoke("run", checkpoints / "target", *PROMPT).out
     sound = expert_file.read_bytes()
     harmed = {
@@ -550,7 +552,7 @@ def test_damaged_profile_is_measured_again(
     harmed = harm(path.read_text())
     assert harmed != path.read_text()
     path.write_text(harmed)
-    assert json.loads(invoke("info", *pair, "--json").succeeded().out)["profile"] is None
+    assert json.loads(invoke("info", *pair, "--json").succeeded().out)["prefetch"]["profile"] is None
     assert invoke("run", *pair, *PROMPT).succeeded().out == expected
     again = json.loads(path.read_text())
     assert again.keys() == sound.keys()
@@ -561,7 +563,7 @@ def test_damaged_profile_is_measured_again(
 
 
 def _at_token(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do this when so many tokens have been generated."""
+    """Call `act` after this many tokens."""
     original = llm.Generation._take
 
     def take(self: llm.Generation, token: int) -> Iterator[str]:
@@ -578,10 +580,10 @@ def _press_ctrl_c() -> None:
 
 @pytest.fixture
 def own_ctrl_c() -> Iterator[None]:
-    """Python's own answer to Ctrl-C, which a test session started in the background may lack."""
+    """Set Python's own SIGINT handler, which a session started in the background may lack, and check it at the end."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # given back by whoever took it
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # restored by the code
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
@@ -606,7 +608,7 @@ def test_ctrl_c_stops_a_run(
 
     shown = invoke(*run)
     assert (shown.code, shown.out) == (130, stopped["text"] + "\n")
-    assert "hit rate" in shown.err  # the table
+    assert "hit rate" in shown.err  # the statistics
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
@@ -621,7 +623,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_conversation(
     assert [len(answer["token_ids"]) for answer in answers] == [3, 3]
     assert stopped.err.count("(stopped)") == 2
     _at_token(3, lambda: [_press_ctrl_c(), _press_ctrl_c()], monkeypatch)
-    assert invoke(*chat, stdin=b"hi\nthere\n").code == 130  # pressed twice, it ends
+    assert invoke(*chat, stdin=b"hi\nthere\n").code == 130  # a second Ctrl-C ends the conversation
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
@@ -642,38 +644,21 @@ def test_ctrl_c_during_conversion_leaves_nothing_behind(
         result = invoke("run", checkpoints / "target", *PROMPT)
     assert (result.code, result.out) == (130, "")
     assert "Traceback" not in result.err
-    assert len(partials) == 1  # it was under way
+    assert len(partials) == 1  # the conversion had started
     assert not [path for path in own_home.rglob("*") if path.is_file() and path.suffix != ".lock"]
     invoke("run", checkpoints / "target", *PROMPT).succeeded()
 
 
-# ---- in a process of its own, where only that will do
-
-
-def _spawn(*arguments: object, limit: int | None = None) -> subprocess.Popen[bytes]:
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "spmoe", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=prepare,
-    )
+# ---- in a process of its own
 
 
 def test_ctrl_c_from_outside(checkpoints: Path) -> None:
     slow = ("--link-gbps", 0.0005, "--max-tokens", 400, "--ignore-eos")
-    with _spawn("run", checkpoints / "target", "--prompt", "hello", *slow) as process:
-        assert process.stdout
-        first = process.stdout.read(1)  # it generates
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    with Command("run", checkpoints / "target", "--prompt", "hello", *slow) as command:
+        first = command.stdout.read(1)  # it generates
+        command.interrupt()
+        out, err = command.stdout.read(), command.stderr.read()
+        assert command.wait() == 130
     assert first
     assert out.endswith(b"\n")
     assert b"emulated link" in err
@@ -681,21 +666,20 @@ def test_ctrl_c_from_outside(checkpoints: Path) -> None:
     assert b"Traceback" not in err
 
 
-def test_reader_that_leaves_early(checkpoints: Path) -> None:
-    with _spawn("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos") as process:
-        assert process.stdout
-        assert process.stderr
-        assert len(process.stdout.read(10)) == 10
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(timeout=60) == 1
+def test_reader_that_closes_the_pipe_early(checkpoints: Path) -> None:
+    with Command("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos") as command:
+        assert command.stdout.read(1)
+        command.stdout.close()
+        err = command.stderr.read()
+        assert command.wait() == 1
     assert err == b""
 
 
 def test_disk_that_fills_during_conversion(checkpoints: Path, own_home: Path) -> None:
-    with _spawn("run", checkpoints / "target", *PROMPT, limit=100_000) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (1, b"")
+    with Command("run", checkpoints / "target", *PROMPT, max_file_bytes=100_000) as command:
+        out, err = command.stdout.read(), command.stderr.read()
+        assert command.wait() == 1
+    assert out == b""
     (line,) = err.decode().splitlines()
     assert line.startswith("error: the disk is full: ")
     assert "SPMOE_HOME" in line

@@ -25,7 +25,7 @@ def test_demo_writes_the_same_three_ways(invoke: Invoke, monkeypatch: pytest.Mon
     assert list(found["runs"]) == list(WAYS)
     assert len({tuple(run["token_ids"]) for run in found["runs"].values()}) == 1
     plain, on_demand, prefetched = (run["stats"] for run in found["runs"].values())
-    assert plain["drafted_tokens"] == 0 < on_demand["drafted_tokens"]
+    assert plain["drafted"] == 0 < on_demand["drafted"]
     assert on_demand["prefetch_issued_bytes"] == 0 < prefetched["prefetch_issued_bytes"]
     assert {run["stats"]["link"] for run in found["runs"].values()} == {"emulated"}
 

@@ -1,4 +1,4 @@
-"""Drafts that are no checkpoint of their own, on the command line."""
+"""Drafts without a checkpoint of their own, on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAFTS = {"ngram": "no model", "self:int8": "the target with int8 experts", "sel
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_run_writes_what_plain_decoding_writes(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+def test_run_generates_the_tokens_of_plain_decoding(invoke: Invoke, checkpoints: Path, draft: str) -> None:
     plain = json.loads(invoke("run", checkpoints / "target", *PROMPT).succeeded().out)
     found = invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).succeeded()
     assert json.loads(found.out)["token_ids"] == plain["token_ids"]
@@ -26,26 +26,27 @@ def test_run_writes_what_plain_decoding_writes(invoke: Invoke, checkpoints: Path
     assert ("own layers" in note) if draft == "ngram" else (draft[5:] in note)
 
 
-def test_what_next_gate_prefetched_is_shown(invoke: Invoke, checkpoints: Path) -> None:
+def test_the_table_shows_prefetched_bytes_of_next_gate(invoke: Invoke, checkpoints: Path) -> None:
     shown = invoke("run", checkpoints / "target", "--draft", "ngram", *PROMPT[:-1]).succeeded().err
     assert "issued" in shown
-    assert "none with next-gate" in " ".join(shown.split())
+    assert "prefetch next-gate" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_info_names_it(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+def test_info_describes_the_draft(invoke: Invoke, checkpoints: Path, draft: str) -> None:
     plan = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "--json").succeeded().out)
-    assert (plan["draft"], plan["draft_architecture"]) == (draft, DRAFTS[draft])
-    assert plan["num_speculative_tokens"] == 4
-    assert (plan["draft_bytes"] > 0) == (draft != "ngram")
-    assert plan["prefetch"] == ("next-gate" if draft == "ngram" else "draft-gate")
+    assert (plan["draft"]["name"], plan["draft"]["architecture"]) == (draft, DRAFTS[draft])
+    assert plan["draft"]["num_speculative_tokens"] == 4
+    assert (plan["draft"]["resident_bytes"] > 0) == (draft != "ngram")
+    assert plan["prefetch"]["policy"] == ("next-gate" if draft == "ngram" else "draft-gate")
     shown = invoke("info", checkpoints / "target", "--draft", draft).succeeded().out
     assert f"draft {draft} ({DRAFTS[draft]})" in " ".join(shown.split())
     none = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "-k", 0, "--json").succeeded().out)
-    assert (none["draft"], none["draft_bytes"]) == (None, 0)
+    assert none["draft"] is None
+    assert none["memory"]["resident_bytes"] == none["target"]["resident_bytes"]
 
 
-def test_bench_takes_them(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+def test_bench_accepts_these_drafts(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcabcabcabc\n")
     for draft in DRAFTS:
@@ -56,7 +57,7 @@ def test_bench_takes_them(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> 
         assert draft in file.read_text()
 
 
-def test_what_is_compared_is_the_quantized_self(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+def test_predictability_compares_the_quantized_target(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text())
     measure = ("predictability", checkpoints / "target", "--text", text, "--windows", 2, "--window", 48, "--json")
@@ -67,5 +68,5 @@ def test_what_is_compared_is_the_quantized_self(invoke: Invoke, checkpoints: Pat
 
 
 @pytest.mark.parametrize("draft", ["self", "self:int5", "self:int8 "])
-def test_others_are_refused(invoke: Invoke, checkpoints: Path, draft: str) -> None:
+def test_unknown_self_drafts_are_rejected(invoke: Invoke, checkpoints: Path, draft: str) -> None:
     invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).refused(2, "self:int8 or self:int4")

@@ -16,7 +16,7 @@ def test_it_fits_keeps_and_says_so(invoke: Invoke, checkpoints: Path, own_home: 
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 2)
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
-    assert json.loads(invoke("info", *pair, "--json").succeeded().out)["predictor"] is None
+    assert json.loads(invoke("info", *pair, "--json").succeeded().out)["draft"]["projection_file"] is None
     shown = invoke("fit-predictor", *pair, "--text", text, "--window", 48, "--windows", 20).succeeded().out
     (file,) = (own_home / "predictors").glob("*.safetensors")
     assert "before" in shown
@@ -28,8 +28,11 @@ def test_it_fits_keeps_and_says_so(invoke: Invoke, checkpoints: Path, own_home: 
     assert found["file"] == str(file)
     assert all(layer["after"] >= layer["before"] for layer in found["layers"])
     plan = json.loads(invoke("info", *pair, "--json").succeeded().out)
-    assert plan["predictor"] == str(file)
-    assert json.loads(invoke("info", *pair, "--no-projection", "--json").succeeded().out)["predictor"] is None
+    assert plan["draft"]["projection_file"] == str(file)
+    assert (
+        json.loads(invoke("info", *pair, "--no-projection", "--json").succeeded().out)["draft"]["projection_file"]
+        is None
+    )
 
     measure = ("predictability", *pair, "--text", text, "--windows", 4, "--window", 48, "--json")
     projection, plain = (json.loads(invoke(*measure, *more).succeeded().out) for more in ((), ("--no-projection",)))

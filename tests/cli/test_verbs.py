@@ -1,4 +1,4 @@
-"""The verbs as people use them: what goes to standard output, what to standard error, and what the options do."""
+"""The commands run, chat and info: standard output, standard error, options and help."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cli_checkpoints import CONTEXT, EXPERTS, LAYERS, TOP_K, copy_of, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spmoe
-from spmoe import config
 from spmoe.cli.main import app
+from spmoe.config import format_bytes
 from spmoe.models.shipped import shipped_pair
 
 if TYPE_CHECKING:
     from conftest import Invoke
 
-TABLE = ("tokens", "TTFT", "TPOT", "hit rate", "stall", "slots", "cutoff")  # words of the table after a run
+TABLE = ("tokens", "TTFT", "TPOT", "hit rate", "stall", "slots", "prefetch")  # words of the table after a run
 
 
 def answer(invoke: Invoke, *arguments: object, **options: Any) -> dict[str, Any]:
-    """The one JSON object that a command prints."""
+    """Return the one JSON object that a command prints."""
     result = invoke(*arguments, "--json", **options).succeeded()
     assert result.out.count("\n") == 1
     assert result.out.endswith("}\n")
@@ -37,7 +37,7 @@ def answer(invoke: Invoke, *arguments: object, **options: Any) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def greedy(checkpoints: Path) -> list[int]:
-    """What transformers itself continues "hello" with."""
+    """Return the tokens that transformers generates after "hello"."""
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "target")
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "target")
     ids = torch.tensor([tokenizer("hello")["input_ids"]])
@@ -49,7 +49,7 @@ def greedy(checkpoints: Path) -> list[int]:
 # ---- run
 
 
-def test_run_prints_text_and_only_text(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
+def test_run_prints_only_text_to_standard_output(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "target")
     result = invoke("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 24, "--ignore-eos").succeeded()
     assert result.out == tokenizer.decode(greedy) + "\n"
@@ -58,7 +58,7 @@ def test_run_prints_text_and_only_text(checkpoints: Path, greedy: list[int], inv
 
 
 @pytest.mark.parametrize("draft", ["none", "draft", "padded"])
-def test_run_as_json(draft: str, checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
+def test_run_with_json(draft: str, checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
     name = draft if draft == "none" else checkpoints / draft
     options = ("--draft", name, "--max-tokens", 24, "--ignore-eos")
     result = invoke("run", checkpoints / "target", "--prompt", "hello", *options, "--json").succeeded()
@@ -80,7 +80,7 @@ def test_run_as_json(draft: str, checkpoints: Path, greedy: list[int], invoke: I
     assert text == found["text"] + "\n"
 
 
-def test_prompt_from_standard_input(checkpoints: Path, invoke: Invoke) -> None:
+def test_prompt_is_read_from_standard_input(checkpoints: Path, invoke: Invoke) -> None:
     run = ("run", checkpoints / "target", "--max-tokens", 8)
     given = answer(invoke, *run, "--prompt", "grüße\n")
     assert given["usage"]["prompt_tokens"] == 8  # bytes
@@ -89,7 +89,7 @@ def test_prompt_from_standard_input(checkpoints: Path, invoke: Invoke) -> None:
     assert answer(invoke, *run, "-p", "grüße")["token_ids"] != given["token_ids"]
 
 
-def test_stop_strings(checkpoints: Path, invoke: Invoke) -> None:
+def test_stop_strings_end_the_text(checkpoints: Path, invoke: Invoke) -> None:
     run = ("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 24)
     text: str = answer(invoke, *run)["text"]
     first = text[4]
@@ -99,14 +99,16 @@ def test_stop_strings(checkpoints: Path, invoke: Invoke) -> None:
     assert 0 < len(stopped["token_ids"]) < 24
 
 
-def test_seeds(checkpoints: Path, invoke: Invoke) -> None:
+def test_seed_makes_sampling_repeatable(checkpoints: Path, invoke: Invoke) -> None:
     run = ("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 16, "--temperature", 1, "--ignore-eos")
     one = answer(invoke, *run, "--seed", 1)["token_ids"]
     assert answer(invoke, *run, "--seed", 1)["token_ids"] == one
     assert answer(invoke, *run, "--seed", 2)["token_ids"] != one
 
 
-def test_end_of_text(checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke) -> None:
+def test_eos_tokens_of_the_generation_config_end_a_run(
+    checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke
+) -> None:
     model = copy_of(checkpoints / "target", tmp_path)
     edit_json(model / "generation_config.json", eos_token_id=[256, greedy[5]])
     length = greedy.index(greedy[5]) + 1
@@ -119,13 +121,13 @@ def test_end_of_text(checkpoints: Path, tmp_path: Path, greedy: list[int], invok
     assert on["finish_reason"] == "length"
 
 
-def test_context_bounds_the_output(checkpoints: Path, invoke: Invoke) -> None:
+def test_max_model_len_limits_the_output(checkpoints: Path, invoke: Invoke) -> None:
     found = answer(invoke, "run", checkpoints / "target", "--max-model-len", 12, "--prompt", "hello", "--ignore-eos")
     assert found["usage"]["total_tokens"] == 12
     assert found["finish_reason"] == "length"
 
 
-def test_policies_change_no_token(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
+def test_options_of_prefetching_do_not_change_tokens(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
     run = ("run", checkpoints / "target", "--draft", checkpoints / "draft", "--prompt", "hello", "--max-tokens", 24)
     for options in (
         ("--prefetch", "on-demand"),
@@ -137,17 +139,17 @@ def test_policies_change_no_token(checkpoints: Path, greedy: list[int], invoke: 
         assert answer(invoke, *run, "--ignore-eos", *options)["token_ids"] == greedy
 
 
-def test_default_model(invoke: Invoke) -> None:
+def test_without_a_model_the_included_pair_runs(invoke: Invoke) -> None:
     result = invoke("run", "--prompt", "hello", "--max-tokens", 4, "--json").succeeded()
     assert len(json.loads(result.out)["token_ids"]) <= 4
-    model = json.loads(invoke("info", "--json").succeeded().out)["model"]
+    model = json.loads(invoke("info", "--json").succeeded().out)["target"]["name"]
     assert model == shipped_pair()[0]
 
 
-# ---- an emulated link is never passed off as a real one
+# ---- emulated links
 
 
-def test_emulated_link_is_said_everywhere(checkpoints: Path, invoke: Invoke) -> None:
+def test_every_output_names_the_emulated_link(checkpoints: Path, invoke: Invoke) -> None:
     model = (checkpoints / "target", "--link-gbps", "0.25")
     table = invoke("run", *model, "--prompt", "hello", "--max-tokens", 4).succeeded()
     note, *rest = table.err.splitlines()
@@ -169,7 +171,7 @@ def test_emulated_link_is_said_everywhere(checkpoints: Path, invoke: Invoke) -> 
 # ---- chat
 
 
-def test_chat_keeps_the_conversation(checkpoints: Path, invoke: Invoke) -> None:
+def test_chat_sends_the_whole_conversation(checkpoints: Path, invoke: Invoke) -> None:
     chat = ("chat", checkpoints / "target", "--max-tokens", 12, "--ignore-eos")
     lines = invoke(*chat, "--json", stdin=b"hi\nthere\n").succeeded().out.splitlines()
     first, second = map(json.loads, lines)
@@ -181,7 +183,7 @@ def test_chat_keeps_the_conversation(checkpoints: Path, invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\nhi\n"])
-def test_chat_ends_at_the_end_of_input_or_an_empty_line(stdin: bytes, checkpoints: Path, invoke: Invoke) -> None:
+def test_chat_ends_with_its_input_or_at_an_empty_line(stdin: bytes, checkpoints: Path, invoke: Invoke) -> None:
     assert invoke("chat", checkpoints / "target", stdin=stdin).succeeded().out == ""
 
 
@@ -191,32 +193,36 @@ def test_chat_ends_at_the_end_of_input_or_an_empty_line(stdin: bytes, checkpoint
 def test_info_before_and_after_a_measurement(checkpoints: Path, own_home: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--expert-memory", "50%")
     before = answer(invoke, "info", *pair)
-    assert not own_home.exists()  # looking writes nothing
-    assert before["architecture"] == "MixtralForCausalLM"
-    assert before["draft_architecture"] == "MistralForCausalLM"
-    assert (before["decoder_layers"], before["moe_layers"]) == (LAYERS, LAYERS)
-    assert (before["experts_per_layer"], before["top_k"], before["context"]) == (EXPERTS, TOP_K, CONTEXT)
-    assert before["slots"] == LAYERS * EXPERTS // 2
-    assert before["slots_bytes"] == before["slots"] * before["expert_bytes"]
-    assert before["all_experts_bytes"] == 2 * before["slots_bytes"]
-    assert (before["profile"], before["cutoff_layers"], before["expert_file_built"]) == (None, None, False)
+    assert not own_home.exists()  # info writes no files
+    target, memory, prefetch = before["target"], before["memory"], before["prefetch"]
+    assert target["architecture"] == "MixtralForCausalLM"
+    assert before["draft"]["architecture"] == "MistralForCausalLM"
+    assert (target["decoder_layers"], target["moe_layers"]) == (LAYERS, LAYERS)
+    assert (target["experts_per_layer"], target["top_k"], target["max_length"]) == (EXPERTS, TOP_K, CONTEXT)
+    assert memory["slots"] == LAYERS * EXPERTS // 2
+    assert memory["slots_bytes"] == memory["slots"] * target["expert_bytes"]
+    assert target["all_experts_bytes"] == 2 * memory["slots_bytes"]
+    assert memory["resident_bytes"] == target["resident_bytes"] + before["draft"]["resident_bytes"]
+    assert (prefetch["policy"], prefetch["profile"], prefetch["cutoff_layers"]) == ("draft-gate", None, None)
+    assert not target["expert_file_exists"]
     unmeasured = invoke("info", *pair).succeeded().out
-    assert "auto: not known" in unmeasured
+    assert "auto: not measured yet" in unmeasured
     assert "--measure" in unmeasured
 
     after = answer(invoke, "info", *pair, "--measure")
-    assert after["expert_file_built"]
-    assert Path(after["expert_file"]).is_relative_to(own_home)
-    assert after["profile"]["draft_layers"] == LAYERS
-    assert 0 <= after["cutoff_layers"] <= LAYERS
+    assert after["target"]["expert_file_exists"]
+    assert Path(after["target"]["expert_file"]).is_relative_to(own_home)
+    assert after["prefetch"]["profile"]["draft_layers"] == LAYERS
+    cutoff = after["prefetch"]["cutoff_layers"]
+    assert 0 <= cutoff <= LAYERS
     table = " ".join(invoke("info", *pair).succeeded().out.split())
     for shown in (
         f"{LAYERS} of them with {EXPERTS} experts, {TOP_K} per token",
-        f"{config.format_bytes(after['slots_bytes'])} expert slots ({after['slots']} slots, 50% of experts)",
-        f"{config.format_bytes(after['resident_bytes'])} target without experts",
-        f"{config.format_bytes(after['draft_bytes'])} draft",
+        f"{format_bytes(memory['slots_bytes'])} expert slots ({memory['slots']} slots, 50% of experts)",
+        f"{format_bytes(target['resident_bytes'])} target without experts",
+        f"{format_bytes(after['draft']['resident_bytes'])} draft",
         "ms per expert (store to slot)",
-        f"cutoff auto: {after['cutoff_layers']} of {LAYERS} layers",
+        f"cutoff auto: {cutoff} of {LAYERS} layers",
     ):
         assert shown in table
 
@@ -224,15 +230,15 @@ def test_info_before_and_after_a_measurement(checkpoints: Path, own_home: Path, 
 def test_info_counts_every_parameter(checkpoints: Path, invoke: Invoke) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "target")
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    found = answer(invoke, "info", checkpoints / "target")
+    found = answer(invoke, "info", checkpoints / "target")["target"]
     assert found["resident_bytes"] == 4 * (model.num_parameters() - experts)
     assert found["all_experts_bytes"] >= 4 * experts  # blobs are padded
 
 
 def test_info_with_a_fixed_cutoff_needs_no_profile(checkpoints: Path, own_home: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
-    assert answer(invoke, "info", *pair, "--cutoff", 2)["cutoff_layers"] == 2
-    assert answer(invoke, "info", *pair, "--cutoff", "all")["cutoff_layers"] == LAYERS
+    for cutoff, layers in ((2, 2), ("all", LAYERS)):
+        assert answer(invoke, "info", *pair, "--cutoff", cutoff)["prefetch"]["cutoff_layers"] == layers
     assert "\ncutoff" not in invoke("info", *pair, "--prefetch", "on-demand").succeeded().out
     assert not own_home.exists()
 
@@ -240,7 +246,7 @@ def test_info_with_a_fixed_cutoff_needs_no_profile(checkpoints: Path, own_home: 
 # ---- help
 
 
-def test_spmoe_alone_shows_help(invoke: Invoke) -> None:
+def test_spmoe_without_a_command_shows_help(invoke: Invoke) -> None:
     alone = invoke().succeeded()
     assert alone.err == ""
     assert alone.out == invoke("--help").succeeded().out
@@ -249,7 +255,7 @@ def test_spmoe_alone_shows_help(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("verb", [(), ("trace",)], ids=["spmoe", "spmoe trace"])
-def test_verbs_are_listed_in_whole_sentences(
+def test_help_lists_commands_in_whole_sentences(
     verb: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -274,7 +280,7 @@ def test_version(invoke: Invoke) -> None:
     assert invoke("--version").succeeded().out == f"spmoe {spmoe.__version__}\n"
 
 
-def test_debugging_shows_what_is_logged() -> None:
+def test_spmoe_debug_prints_log_messages() -> None:
     code = """
 import logging, sys
 from spmoe.cli.main import main
@@ -293,7 +299,7 @@ logging.getLogger("others").debug("unheard")
         assert done.stderr == said
 
 
-def test_as_a_module_and_as_a_command() -> None:
+def test_runs_as_a_module_and_as_a_script() -> None:
     script = Path(sys.executable).with_name("spmoe")
     for command in ([sys.executable, "-m", "spmoe"], [str(script)]):
         version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
@@ -303,7 +309,7 @@ def test_as_a_module_and_as_a_command() -> None:
     assert wrong.stderr.count("\n") == 1
 
 
-def test_run_in_a_process_of_its_own(checkpoints: Path, greedy: list[int]) -> None:
+def test_run_in_a_new_process(checkpoints: Path, greedy: list[int]) -> None:
     arguments = ["run", checkpoints / "target", "--draft", checkpoints / "draft", "--max-tokens", 24, "--ignore-eos"]
     command = [sys.executable, "-m", "spmoe", *map(str, arguments), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The Python interface: what goes in, what comes out, when it stops, and what it leaves behind."""
+"""The Python interface: prompts, completions, streams, closing and statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from checkpoints import (
 )
 from spmoe import LLM, Completion, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
-from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.draft_gate import DraftGate
 from spmoe.types import PrefetchRequests
 
 PROMPT = "the cat"
@@ -47,7 +47,7 @@ def llm(mixtral_pair: Pair) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(mixtral_pair: Pair) -> list[int]:
-    """Sixteen tokens after PROMPT, by transformers."""
+    """Return the sixteen tokens that transformers generates after PROMPT."""
     return greedy(reference(mixtral_pair.target), byte_tokenizer()(PROMPT)["input_ids"], 16)
 
 
@@ -56,8 +56,8 @@ def text_of(tokens: list[int]) -> str:
 
 
 def no_state_is_left(llm: LLM) -> bool:
-    """Neither target nor draft remembers a sequence."""
-    return llm.engine.parts.target_kv == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
+    """Return whether neither target nor draft holds the KV cache of a sequence."""
+    return llm.engine.loop.states == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
 
 
 def own_threads() -> set[threading.Thread]:
@@ -85,19 +85,19 @@ def test_several_prompts_come_back_in_order(llm: LLM, expected: list[int]) -> No
         assert [c.token_ids for c in llm.generate(prompts, TEN)] == [alone, expected[:10], alone]
 
 
-def test_no_prompt_is_run_before_all_are_checked(llm: LLM) -> None:
-    before = llm.engine.counters.copy()
+def test_all_prompts_are_checked_before_any_runs(llm: LLM) -> None:
+    before = llm.engine.loop.counters.copy()
     with pytest.raises(PromptError):
         llm.generate(["good", ""], TEN)
-    assert llm.engine.counters == before
+    assert llm.engine.loop.counters == before
 
 
-def test_by_default_decoding_is_greedy(llm: LLM, expected: list[int]) -> None:
+def test_decoding_is_greedy_by_default(llm: LLM, expected: list[int]) -> None:
     tokens = llm.generate(PROMPT)[0].token_ids
     assert tokens[:16] == expected[: len(tokens[:16])]
 
 
-def test_chat_goes_through_the_template(llm: LLM) -> None:
+def test_chat_applies_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
     written = "user: hello\nassistant: "
     assert llm.chat(messages, TEN).token_ids == llm.generate(written, TEN)[0].token_ids
@@ -106,7 +106,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
         llm.chat([{"role": "refused", "content": "hello"}], TEN)
 
 
-def test_without_a_template_there_is_no_chat(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target)
     tokenizer = byte_tokenizer()
@@ -129,14 +129,14 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path, mixtral_pair: Pair)
         ("x" * 300, "300 tokens but the context holds 256"),
     ],
 )
-def test_prompts_that_cannot_be_run(llm: LLM, prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_rejected(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         llm.generate(prompt, TEN)
     with pytest.raises(PromptError, match=message):
         llm.stream(prompt, TEN)
 
 
-def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
+def test_token_ids_work_without_a_tokenizer(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     with LLM(str(target), progress=False) as llm:
@@ -151,18 +151,18 @@ def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path, mixtral_pair:
             llm.generate([1, 2], SamplingParams(stop="x"))
 
 
-# ---- where it ends
+# ---- end of a generation
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16])
-def test_max_tokens_is_kept_to_the_token(llm: LLM, expected: list[int], count: int) -> None:
+def test_max_tokens_is_exact(llm: LLM, expected: list[int], count: int) -> None:
     completion = llm.generate(PROMPT, replace(TEN, max_tokens=count))[0]
     assert completion.token_ids == expected[:count]
     assert completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_the_context_is_never_exceeded(mixtral_pair: Pair, expected: list[int], k: int) -> None:
+def test_max_model_len_is_never_exceeded(mixtral_pair: Pair, expected: list[int], k: int) -> None:
     with build(mixtral_pair, num_speculative_tokens=k, max_model_len=len(PROMPT) + 6) as llm:
         completion = llm.generate(PROMPT, TEN)[0]
         assert completion.token_ids == expected[:6]
@@ -171,7 +171,7 @@ def test_the_context_is_never_exceeded(mixtral_pair: Pair, expected: list[int], 
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair, expected: list[int]) -> tuple[Pair, int]:
-    """The pair with an end token that greedy decoding meets, and how many tokens it takes to meet it."""
+    """Return the pair with an EOS token that greedy decoding generates, and the number of tokens up to it."""
     at = next(i for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
     target = tmp_path_factory.mktemp("ending") / "target"
     shutil.copytree(mixtral_pair.target, target)
@@ -181,7 +181,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair, expecte
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_the_end_token_ends_it_and_is_among_the_tokens(ending: tuple[Pair, int], expected: list[int], k: int) -> None:
+def test_eos_ends_a_generation_and_is_among_its_tokens(ending: tuple[Pair, int], expected: list[int], k: int) -> None:
     pair, count = ending
     with build(pair, num_speculative_tokens=k) as llm:
         completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
@@ -195,8 +195,8 @@ def test_the_end_token_ends_it_and_is_among_the_tokens(ending: tuple[Pair, int],
         assert through.text == text_of(expected)
 
 
-def test_the_tokenizers_own_end_token_counts_too(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
-    """Some checkpoints name it in one place only."""
+def test_eos_of_the_tokenizer_ends_a_generation_too(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
+    """Some checkpoints declare EOS only in the tokenizer."""
     at = next(i for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target)
@@ -209,7 +209,7 @@ def test_the_tokenizers_own_end_token_counts_too(tmp_path: Path, mixtral_pair: P
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_a_stop_string_ends_it(mixtral_pair: Pair, k: int) -> None:
+def test_a_stop_string_ends_a_generation(mixtral_pair: Pair, k: int) -> None:
     with build(mixtral_pair, num_speculative_tokens=k) as llm:
         whole = llm.generate(PROMPT, replace(TEN, max_tokens=40))[0]
         stop = next(whole.text[i : i + 2] for i in range(2, 40) if whole.text[i : i + 2].isascii())
@@ -225,7 +225,7 @@ def test_a_stop_string_ends_it(mixtral_pair: Pair, k: int) -> None:
 # ---- streams
 
 
-def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
+def test_a_stream_yields_the_same_text_in_pieces(llm: LLM) -> None:
     stream = llm.stream(PROMPT, replace(TEN, max_tokens=30))
     pieces = list(stream)
     whole = llm.generate(PROMPT, replace(TEN, max_tokens=30))[0]
@@ -234,10 +234,10 @@ def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
     assert all(pieces)
     assert stream.completion.token_ids == whole.token_ids
     assert stream.completion.finish_reason == "length"
-    assert list(stream) == [], "it is over"
+    assert list(stream) == [], "the stream has ended"
 
 
-def test_a_stream_that_is_left_can_be_looked_at(llm: LLM, expected: list[int]) -> None:
+def test_a_paused_stream_has_a_completion(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     pieces = [next(iter(stream)) for _ in range(3)]
     completion = stream.completion
@@ -251,7 +251,7 @@ def test_a_stream_that_is_left_can_be_looked_at(llm: LLM, expected: list[int]) -
     assert no_state_is_left(llm)
 
 
-def test_a_stream_can_be_told_to_stop(llm: LLM, expected: list[int]) -> None:
+def test_stop_ends_a_stream_after_the_current_step(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     pieces = [next(iter(stream))]
     stream.stop()
@@ -262,52 +262,52 @@ def test_a_stream_can_be_told_to_stop(llm: LLM, expected: list[int]) -> None:
     assert 1 <= len(stream.token_ids) < 10
 
 
-def test_tokens_are_kept_when_the_next_draft_cannot_be_launched(
+def test_tokens_are_kept_when_the_next_draft_cannot_start(
     llm: LLM, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
-    def begin(sequence: Any, k: int, observers: Any) -> None:
+    def begin(sequence: Any, k: int, on_chunk: Any) -> None:
         if k:  # the prompt has been read
             tried.append(k)
             raise RuntimeError("no memory for that")
 
-    drafter = llm.engine.parts.drafter
-    sound = drafter.launch
-    monkeypatch.setattr(drafter, "launch", begin)
+    drafter = llm.engine.draft
+    original = drafter.begin
+    monkeypatch.setattr(drafter, "begin", begin)
     stream = llm.stream(PROMPT, TEN)
     with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
         list(stream)
     assert stream.token_ids == expected[: len(stream.token_ids)] != []
     assert len(tried) == 2
-    monkeypatch.setattr(drafter, "launch", sound)
+    monkeypatch.setattr(drafter, "begin", original)
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
 
 
-def test_a_stream_that_nobody_reads_costs_nothing(llm: LLM) -> None:
-    before = llm.engine.counters.copy()
+def test_an_unread_stream_runs_nothing(llm: LLM) -> None:
+    before = llm.engine.loop.counters.copy()
     stream = llm.stream(PROMPT, TEN)
     assert stream.completion.token_ids == []
     assert stream.completion.usage == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
     del stream
     gc.collect()
-    assert llm.engine.counters == before
+    assert llm.engine.loop.counters == before
 
 
 def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     next(iter(stream))
-    assert len(llm.engine.parts.target_kv) == 1
+    assert len(llm.engine.loop.states) == 1
     del stream
     gc.collect()
     assert no_state_is_left(llm)
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
 
 
-def test_an_abandoned_stream_may_be_collected_in_the_middle_of_a_step(
+def test_an_abandoned_stream_may_be_garbage_collected_during_a_step(
     mixtral_pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The collector runs when it likes: also while the thread that it runs in holds the engine's lock."""
+    """The garbage collector may run while its thread holds the engine's lock."""
     with build(mixtral_pair) as llm:
         stream = llm.stream(PROMPT, TEN)
         next(iter(stream))
@@ -324,14 +324,14 @@ def test_an_abandoned_stream_may_be_collected_in_the_middle_of_a_step(
         thread = threading.Thread(target=lambda: tokens.append(llm.generate(PROMPT, TEN)[0].token_ids), daemon=True)
         thread.start()
         thread.join(60)
-        assert not thread.is_alive(), "it waits for a lock that its own thread holds"
+        assert not thread.is_alive(), "deadlock: it waits for a lock that its own thread holds"
         assert tokens == [expected[:10]]
         assert collected
         assert no_state_is_left(llm)
 
 
 @pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
-def test_interleaved_streams_do_not_mix(mixtral_pair: Pair, prefetch: str) -> None:
+def test_interleaved_streams_are_independent(mixtral_pair: Pair, prefetch: str) -> None:
     prompts = [PROMPT, "a dog ran", "x"]
     params = [TEN, replace(TEN, temperature=0.8, seed=4), replace(TEN, max_tokens=5)]
     with build(mixtral_pair, prefetch=prefetch) as llm:
@@ -365,7 +365,7 @@ def test_threads_may_share_an_engine(mixtral_pair: Pair) -> None:
 # ---- closing
 
 
-def test_leaving_the_context_ends_every_thread(mixtral_pair: Pair) -> None:
+def test_leaving_the_context_ends_all_threads(mixtral_pair: Pair) -> None:
     before = set(threading.enumerate())
     with build(mixtral_pair) as llm:
         assert own_threads() - before
@@ -377,14 +377,14 @@ def test_leaving_the_context_ends_every_thread(mixtral_pair: Pair) -> None:
             use()
 
 
-def test_an_error_inside_the_context_ends_every_thread_too(mixtral_pair: Pair) -> None:
+def test_an_error_inside_the_context_ends_all_threads(mixtral_pair: Pair) -> None:
     before = set(threading.enumerate())
     with pytest.raises(PromptError), build(mixtral_pair) as llm:
         llm.generate("")
     assert set(threading.enumerate()) == before
 
 
-def test_closing_in_mid_stream(mixtral_pair: Pair, expected: list[int]) -> None:
+def test_close_during_a_stream(mixtral_pair: Pair, expected: list[int]) -> None:
     before = set(threading.enumerate())
     llm = build(mixtral_pair)
     stream = llm.stream(PROMPT, TEN)
@@ -399,7 +399,7 @@ def test_closing_in_mid_stream(mixtral_pair: Pair, expected: list[int]) -> None:
     assert no_state_is_left(llm)
 
 
-def test_an_engine_that_cannot_be_built_leaves_nothing_running(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_a_failed_build_leaves_no_threads(tmp_path: Path, mixtral_pair: Pair) -> None:
     before = set(threading.enumerate())
     with pytest.raises(BudgetError, match=r"holds 1 experts .* needs 2 of a layer at once"):
         build(mixtral_pair, expert_memory=memory_for(2) - 1)
@@ -412,29 +412,29 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_running(tmp_path: Path, m
     bare = save(model, tmp_path / "bare")  # ships no tokenizer
     with pytest.raises(UsageError):
         LLM(str(mixtral_pair.target), str(bare), progress=False)
-    model.lm_head.weight.data[0, 0] = float("nan")  # found when all the rest is up and running
+    model.lm_head.weight.data[0, 0] = float("nan")  # found after everything else is loaded
     damaged = save(model, tmp_path / "damaged", byte_tokenizer())
     with pytest.raises(CheckpointError, match="not finite"):
         LLM(str(mixtral_pair.target), str(damaged), progress=False)
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)  # a loader's pool of transformers may still be on its way out
+        thread.join(10)  # the thread pool of transformers' loader may still be ending
     assert set(threading.enumerate()) == before
 
 
-def test_unknown_options_are_refused(mixtral_pair: Pair) -> None:
+def test_unknown_options_are_rejected(mixtral_pair: Pair) -> None:
     with pytest.raises(UsageError, match="expert_slots"):
         build(mixtral_pair, expert_slots=3)
 
 
-# ---- what it cost
+# ---- statistics
 
 
 @pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
 @pytest.mark.parametrize("draft", ["good", "random", None])
-def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
+def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
     with build(mixtral_pair, draft, prefetch=prefetch, expert_memory=memory_for(4)) as llm:
-        blob = llm.engine.spec.layout.nbytes
-        totals = llm.engine.counters.copy()
+        blob = llm.engine.store.layout.nbytes
+        totals = llm.engine.loop.counters.copy()
         for count in (1, 12):
             completion = llm.generate(PROMPT, replace(TEN, max_tokens=count))[0]
             stats, counters = completion.stats, completion.stats.counters
@@ -460,7 +460,7 @@ def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str
             assert counters.draft_seconds + counters.verify_seconds <= stats.latency_seconds
             assert 0 <= counters.stall_seconds <= counters.verify_seconds
             assert (stats.tpot_seconds is None) == (count == 1)
-        whole = llm.engine.counters.minus(totals)
+        whole = llm.engine.loop.counters.minus(totals)
         assert whole.tokens == 13
         assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
         assert 0 <= whole.held_bytes <= 4 * blob
@@ -471,10 +471,10 @@ def test_the_figures_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str
         assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
         assert stats.cutoff_layers == (LAYERS if predicting else None)
         assert stats.draft_tokens == (3 if draft else 0)
-        assert llm.engine.experts.pool.peak_slots <= 4
+        assert llm.engine.source.cache.peak <= 4
 
 
-def test_figures_and_completion_go_to_json(llm: LLM) -> None:
+def test_completion_converts_to_json(llm: LLM) -> None:
     completion = llm.generate(PROMPT, TEN)[0]
     data = json.loads(json.dumps(completion.to_dict()))
     assert data["text"] == completion.text
@@ -482,11 +482,10 @@ def test_figures_and_completion_go_to_json(llm: LLM) -> None:
     assert data["finish_reason"] == "length"
     assert data["stats"]["lossless"] is True
     assert data["stats"]["steps"] == completion.stats.counters.steps
-    assert data["stats"]["expert_loads"] == completion.stats.counters.loads
+    assert data["stats"]["loads"] == completion.stats.counters.loads
 
 
-def test_what_a_request_cost_is_its_own(llm: LLM) -> None:
-    """Figures of one completion do not grow with later ones."""
+def test_statistics_of_a_completion_do_not_change_later(llm: LLM) -> None:
     stream = llm.stream(PROMPT, TEN)
     first = stream.run()
     steps = first.stats.counters.steps
@@ -495,10 +494,10 @@ def test_what_a_request_cost_is_its_own(llm: LLM) -> None:
     assert llm.generate(PROMPT, TEN)[0].stats.counters.steps == steps
 
 
-# ---- drafts that do not quite fit
+# ---- drafts that differ from the target
 
 
-def test_a_draft_of_another_width_drafts_but_does_not_predict(
+def test_a_draft_of_another_width_drafts_but_predicts_no_experts(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int]
 ) -> None:
     draft = save(seeded(mistral, 5, hidden_size=48), tmp_path / "draft", byte_tokenizer())
@@ -514,7 +513,7 @@ def test_a_draft_of_another_width_drafts_but_does_not_predict(
     with LLM(
         str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, prefetch="on-demand"
     ) as llm:
-        assert llm.notices == [], "nobody asked for predictions"
+        assert llm.notices == [], "no policy needs the hidden states"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -525,20 +524,20 @@ def test_a_draft_of_another_depth_predicts_every_layer(
     with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="all") as llm:
         policy = llm.engine.loop.policy
         assert isinstance(policy, DraftGate)
-        sound, wished = policy.on_chunk, set()
+        original, requested = policy.on_chunk, set()
 
-        def on_chunk(seen: Any) -> PrefetchRequests:
-            prefetches = sound(seen)
-            wished.update(prefetches.layers.tolist())
+        def on_chunk(chunk: Any) -> PrefetchRequests:
+            prefetches = original(chunk)
+            requested.update(prefetches.layers.tolist())
             return prefetches
 
         policy.on_chunk = on_chunk  # type: ignore[method-assign]
         assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
         assert llm.notices == []
-        assert wished == set(range(LAYERS))
+        assert requested == set(range(LAYERS))
 
 
-def test_a_draft_that_reads_fewer_positions_stops_drafting_there(
+def test_a_draft_with_a_shorter_context_stops_drafting_there(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int]
 ) -> None:
     draft = save(seeded(mistral, 5, max_position_embeddings=len(PROMPT) + 6), tmp_path / "draft", byte_tokenizer())

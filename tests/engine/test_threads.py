@@ -1,4 +1,4 @@
-"""How many threads PyTorch is given, and that it gets them back."""
+"""Number of PyTorch threads for the included pair and for other models."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def _three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", [None, shipped_pair()[0]])
-def test_the_pair_that_ships_has_one(model: str | None) -> None:
+def test_the_included_pair_runs_on_one_thread(model: str | None) -> None:
     with suppress(ValueError), threads_for(model):
         assert torch.get_num_threads() == 1
-        raise ValueError("whatever happens")
+        raise ValueError("the number is restored after an error")
     assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(("model", "shape"), [("some/other", None), (None, "mixtral-8x7b")])
-def test_larger_models_have_what_there_is(model: str | None, shape: str | None) -> None:
+def test_other_models_keep_the_number_of_threads(model: str | None, shape: str | None) -> None:
     with threads_for(model, shape):
         assert torch.get_num_threads() == 3
 
 
-def test_who_asks_for_a_number_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with threads_for(None):
         assert torch.get_num_threads() == 3

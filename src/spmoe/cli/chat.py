@@ -1,4 +1,4 @@
-"""`spmoe chat`: keep a conversation."""
+"""`spmoe chat`: hold a conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from spmoe.cli.options import Json, ctrl_c_stops, load, readable_stdin, show, stderr, takes_shared_options
+from spmoe.cli.options import Json, ctrl_c_stops, load, readable_stdin, stderr, stream_text, takes_shared_options
 from spmoe.config import SamplingParams
 from spmoe.errors import PromptError
 
@@ -15,17 +15,17 @@ from spmoe.errors import PromptError
 def chat(engine: dict[str, Any], params: SamplingParams, as_json: Json = False) -> None:
     """Talk with a model. Ctrl-C stops an answer; Ctrl-D or an empty line ends the conversation.
 
-    With --json, one object per answer.
+    With --json, print one object per answer.
     """
     if sys.stdin is None:
-        raise PromptError("standard input is closed, and a conversation is read from there")
+        raise PromptError("standard input is closed, but chat reads messages from it; open it")
     messages: list[dict[str, str]] = []
     with load(engine, progress=not as_json) as llm:
-        while said := _read_line():
-            messages.append({"role": "user", "content": said})
+        while message := _read_line():
+            messages.append({"role": "user", "content": message})
             generation = llm.stream_chat(messages, params)
             with ctrl_c_stops(generation):
-                show(generation, silent=as_json)
+                stream_text(generation, quiet=as_json)
             completion = generation.completion
             if completion.finish_reason == "interrupted":
                 stderr().print("(stopped)")

@@ -95,7 +95,7 @@ def _table(plan: Plan) -> Table:
             f"{1e3 * profile.seconds_per_expert:.3f} ms per expert ({link}), {profile.free_slots} free slots"
             + ("" if missing is None else f", {missing:.1f} experts missing per layer"),
         )
-    if "draft-gate" in plan.prefetch.policy:
+    if plan.prefetch.cutoff is not None:
         layers = plan.prefetch.cutoff_layers
         known = f"{layers} of {target.moe_layers} layers" if layers is not None else "not measured yet"
         hint = "" if layers is not None else "; run the model once, or add --measure"

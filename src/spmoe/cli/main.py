@@ -1,4 +1,4 @@
-"""`spmoe`: the entry point and what all verbs share."""
+"""The `spmoe` command: entry point, list of commands, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from spmoe.cli.run import run
 from spmoe.cli.trace import trace
 from spmoe.errors import SpmoeError, UsageError, reason
 
-_BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all parsing errors, which has no name
+# the base class of all parsing errors, which typer does not export
+_BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="spmoe",
-    help="Run Mixture-of-Experts language models that do not fit in fast memory, with exactly the model's own output.",
-    epilog="`spmoe COMMAND --help` lists the options of each. Without a MODEL, commands use the small pair that ships.",
+    help="Run Mixture-of-Experts language models whose experts do not fit in GPU memory, with exact output.",
+    epilog="`spmoe COMMAND --help` lists the options of a command. Without MODEL, the small included pair runs.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_VERBS: dict[Callable[..., None], str] = {  # and what each is for, in a line of the list
-    demo: "See what prefetching does, on the pair that ships.",
+_COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --help` shows
+    demo: "Show the effect of prefetching on the included pair.",
     run: "Complete a prompt.",
     chat: "Talk with a model.",
-    info: "Show a model, its memory and how deep it prefetches.",
-    predictability: "Measure whether a draft suits a target.",
-    profile: "Measure what the parts of a step take here.",
-    fit_predictor: "Fit maps for a draft of another width.",
-    families: "Prove which MoE architectures work here.",
-    bench: "Measure configurations against each other.",
-    report: "Make a page, or tables, of what bench measured.",
+    info: "Show a model, its memory and its prefetch cutoff.",
+    predictability: "Measure how well a draft predicts a target's experts.",
+    profile: "Measure the parts of a step on this machine.",
+    fit_predictor: "Fit a projection for a draft of another width.",
+    families: "Test which MoE architectures work here.",
+    bench: "Compare configurations by measurement.",
+    report: "Make an HTML page or tables from bench results.",
 }
-for verb, purpose in _VERBS.items():
-    app.command(short_help=purpose)(verb)
-app.add_typer(trace, short_help="Record generations; replay them under other policies.")
+for command, purpose in _COMMANDS.items():
+    app.command(short_help=purpose)(command)
+app.add_typer(trace, short_help="Record generations and replay them.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,28 +68,28 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of spmoe itself."""
+    """Handle the options of spmoe itself."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main() -> None:
-    """Run the command line; a failure is one line on standard error, never a traceback."""
+    """Run the command line; report a failure as one line on standard error, without a traceback."""
     if os.environ.get("SPMOE_DEBUG"):
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("spmoe").setLevel(logging.DEBUG)
     try:
         if sys.stdout is None:
-            raise UsageError("standard output is closed, and the answer goes there; open it, or send it to a file")
+            raise UsageError("standard output is closed; open it or redirect it to a file")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to fail
+            sys.stdout.reconfigure(errors="backslashreplace")  # print what the terminal's encoding lacks as escapes
         code = app(standalone_mode=False, prog_name="spmoe") or 0
-        sys.stdout.flush()  # while a failure can still be told
+        sys.stdout.flush()  # here, so that a failure is reported below
     except SpmoeError as error:
         code = _fail(str(error), error.exit_code)
     except _BadCommandLine as error:
         code = _fail(_as_usage(error), 2)
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         code = _drop_output()
     except OSError as error:
         _drop_output()
@@ -99,8 +100,8 @@ def main() -> None:
         if os.environ.get("SPMOE_DEBUG"):
             raise
         code = _fail(
-            f"this should not happen ({type(error).__name__}: {reason(error)}); please report it, with what is printed "
-            "when SPMOE_DEBUG=1 is set"
+            f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report the "
+            "output"
         )
     sys.exit(code)
 
@@ -112,13 +113,13 @@ def _fail(message: str, code: int = 1) -> int:
 
 
 def _as_usage(error: Any) -> str:
-    """What typer says of a command line, in one line."""
+    """Return typer's message about a wrong command line, as one line."""
     command = error.ctx.command_path if error.ctx is not None else "spmoe"
-    return f"{error.format_message().rstrip('.')}; `{command} --help` shows what there is"
+    return f"{error.format_message().rstrip('.')}; see `{command} --help`"
 
 
 def _drop_output() -> int:
-    """Let what is still buffered for standard output go nowhere, so that nothing fails again at exit."""
-    with suppress(OSError, ValueError):  # a stream without a file behind it
+    """Discard what is still buffered for standard output, so that flushing it at exit does not fail again."""
+    with suppress(OSError, ValueError):  # a stream without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

@@ -32,7 +32,7 @@ _EVICTION = ", ".join(EVICTION_POLICIES.names())
 def _engine(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the pair that ships."),
+        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the small included pair."),
     ] = None,
     draft: Annotated[
         str | None,
@@ -264,16 +264,16 @@ def ctrl_c_stops(generation: Generation) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def show(generation: Generation, *, silent: bool) -> None:
+def stream_text(generation: Generation, *, quiet: bool) -> None:
     """Run a generation and print its text as it comes; after an error or Ctrl-C, print the rest and end the line."""
     shown = 0
     try:
         for piece in generation:
-            if not silent:
+            if not quiet:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
                 shown += len(piece)
     finally:
         text = generation.completion.text
-        if text and not silent:
+        if text and not quiet:
             print(text[shown:], flush=True)

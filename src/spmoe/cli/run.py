@@ -1,16 +1,29 @@
-"""`spmoe run`: complete a prompt, streaming."""
+"""`spmoe run`: complete a prompt, streaming, and print statistics."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, require_writable, show, stderr, takes_shared_options
-from spmoe.config import SamplingParams
+from spmoe.cli.options import (
+    Json,
+    ctrl_c_stops,
+    load,
+    read_text,
+    require_writable,
+    stderr,
+    stream_text,
+    takes_shared_options,
+)
+from spmoe.config import SamplingParams, format_bytes
+
+if TYPE_CHECKING:
+    from spmoe.engine.stats import Stats
 
 
 @takes_shared_options
@@ -19,18 +32,18 @@ def run(
     params: SamplingParams,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to complete; '-' reads standard input.")] = "-",
     chrome: Annotated[
-        Path | None, typer.Option(help="Write a timeline as Chrome trace events (for Perfetto) to this file.")
+        Path | None, typer.Option(help="Write a timeline to this file, as Chrome trace events (for Perfetto).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete a prompt, and say where the time went. Ctrl-C stops it early."""
+    """Complete a prompt and print statistics. Ctrl-C stops early and keeps the text."""
     require_writable(chrome)
     text = read_text(prompt)
     with load(engine, progress=not as_json) as llm:
         generation = llm.stream(text, params)
         llm.engine.experts.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
-            show(generation, silent=as_json)
+            stream_text(generation, quiet=as_json)
         completion = generation.completion
         if chrome is not None:
             from spmoe.observe.chrome import write_chrome
@@ -39,8 +52,40 @@ def run(
         if as_json:
             print(json.dumps(completion.to_dict()))
         else:
-            from spmoe.cli.report import stats_table
-
             stderr().print(stats_table(completion.stats))
     if completion.finish_reason == "interrupted":
         raise typer.Exit(130)
+
+
+def stats_table(stats: Stats) -> Table:
+    """Format one request's statistics as a table."""
+    c = stats.counters
+    emulated = stats.emulated_link_gbps
+    title = f"emulated link, {emulated:g} GB/s" if emulated is not None else None
+    table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("tokens", f"{stats.prompt_tokens} in, {stats.output_tokens} out, {c.steps} steps")
+    tpot = stats.tpot_seconds
+    speed = f", TPOT {1e3 * tpot:.1f} ms ({1 / tpot:.1f} tokens/s)" if tpot else ""
+    table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")
+    if c.mean_acceptance_length is not None:
+        positions = " ".join(f"{100 * share:.0f}%" for share in c.acceptance_by_position)
+        drafted = f"{c.drafted / c.verified:.1f} drafted per step; " if stats.draft_tokens == "auto" else ""
+        accepted = f"{drafted}{c.mean_acceptance_length:.2f} tokens per step; by position {positions}"
+        table.add_row("acceptance", accepted)
+    rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
+    table.add_row("experts", f"hit rate {rate}, {c.demand_loads} demand loads, {c.prefetch_loads} prefetches")
+    if c.prefetches_requested:
+        table.add_row(
+            "prefetched",
+            f"{format_bytes(c.issued_bytes)} issued, {format_bytes(c.used_bytes)} used "
+            f"({format_bytes(c.late_bytes)} of it late), {format_bytes(c.wasted_bytes)} wasted",
+        )
+    share = c.stall_seconds / stats.latency_seconds if stats.latency_seconds else 0.0
+    table.add_row("stall", f"{1e3 * c.stall_seconds:.1f} ms ({100 * share:.1f}% of the time)")
+    table.add_row("slots", f"{stats.slots}, at most {stats.peak_slots} in use")
+    table.add_row("prefetch", stats.prefetch)
+    if stats.cutoff_layers is not None:
+        table.add_row("cutoff", f"{stats.cutoff_layers} of {stats.layers} layers")
+    return table

@@ -30,21 +30,21 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one prompt."""
+    """Result of one prompt."""
 
     text: str
-    token_ids: list[int]  # as generated, a final EOS included
+    token_ids: list[int]  # generated tokens, with the final EOS
     finish_reason: str  # "stop", "length" or "interrupted"
     stats: Stats
 
     @property
     def usage(self) -> dict[str, int]:
-        """Token counts, named as OpenAI's API names them."""
+        """Token counts, under the names of OpenAI's API."""
         prompt, output = self.stats.prompt_tokens, self.stats.output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -55,10 +55,10 @@ class Completion:
 
 
 class LLM:
-    """An MoE model whose experts live in a store, with an optional draft. Use it as a context manager, or `close` it.
+    """An MoE model whose experts are loaded on demand, with an optional draft. A context manager; else call `close`.
 
-    With no model, the pair that comes with the package is used. Options are those of `spmoe.config.EngineConfig`.
-    `store` spares reading experts that an engine before this one has read: see `spmoe.engine.build.build`.
+    Without a model, the small pair that ships with the package runs. Options are those of `EngineConfig`. `store`:
+    experts that a closed engine has left in host memory; see `spmoe.engine.build.build`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LLM:
         self.engine: Engine = build(config, store)
         self._lock = threading.Lock()
         self._next_id = 0
-        self._ended: deque[types.Sequence] = deque()  # to be released
+        self._ended: deque[types.Sequence] = deque()  # their KV caches are to be released
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -79,18 +79,18 @@ class LLM:
 
     @property
     def notices(self) -> list[str]:
-        """Where the engine does less than was asked, and why."""
+        """Differences between what was asked for and what the engine does, and why."""
         return self.engine.notices
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Complete each prompt, one after the other. A prompt is text or token ids."""
         single = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
         batch: Any = [prompts] if single else prompts
-        generations = [self.stream(prompt, params) for prompt in batch]  # every prompt is checked before any is run
+        generations = [self.stream(prompt, params) for prompt in batch]  # checks every prompt before any runs
         return [generation.run() for generation in generations]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Start one completion; iterating over it yields text as it is generated."""
+        """Return a completion to iterate over, which yields text as it is generated."""
         return Generation(self, self._encode(prompt), params or SamplingParams())
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
@@ -98,7 +98,7 @@ class LLM:
         return self.stream_chat(messages, params).run()
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
-        """Start an answer to a conversation."""
+        """Return an answer to a conversation, to iterate over."""
         tokenizer = self._tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError(f"{self.engine.config.model} has no chat template; use `spmoe run` or LLM.generate")
@@ -108,7 +108,7 @@ class LLM:
             )
         except Exception as error:  # templates raise their own errors through jinja
             raise PromptError(
-                f"the chat template of {self.engine.config.model} refuses these messages ({reason(error)}); change "
+                f"the chat template of {self.engine.config.model} rejects these messages ({reason(error)}); change "
                 "them, or use `spmoe run` or LLM.generate"
             ) from error
         return self.stream(ids, params)
@@ -120,31 +120,31 @@ class LLM:
             self.engine.close()
 
     def _tokenizer(self) -> Any:
-        if self.engine.parts.tokenizer is None:
+        if self.engine.tokenizer is None:
             raise UsageError(
                 f"{self.engine.config.model} ships no tokenizer; add its tokenizer.json, or give LLM.generate token ids"
             )
-        return self.engine.parts.tokenizer
+        return self.engine.tokenizer
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty; give at least one character")
             if any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise PromptError("the prompt is not text: it holds bytes that are not UTF-8; convert it to UTF-8")
+                raise PromptError("the prompt is not text: it has bytes that are not UTF-8; convert it to UTF-8")
             ids: list[int] = self._tokenizer()(prompt)["input_ids"]
         else:
             ids = list(prompt)
-        limit, vocabulary = self.engine.parts.max_model_len, self.engine.target.vocab_size
+        limit, vocabulary = self.engine.max_model_len, self.engine.target.vocab_size
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
         if len(ids) >= limit:
             raise PromptError(f"the prompt has {len(ids)} tokens but the context holds {limit}; shorten the prompt")
         if not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
-            raise PromptError(f"the prompt holds token ids outside the model's vocabulary of {vocabulary}")
+            raise PromptError(f"the prompt has token ids outside the model's vocabulary of {vocabulary}; remove them")
         return ids
 
-    def _new_sequence(self, prompt: list[int], params: SamplingParams, room: int) -> types.Sequence:
+    def _new_sequence(self, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> types.Sequence:
         rng = torch.Generator()
         if params.seed is None:
             rng.seed()
@@ -152,15 +152,15 @@ class LLM:
             rng.manual_seed(params.seed)
         with self._lock:
             self._next_id += 1
-            return types.Sequence(self._next_id, list(prompt), len(prompt), params, rng, len(prompt) + room)
+            return types.Sequence(self._next_id, list(prompt), len(prompt), params, rng, len(prompt) + max_new_tokens)
 
-    def _step(self, sequence: types.Sequence, room: int) -> list[int]:
+    def _step(self, sequence: types.Sequence, max_new_tokens: int) -> list[int]:
         with self._lock:
             if self._closed:
                 raise SpmoeError("the engine is closed")
             self._release_ended()
             try:
-                return self.engine.loop.step(sequence, room)
+                return self.engine.loop.step(sequence, max_new_tokens)
             except torch.OutOfMemoryError as error:
                 raise BudgetError(
                     f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
@@ -168,9 +168,12 @@ class LLM:
                 ) from error
 
     def _release(self, sequence: types.Sequence) -> None:
-        """Called by the garbage collector too, which may run inside a step of this very thread: never waits."""
+        """Release a finished sequence, without waiting for the lock.
+
+        The garbage collector may call this inside a step of the same thread; then the next step releases it.
+        """
         self._ended.append(sequence)
-        if self._lock.acquire(blocking=False):  # else the next step does it
+        if self._lock.acquire(blocking=False):
             try:
                 self._release_ended()
             finally:
@@ -182,7 +185,7 @@ class LLM:
 
 
 class Generation:
-    """One completion under way. Iterate for text; `completion` is what there is so far, also after an interruption."""
+    """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C."""
 
     def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
         self.token_ids: list[int] = []
@@ -190,15 +193,17 @@ class Generation:
         self._llm = llm
         self._engine = llm.engine
         self._params = params
-        self._room = min(params.max_tokens, self._engine.parts.max_model_len - len(prompt))
+        self._max_new_tokens = min(params.max_tokens, self._engine.max_model_len - len(prompt))
         self._prompt = prompt
         self._eos = frozenset() if params.ignore_eos else _eos_tokens(self._engine)
-        tokenizer = self._engine.parts.tokenizer
+        tokenizer = self._engine.tokenizer
         if tokenizer is None and params.stop_strings:
-            raise UsageError(f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be seen")
+            raise UsageError(
+                f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
+            )
         self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
         self._started = self._first = self._ended = 0.0
-        self._before = self._after_prompt = self._engine.counters.copy()
+        self._before = self._after_prompt = self._engine.loop.counters.copy()
         self._stop = False
         self._pieces = self._generate()
 
@@ -206,12 +211,12 @@ class Generation:
         return self._pieces
 
     def stop(self) -> None:
-        """End after the step under way; may be called from a signal handler or another thread."""
+        """End the generation after the current step; callable from a signal handler or another thread."""
         self._stop = True
 
     @property
     def stopped(self) -> bool:
-        """Whether it was told to stop, even if that made no difference any more."""
+        """Whether `stop` was called, even if the generation had ended by then."""
         return self._stop
 
     def run(self) -> Completion:
@@ -222,39 +227,39 @@ class Generation:
 
     @property
     def completion(self) -> Completion:
-        """What has been generated."""
+        """The result so far."""
         engine = self._engine
         stats = Stats(
             prompt_tokens=len(self._prompt),
             output_tokens=len(self.token_ids),
             ttft_seconds=self._first - self._started,
             latency_seconds=self._ended - self._started,
-            counters=engine.counters.minus(self._before),
+            counters=engine.loop.counters.minus(self._before),
             prompt_counters=self._after_prompt.minus(self._before),
-            held_bytes=engine.counters.held_bytes,
+            held_bytes=engine.loop.counters.held_bytes,
             slots=engine.slots,
-            peak_slots=engine.experts.pool.peak_slots,
-            cutoff_layers=engine.prefetching.cutoff,
+            peak_slots=engine.source.cache.peak,
+            cutoff_layers=engine.cutoff,
             layers=len(engine.target.moe),
             prefetch=engine.loop.policy.name,
-            draft_tokens="auto" if engine.loop.draft_length is not None else engine.loop.max_draft_tokens,
+            draft_tokens="auto" if engine.loop.length is not None else engine.loop.draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
         )
         return Completion(self._text.text if self._text else "", list(self.token_ids), self.finish_reason, stats)
 
     def _generate(self) -> Iterator[str]:
-        clock = self._engine.parts.clock
+        clock = self._engine.clock
         self._engine.learn_cutoff()
-        self._before = self._after_prompt = self._engine.counters.copy()
+        self._before = self._after_prompt = self._engine.loop.counters.copy()
         self._started = self._first = self._ended = clock.now()
-        sequence = self._llm._new_sequence(self._prompt, self._params, self._room)
+        sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens)
         try:
             while self.finish_reason == "interrupted" and not self._stop:
-                new = self._llm._step(sequence, self._room - len(self.token_ids))
+                new = self._llm._step(sequence, self._max_new_tokens - len(self.token_ids))
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
-                    self._after_prompt = self._engine.counters.copy()
+                    self._after_prompt = self._engine.loop.counters.copy()
                 for token in new:
                     yield from self._take(token)
                     if self.finish_reason != "interrupted":
@@ -266,14 +271,14 @@ class Generation:
             self._flush()
 
     def _take(self, token: int) -> Iterator[str]:
-        """Book one token and decide whether it is the last."""
+        """Append one token, yield its text, and set the finish reason if it is the last."""
         self.token_ids.append(token)
         ended = token in self._eos
         if self._text is not None and not ended and (piece := self._text.push(token)):
             yield piece
         if ended or (self._text is not None and self._text.stopped):
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._room:
+        elif len(self.token_ids) >= self._max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason != "interrupted" and (rest := self._flush()):
             yield rest
@@ -283,7 +288,7 @@ class Generation:
 
 
 def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the pair that comes with the package where no model is named."""
+    """Return the options; without a model, with the small pair that ships with the package."""
     if options["model"] is not None:
         return {**options, "model": str(options["model"])}
     model, draft = shipped_pair()
@@ -313,6 +318,6 @@ def _one_thread() -> Iterator[None]:
 def _eos_tokens(engine: Engine) -> frozenset[int]:
     declared = engine.target.model.generation_config.eos_token_id
     found = set(declared) if isinstance(declared, (list, tuple)) else {declared}
-    if engine.parts.tokenizer is not None:
-        found.add(engine.parts.tokenizer.eos_token_id)
+    if engine.tokenizer is not None:
+        found.add(engine.tokenizer.eos_token_id)
     return frozenset(token for token in found if token is not None)

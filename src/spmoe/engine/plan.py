@@ -11,17 +11,18 @@ from typing import Any
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import CutoffMode, DraftTokens, EngineConfig
-
-from spmoe.models.loaded import quantized_experts
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
+from spmoe.engine.prefetching import DraftSide, policy_context
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, building
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
+from spmoe.models.loaded import quantized_experts
 from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile, choose_cutoff
+from spmoe.predict.policies import plan_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class PrefetchFacts:
 
     policy: str  # the one that will run
     notices: list[str]  # why that is not the one asked for
-    cutoff: str  # as asked for
+    cutoff: str | None  # as asked for; None: the policy has no cutoff
     cutoff_layers: int | None  # None: no cutoff, or not known before a profile is measured
     profile: Profile | None  # None: not measured yet, or not needed
 
@@ -112,9 +113,11 @@ def make_plan(config: EngineConfig) -> Plan:
     max_length = max_sequence_length(config, target)
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes, dtype)
 
-    policy, notices = resolve_prefetch(config, target, draft, projection_file is not None)
+    drafting = config.draft is not None and config.max_draft_tokens > 0
+    side = DraftSide(drafting, draft, routes_experts=config.self_draft_scheme is not None)
+    policy = plan_policy(config.prefetch, policy_context(target, spec.experts, side, projection_file is not None))
     profile, cutoff_layers = None, None
-    if "draft-gate" in policy.split("+"):
+    if policy.uses_cutoff:
         usual = usual_draft_tokens(config.num_speculative_tokens)
         inputs = cutoff_inputs(spec, target.top_k, memory.slots, usual)
         profile = read_profile(profile_path(profile_settings(config, checkpoint, draft_checkpoint, inputs)))
@@ -148,55 +151,9 @@ def make_plan(config: EngineConfig) -> Plan:
             resident_bytes=(weight_bytes(draft, dtype) if draft is not None else 0) + extra_bytes,
             projection_file=str(projection_file) if projection_file is not None else None,
         )
-    prefetch = PrefetchFacts(policy, notices, str(config.cutoff), cutoff_layers, profile)
+    asked = str(config.cutoff) if policy.uses_cutoff else None
+    prefetch = PrefetchFacts(policy.name, list(policy.notices), asked, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
-
-
-def resolve_prefetch(
-    config: EngineConfig, target: Target, draft: ModelRunner | None, has_projection: bool
-) -> tuple[str, list[str]]:
-    """Return the prefetch policy that can run, and notices on why it is not the one asked for.
-
-    `draft`: runner of a draft model; None for the target itself, n-grams and no draft.
-    """
-    wanted = config.prefetch.split("+")
-    routers_callable = bool(target.gated) and target.has_hidden_states
-    policies, notices = [policy for policy in wanted if policy not in ("draft-gate", "next-gate", "adaptive")], []
-    if "draft-gate" in wanted and config.draft is not None and config.max_draft_tokens:
-        if config.draft == "ngram":
-            fallback = (
-                "the target's own layers predict the next one's" if routers_callable else "experts load on demand"
-            )
-            notices.append(f"an n-gram draft has no hidden states to predict experts from; {fallback}")
-            wanted = [*wanted, "next-gate"] if routers_callable else wanted
-        elif (obstacle := _draft_gate_obstacle(config, target, draft, has_projection)) is not None:
-            notices.append(f"{obstacle}; experts are loaded on demand")
-        else:
-            policies.append("draft-gate")
-    for policy in ("next-gate", "adaptive"):
-        if policy in wanted and routers_callable:
-            policies.append(policy)
-        elif policy in wanted:
-            notices.append("the target's routers cannot be called alone, so its layers predict nothing")
-    return "+".join(policies) or "on-demand", notices
-
-
-def _draft_gate_obstacle(
-    config: EngineConfig, target: Target, draft: ModelRunner | None, has_projection: bool
-) -> str | None:
-    """Return why the draft's hidden states cannot go through the target's routers; None if they can."""
-    if config.self_draft_scheme is not None or draft is None:
-        return None  # the target's own routers run in the draft
-    if not target.gated:
-        return "the target's routers cannot be called alone"
-    if not draft.has_hidden_states:
-        return "the draft's hidden states cannot be read"
-    if draft.hidden_size != target.hidden_size and not has_projection:
-        return (
-            f"the draft is {draft.hidden_size} wide and the target {target.hidden_size}, so the target's routers cannot "
-            "read its hidden states unless `spmoe fit-predictor` fits a projection"
-        )
-    return None
 
 
 def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:

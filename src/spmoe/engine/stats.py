@@ -1,4 +1,4 @@
-"""What a request cost: the figures shown after a run, and returned as JSON."""
+"""Statistics of one request, as shown after a run and returned as JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from spmoe.observe.ledger import Counters
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """One request's times and its part of the ledger."""
+    """Times and counters of one request."""
 
     prompt_tokens: int
     output_tokens: int
-    ttft_seconds: float  # until the first token
+    ttft_seconds: float  # time to first token
     latency_seconds: float
     counters: Counters
-    prompt_counters: Counters  # the part of them that the first step, which reads the prompt, has counted
-    held_bytes: int  # prefetched by now, by this request or an earlier one, and not needed or evicted yet
+    prompt_counters: Counters  # the part of `counters` from the first step, which reads the prompt
+    held_bytes: int  # experts prefetched by this or an earlier request that are neither used nor evicted yet
     slots: int
     peak_slots: int
-    cutoff_layers: int | None  # None: no prefetching
+    cutoff_layers: int | None  # None: the prefetch policy has no cutoff
     layers: int
     prefetch: str
     draft_tokens: DraftTokens  # K
@@ -30,7 +30,7 @@ class Stats:
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Time per output token after the first."""
+        """Time per output token after the first; None for fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return self.decode_seconds / (self.output_tokens - 1)
@@ -42,11 +42,11 @@ class Stats:
 
     @property
     def decode_counters(self) -> Counters:
-        """What the steps after the first have counted."""
+        """Counters of the steps after the first."""
         return self.counters.minus(self.prompt_counters)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON; counters keep their names."""
         c = self.counters
         return {
             "lossless": True,
@@ -60,16 +60,18 @@ class Stats:
             "tpot_seconds": self.tpot_seconds,
             "latency_seconds": self.latency_seconds,
             "steps": c.steps,
+            "drafted": c.drafted,
+            "accepted": c.accepted,
             "mean_acceptance_length": c.mean_acceptance_length,
             "acceptance_by_position": c.acceptance_by_position,
-            "drafted_tokens": c.drafted,
-            "accepted_tokens": c.accepted,
-            "expert_loads": c.loads,
+            "hits": c.hits,
+            "late": c.late,
             "demand_loads": c.demand_loads,
             "demand_bytes": c.demand_bytes,
             "hit_rate": c.hit_rate,
-            "hits": c.hits,
-            "late": c.late,
+            "loads": c.loads,
+            "prefetch_loads": c.prefetch_loads,
+            "prefetch_used": c.prefetch_used,
             "prefetch_issued_bytes": c.issued_bytes,
             "prefetch_used_bytes": c.used_bytes,
             "prefetch_late_bytes": c.late_bytes,

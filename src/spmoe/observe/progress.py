@@ -1,4 +1,4 @@
-"""A progress bar on standard error, for work that takes longer than a moment."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(label: str, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields `report(done, total)`; the bar appears at the first report."""
+    """Yield `report(done, total)`; the bar appears at the first call."""
     if not enabled:
         yield lambda done, total: None
         return
