@@ -27,7 +27,7 @@ from checkpoints import (
 )
 from spmoe import LLM, Completion, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
-from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import PrefetchRequests
 
 PROMPT = "the cat"
@@ -57,7 +57,7 @@ def text_of(tokens: list[int]) -> str:
 
 def no_state_is_left(llm: LLM) -> bool:
     """Return whether neither target nor draft holds the KV cache of a sequence."""
-    return llm.engine.loop.states == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
+    return llm.engine.parts.target_kv == {} == llm.engine.loop.drafter._states  # type: ignore[attr-defined]
 
 
 def own_threads() -> set[threading.Thread]:
@@ -86,10 +86,10 @@ def test_several_prompts_come_back_in_order(llm: LLM, expected: list[int]) -> No
 
 
 def test_all_prompts_are_checked_before_any_runs(llm: LLM) -> None:
-    before = llm.engine.loop.counters.copy()
+    before = llm.engine.counters.copy()
     with pytest.raises(PromptError):
         llm.generate(["good", ""], TEN)
-    assert llm.engine.loop.counters == before
+    assert llm.engine.counters == before
 
 
 def test_decoding_is_greedy_by_default(llm: LLM, expected: list[int]) -> None:
@@ -272,9 +272,9 @@ def test_tokens_are_kept_when_the_next_draft_cannot_start(
             tried.append(k)
             raise RuntimeError("no memory for that")
 
-    drafter = llm.engine.draft
-    original = drafter.begin
-    monkeypatch.setattr(drafter, "begin", begin)
+    drafter = llm.engine.parts.drafter
+    original = drafter.launch
+    monkeypatch.setattr(drafter, "launch", begin)
     stream = llm.stream(PROMPT, TEN)
     with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
         list(stream)
@@ -285,19 +285,19 @@ def test_tokens_are_kept_when_the_next_draft_cannot_start(
 
 
 def test_an_unread_stream_runs_nothing(llm: LLM) -> None:
-    before = llm.engine.loop.counters.copy()
+    before = llm.engine.counters.copy()
     stream = llm.stream(PROMPT, TEN)
     assert stream.completion.token_ids == []
     assert stream.completion.usage == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
     del stream
     gc.collect()
-    assert llm.engine.loop.counters == before
+    assert llm.engine.counters == before
 
 
 def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
     stream = llm.stream(PROMPT, TEN)
     next(iter(stream))
-    assert len(llm.engine.loop.states) == 1
+    assert len(llm.engine.parts.target_kv) == 1
     del stream
     gc.collect()
     assert no_state_is_left(llm)
@@ -433,8 +433,8 @@ def test_unknown_options_are_rejected(mixtral_pair: Pair) -> None:
 @pytest.mark.parametrize("draft", ["good", "random", None])
 def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
     with build(mixtral_pair, draft, prefetch=prefetch, expert_memory=memory_for(4)) as llm:
-        blob = llm.engine.store.layout.nbytes
-        totals = llm.engine.loop.counters.copy()
+        blob = llm.engine.spec.layout.nbytes
+        totals = llm.engine.counters.copy()
         for count in (1, 12):
             completion = llm.generate(PROMPT, replace(TEN, max_tokens=count))[0]
             stats, counters = completion.stats, completion.stats.counters
@@ -460,7 +460,7 @@ def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -
             assert counters.draft_seconds + counters.verify_seconds <= stats.latency_seconds
             assert 0 <= counters.stall_seconds <= counters.verify_seconds
             assert (stats.tpot_seconds is None) == (count == 1)
-        whole = llm.engine.loop.counters.minus(totals)
+        whole = llm.engine.counters.minus(totals)
         assert whole.tokens == 13
         assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
         assert 0 <= whole.held_bytes <= 4 * blob
@@ -471,7 +471,7 @@ def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -
         assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
         assert stats.cutoff_layers == (LAYERS if predicting else None)
         assert stats.draft_tokens == (3 if draft else 0)
-        assert llm.engine.source.cache.peak <= 4
+        assert llm.engine.experts.pool.peak_slots <= 4
 
 
 def test_completion_converts_to_json(llm: LLM) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spmoe.cli.listed import listed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_except
+from spmoe.cli.options import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
 
 
-@takes_shared_options_but("prefetch")  # every policy of the model is measured
+@takes_shared_options_except("prefetch")  # every policy of the model is measured
 def profile(
     engine: dict[str, Any],
     num_speculative_tokens: Annotated[

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
-from spmoe.cli.output import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_except
+from spmoe.cli.options import require_writable
 from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_policy_for
 from spmoe.errors import UsageError
 from spmoe.registry import PREFETCH_POLICIES
@@ -40,7 +40,7 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write down what was routed.")
-@takes_shared_options_but("enforce_eager")  # always
+@takes_shared_options_except("enforce_eager")  # always
 def record_trace(
     engine: dict[str, Any],
     params: SamplingParams,

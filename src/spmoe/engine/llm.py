@@ -120,11 +120,11 @@ class LLM:
             self.engine.close()
 
     def _tokenizer(self) -> Any:
-        if self.engine.tokenizer is None:
+        if self.engine.parts.tokenizer is None:
             raise UsageError(
                 f"{self.engine.config.model} ships no tokenizer; add its tokenizer.json, or give LLM.generate token ids"
             )
-        return self.engine.tokenizer
+        return self.engine.parts.tokenizer
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -135,7 +135,7 @@ class LLM:
             ids: list[int] = self._tokenizer()(prompt)["input_ids"]
         else:
             ids = list(prompt)
-        limit, vocabulary = self.engine.max_model_len, self.engine.target.vocab_size
+        limit, vocabulary = self.engine.parts.max_model_len, self.engine.target.vocab_size
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
         if len(ids) >= limit:
@@ -193,17 +193,17 @@ class Generation:
         self._llm = llm
         self._engine = llm.engine
         self._params = params
-        self._max_new_tokens = min(params.max_tokens, self._engine.max_model_len - len(prompt))
+        self._max_new_tokens = min(params.max_tokens, self._engine.parts.max_model_len - len(prompt))
         self._prompt = prompt
         self._eos = frozenset() if params.ignore_eos else _eos_tokens(self._engine)
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._engine.parts.tokenizer
         if tokenizer is None and params.stop_strings:
             raise UsageError(
                 f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
             )
         self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
         self._started = self._first = self._ended = 0.0
-        self._before = self._after_prompt = self._engine.loop.counters.copy()
+        self._before = self._after_prompt = self._engine.counters.copy()
         self._stop = False
         self._pieces = self._generate()
 
@@ -234,23 +234,23 @@ class Generation:
             output_tokens=len(self.token_ids),
             ttft_seconds=self._first - self._started,
             latency_seconds=self._ended - self._started,
-            counters=engine.loop.counters.minus(self._before),
+            counters=engine.counters.minus(self._before),
             prompt_counters=self._after_prompt.minus(self._before),
-            held_bytes=engine.loop.counters.held_bytes,
+            held_bytes=engine.counters.held_bytes,
             slots=engine.slots,
-            peak_slots=engine.source.cache.peak,
-            cutoff_layers=engine.cutoff,
+            peak_slots=engine.experts.pool.peak_slots,
+            cutoff_layers=engine.prefetching.cutoff,
             layers=len(engine.target.moe),
             prefetch=engine.loop.policy.name,
-            draft_tokens="auto" if engine.loop.length is not None else engine.loop.draft_tokens,
+            draft_tokens="auto" if engine.loop.draft_length is not None else engine.loop.max_draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
         )
         return Completion(self._text.text if self._text else "", list(self.token_ids), self.finish_reason, stats)
 
     def _generate(self) -> Iterator[str]:
-        clock = self._engine.clock
+        clock = self._engine.parts.clock
         self._engine.learn_cutoff()
-        self._before = self._after_prompt = self._engine.loop.counters.copy()
+        self._before = self._after_prompt = self._engine.counters.copy()
         self._started = self._first = self._ended = clock.now()
         sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens)
         try:
@@ -259,7 +259,7 @@ class Generation:
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
-                    self._after_prompt = self._engine.loop.counters.copy()
+                    self._after_prompt = self._engine.counters.copy()
                 for token in new:
                     yield from self._take(token)
                     if self.finish_reason != "interrupted":
@@ -318,6 +318,6 @@ def _one_thread() -> Iterator[None]:
 def _eos_tokens(engine: Engine) -> frozenset[int]:
     declared = engine.target.model.generation_config.eos_token_id
     found = set(declared) if isinstance(declared, (list, tuple)) else {declared}
-    if engine.tokenizer is not None:
-        found.add(engine.tokenizer.eos_token_id)
+    if engine.parts.tokenizer is not None:
+        found.add(engine.parts.tokenizer.eos_token_id)
     return frozenset(token for token in found if token is not None)
