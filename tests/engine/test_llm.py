@@ -280,7 +280,7 @@ def test_tokens_are_kept_when_the_next_draft_cannot_start(
         list(stream)
     assert stream.token_ids == expected[: len(stream.token_ids)] != []
     assert len(tried) == 2
-    monkeypatch.setattr(drafter, "begin", original)
+    monkeypatch.setattr(drafter, "launch", original)
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
 
 
