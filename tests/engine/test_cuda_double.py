@@ -29,7 +29,7 @@ from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.graphs import Between, Phase, Recording
+from spmoe.backends.graphs import Between, CapturedGraph, Phase, Stopwatch
 from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
@@ -38,8 +38,8 @@ from spmoe.engine import build
 from spmoe.engine.llm import Generation
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
+from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.eviction.draft_informed import DraftInformed
-from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fused_gates import FusedGates
 from spmoe.models.fusion import fuse
@@ -84,7 +84,7 @@ class ImmediateCopyStream:
             ctypes.memmove(to, source, nbytes)
         return Passed()
 
-    def wait_for(self, event: object) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def bind_compute_stream(self) -> None:
@@ -99,7 +99,7 @@ class ImmediateCopyStream:
     def take_stall_seconds(self) -> float:
         return 0.0
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
@@ -116,10 +116,7 @@ class Rerunner:
 
     def __init__(self) -> None:
         self.phase = Phase.EAGER
-        self.turns = 0
-        self.while_waiting: Callable[[], None] = lambda: None
-        self.be_patient: Callable[[bool], None] = lambda patient: None
-        self.wait_and_pump: Callable[[Any], None] = lambda event: None
+        self.stopwatch = Stopwatch()
         self.recorded = 0
         self.replayed = 0
         self._replaying = self._beginning = False
@@ -128,7 +125,7 @@ class Rerunner:
         self._staged: list[Tensor] | None = None  # by what is begun, and for what is finished
         self._notes: list[Callable[[], None]] = []
 
-    def record(self, forward: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+    def capture(self, forward: Callable[[], Tensor]) -> tuple[CapturedGraph, Tensor]:
         try:
             self.phase = Phase.WARMUP
             forward()
@@ -137,7 +134,7 @@ class Rerunner:
         finally:
             self.phase = Phase.EAGER
         self.recorded += 1
-        recording = Recording()
+        recording = CapturedGraph()
 
         begun: list[Any] = [0, None]  # as which graph, and with which inputs
 
@@ -183,20 +180,23 @@ class Rerunner:
     def split_around(self, work: Callable[[], None], between: Between) -> None:
         self._split()
         if self._replaying:
-            between(work, self.take_notes())
+            between(work, self.take_observations())
 
     def _split(self) -> None:
         self._splits += 1
         if self._beginning:
             raise EndOfGraph
 
-    def note(self, later: Callable[[], None]) -> None:
+    def observe_later(self, later: Callable[[], None]) -> None:
         if self._replaying:
             self._notes.append(later)
 
-    def take_notes(self) -> list[Callable[[], None]]:
+    def take_observations(self) -> list[Callable[[], None]]:
         notes, self._notes = self._notes, []
         return notes
+
+    def wait(self) -> None:
+        pass
 
     def new_event(self) -> Passed:
         return Passed()
@@ -406,13 +406,13 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
 def gone_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every recorded forward of the target, whether it went on from what had been begun behind the draft."""
     found: list[bool] = []
-    is_begun = DecodeGraphs._is_begun
+    take_verify = RunAhead.take_verify
 
-    def looked(self: DecodeGraphs, *args: Any) -> bool:
-        found.append(is_begun(self, *args))
+    def looked(self: RunAhead, graph: Any, tokens: list[int], length: int) -> bool:
+        found.append(take_verify(self, graph, tokens, length))
         return found[-1]
 
-    monkeypatch.setattr(DecodeGraphs, "_is_begun", looked)
+    monkeypatch.setattr(RunAhead, "take_verify", looked)
     return found
 
 
@@ -607,8 +607,8 @@ def test_wishes_move_before_the_draft_is_over(
     with LLM(
         str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, prefetch=prefetch, **options
     ) as llm:
-        source, granted, verifying = llm.engine.source, list[bool](), False
-        grant, over, begin = source.grants.grant, source.draft_is_over, source.begin_step
+        scheduler, granted, verifying = llm.engine.experts.scheduler, list[bool](), False
+        grant, over, begin = scheduler._submit_chunk, scheduler.finish_draft, scheduler.begin_step
 
         def note() -> bool:
             if some := grant():
@@ -623,20 +623,21 @@ def test_wishes_move_before_the_draft_is_over(
 
             return told
 
-        source.grants.grant = note  # type: ignore[method-assign]
-        source.draft_is_over, source.begin_step = tell(over, True), tell(begin, False)  # type: ignore[method-assign]
+        scheduler._submit_chunk = note  # type: ignore[method-assign]
+        scheduler.finish_draft, scheduler.begin_step = tell(over, True), tell(begin, False)  # type: ignore[method-assign]
         params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=1)
         for text in (b"class A: pass", b"import os\n"):  # what one learns of a request the next is told of
             llm.generate(list(text), params)
         assert False in granted
-        assert source.counters.prefetch_used > 0
-        assert not source.patient
+        assert llm.engine.counters.prefetch_used > 0
+        assert not scheduler._held
 
 
 def test_nothing_is_seen_to_where_nothing_may_overlap(double: Double, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, overlap=False) as llm:
-        llm.engine.source.pump = lambda: pytest.fail("whoever prefetch requests waits for it")  # type: ignore[method-assign]
-        llm.engine.source.see_to_wishes()
+        scheduler = llm.engine.experts.scheduler
+        scheduler.pump = lambda *args: pytest.fail("whoever requests a prefetch waits for it")  # type: ignore[method-assign]
+        scheduler.submit()
 
 
 @pytest.mark.parametrize("memory", [memory_for(3), "100%"])
