@@ -14,22 +14,24 @@ from checkpoints import Pair, memory_for
 from spmoe import LLM
 from spmoe.bench.profile import (
     PROFILED_POLICIES,
-    Check,
-    CheckedStep,
-    CutoffSweep,
     EngineProfile,
     LoadTime,
     PolicyStats,
     Predictor,
     Subject,
     VerifyTime,
+    read_engine_profile,
+)
+from spmoe.bench.profile_runs import (
+    Check,
+    CheckedStep,
+    CutoffSweep,
     Workload,
     check_engine,
     counted_predictions,
     generate,
     measure_policies,
     measure_profile,
-    read_engine_profile,
 )
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group, write_results

@@ -818,7 +818,7 @@ def test_sampling_is_repeatable_and_on_the_host(double: Double, mixtral_pair: Pa
 
 
 def test_what_is_recorded_is_profiled_too(double: Double, mixtral_pair: Pair) -> None:
-    from spmoe.bench.profile import Workload, measure_profile
+    from spmoe.bench.profile_runs import Workload, measure_profile
 
     options = {"num_speculative_tokens": 4, "prefetch": "on-demand", "expert_memory": memory_for(6), "link_gbps": 0.5}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from spmoe.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from spmoe.bench.profile import Check, EngineProfile, Workload
+    from spmoe.bench.profile import EngineProfile
+    from spmoe.bench.profile_runs import Check, Workload
     from spmoe.engine.llm import LLM
 
 _MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
@@ -69,32 +70,29 @@ def profile(
     engine = {**engine, "shape": shape, "prefetch": "on-demand"}
     EngineConfig.make(**{**engine, "model": engine["model"] or "", "num_speculative_tokens": max(lengths)})
 
-    from spmoe.bench.profile import (
-        Check,
-        Predictor,
-        check_engine,
-        measure_profile,
-        read_engine_profile,
-        require_same_subject,
-    )
+    from spmoe.bench.profile import Predictor, read_engine_profile
 
     found = read_engine_profile(stored) if stored is not None else None
-    checked = Check([], []) if check else None
-    for memory in memories if found is None or check else []:
-        with _load(engine, memory, lengths) as llm:
-            has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
-            if found is None:
-                found = measure_profile(llm, lengths[0] if has_draft else 0, workload)
-                if output is not None:
-                    found.save(output)  # before the check, which may take long
-            if checked is not None:
-                require_same_subject(found, llm.engine)
-                swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
-                part = check_engine(
-                    llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
-                )
-                checked.steps.extend(part.steps)
-                checked.sweeps.extend(part.sweeps)
+    checked: Check | None = None
+    if found is None or check:
+        from spmoe.bench import profile_runs
+
+        checked = profile_runs.Check([], []) if check else None
+        for memory in memories:
+            with _load(engine, memory, lengths) as llm:
+                has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
+                if found is None:
+                    found = profile_runs.measure_profile(llm, lengths[0] if has_draft else 0, workload)
+                    if output is not None:
+                        found.save(output)  # before the check, which may take long
+                if checked is not None:
+                    profile_runs.require_same_subject(found, llm.engine)
+                    swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
+                    part = profile_runs.check_engine(
+                        llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
+                    )
+                    checked.steps.extend(part.steps)
+                    checked.sweeps.extend(part.sweeps)
     assert found is not None
     if as_json:
         print(json.dumps({**found.to_dict(), **({"check": checked.to_dict()} if checked is not None else {})}))
@@ -111,7 +109,7 @@ def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
 
 
 def _workload(llm: LLM, max_prompts: int, output_len: int) -> Workload:
-    from spmoe.bench.profile import Workload, make_prompts
+    from spmoe.bench.profile_runs import Workload, make_prompts
 
     console = stderr()
     return Workload(
