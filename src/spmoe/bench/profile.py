@@ -6,7 +6,7 @@ Units are seconds, bytes and experts, unless a name says otherwise.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ PROFILED_POLICIES = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-ga
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 class _Record(BaseModel):
@@ -41,8 +42,8 @@ class Subject(_Record):
     device: str
     shape: str | None  # architecture whose sizes the pair was widened to
     layers: Count  # MoE layers
-    experts_per_layer: Annotated[int, Field(ge=1)]
-    top_k: Annotated[int, Field(ge=1)]
+    experts_per_layer: Positive
+    top_k: Positive
     expert_bytes: Count
     draft_layers: Count
     slots: Count
@@ -67,35 +68,18 @@ def _describe(name: str, value: Any) -> str:
     return f"{name.replace('_', ' ')} {value}"
 
 
-class VerifyTime(_Record):
-    """Median time of a verification pass, without stalls."""
-
-    rows: Annotated[int, Field(ge=1)]
-    seconds: Number
-
-
-class LoadTime(_Record):
-    """Median time to load experts of one layer that are demanded together."""
-
-    experts: Annotated[int, Field(ge=1)]
-    seconds: Number  # for all of them
-
-
 class PolicyStats(_Record):
     """Means per step of generations under one prefetch policy, every layer prefetched for, without prompts."""
 
     policy: str
     draft_tokens: Count  # K
-    draft_passes: Number
-    rows: Number  # verified
     slots: Count
     steps: Count
-    tokens_per_step: Number
-    step_seconds: Number
+    tokens: Number
+    draft_passes: Number
     draft_seconds: Number
     verify_seconds: Number  # without stalls
     stall_seconds: Number
-    loads: Number
     needed: Number  # experts per layer
     missing: Number  # needed experts per layer that were not resident when the step began
     missing_by_layer: tuple[Number, ...]
@@ -103,6 +87,11 @@ class PolicyStats(_Record):
     draft_precision: Number  # share of the draft stage's predictions of absent experts that were needed
     verify_recall: Number  # share of the other missing experts that the target's layers predicted while verifying
     verify_precision: Number
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step."""
+        return self.draft_seconds + self.verify_seconds + self.stall_seconds
 
 
 class EngineProfile(_Record):
@@ -113,9 +102,9 @@ class EngineProfile(_Record):
     machine: dict[str, Any]
     subject: Subject
     draft_pass_seconds: Number | None  # one row; None: no draft model
-    verify: Annotated[tuple[VerifyTime, ...], Field(min_length=1)]  # by rows, ascending
+    verify_seconds: Annotated[dict[Positive, Number], Field(min_length=1)]  # by rows, without stalls
     expert_share: Number  # share of a verified layer that comes after its router
-    loads: tuple[LoadTime, ...]  # by number of experts, ascending; empty: every expert is resident
+    load_seconds: dict[Positive, Number]  # by experts that one layer demands together; empty: all are resident
     policies: tuple[PolicyStats, ...]
 
     @field_validator("policies")
@@ -193,19 +182,16 @@ class Predictor:
     def costs(self, policy: str, draft_tokens: int, missing: float) -> StepCosts:
         """Return the times of the policy's generations; verification is scaled by rows as single passes are."""
         profile, stats = self.profile, self.profile.stats(policy)
-        by_rows = [(float(one.rows), one.seconds) for one in profile.verify]
-        scale = _interpolate(by_rows, draft_tokens + 1) / _interpolate(by_rows, stats.rows)
+        verify = profile.verify_seconds
+        scale = _interpolate(verify, draft_tokens + 1) / _interpolate(verify, stats.draft_passes + 1)
         drafted = stats.draft_seconds / stats.draft_passes if stats.draft_passes else profile.draft_pass_seconds or 0.0
         verify_layer = stats.verify_seconds * scale / profile.subject.layers
         return StepCosts(drafted, verify_layer, self.load_seconds(missing), profile.expert_share)
 
     def load_seconds(self, together: float) -> float:
         """Return the seconds of one expert's load where `together` experts are demanded at once."""
-        loads = self.profile.loads
-        if not loads:
-            return 0.0
-        points = [(float(one.experts), one.seconds / one.experts) for one in loads]
-        return _interpolate(points, min(together, loads[-1].experts))
+        per_expert = {count: seconds / count for count, seconds in self.profile.load_seconds.items()}
+        return _interpolate(per_expert, min(together, max(per_expert))) if per_expert else 0.0
 
     def step(
         self,
@@ -238,8 +224,9 @@ class Predictor:
         )
 
 
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+def _interpolate(values: Mapping[int, float], x: float) -> float:
     """Interpolate linearly; extrapolate beyond the last point, and return the first value before the first."""
+    points = sorted(values.items())
     if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     after = next((i for i, (at, _) in enumerate(points) if at >= x), len(points) - 1)

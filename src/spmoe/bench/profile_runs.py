@@ -12,15 +12,7 @@ from typing import Any
 
 from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import machine
-from spmoe.bench.profile import (
-    PROFILED_POLICIES,
-    EngineProfile,
-    LoadTime,
-    PolicyStats,
-    Predictor,
-    Subject,
-    VerifyTime,
-)
+from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, PolicyStats, Predictor, Subject
 from spmoe.config import Cutoff, CutoffMode, SamplingParams, Size
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
@@ -78,10 +70,7 @@ def measure_profile(llm: LLM, draft_tokens: int, workload: Workload) -> EnginePr
     return EngineProfile(
         machine=machine(engine.device),
         subject=_subject(engine),
-        draft_pass_seconds=parts.draft_pass_seconds,
-        verify=tuple(VerifyTime(rows=rows, seconds=seconds) for rows, seconds in parts.verify_seconds.items()),
-        expert_share=parts.expert_share,
-        loads=tuple(LoadTime(experts=count, seconds=seconds) for count, seconds in parts.load_seconds.items()),
+        **asdict(parts),
         policies=measure_policies(llm, draft_tokens, workload),
     )
 
@@ -177,12 +166,6 @@ class _StepMeans:
     draft_seconds: float
     verify_seconds: float  # without stalls
     stall_seconds: float
-    loads: float
-    useful_loads: float
-
-    @property
-    def seconds(self) -> float:
-        return self.draft_seconds + self.verify_seconds + self.stall_seconds
 
     @classmethod
     def of(cls, runs: Iterable[Completion]) -> _StepMeans:
@@ -200,8 +183,6 @@ class _StepMeans:
             draft_seconds=mean("draft_seconds"),
             verify_seconds=max(0.0, verifying - stalled),
             stall_seconds=min(verifying, stalled),
-            loads=mean("loads"),
-            useful_loads=mean("useful_loads"),
         )
 
 
@@ -218,16 +199,8 @@ def _policy_stats(
     return PolicyStats(
         policy=policy,
         draft_tokens=draft_tokens,
-        draft_passes=means.draft_passes,
-        rows=means.draft_passes + 1,
         slots=engine.slots,
-        steps=means.steps,
-        tokens_per_step=means.tokens,
-        step_seconds=means.seconds,
-        draft_seconds=means.draft_seconds,
-        verify_seconds=means.verify_seconds,
-        stall_seconds=means.stall_seconds,
-        loads=means.loads,
+        **asdict(means),
         needed=sum(one.needed for one in counters) / means.steps / layers,
         missing=missing / means.steps / layers,
         missing_by_layer=tuple(count / means.steps for count in missing_by_layer),
@@ -250,12 +223,10 @@ class CheckedStep:
     """Measured and predicted step of one configuration, in seconds per step and experts per layer."""
 
     expert_memory: str
-    slots: int
     policy: str
     draft_tokens: int
     cutoff: int | None  # layers; None: the policy does not prefetch from the draft
     steps: int
-    tokens_per_step: float
     measured: float
     predicted: float
     predicted_from_run: float  # from this run's own compute times and missing experts: tests only the overlap
@@ -451,7 +422,8 @@ def _checked_step(
     engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[Completion]
 ) -> CheckedStep:
     means, layers, k = _StepMeans.of(completions), len(engine.store.experts), run.draft_tokens
-    slots, cutoff, missing = engine.slots, run.cutoff or 0, means.useful_loads / layers
+    slots, cutoff = engine.slots, run.cutoff or 0
+    missing = sum(one.stats.decode_counters.useful_loads for one in completions) / means.steps / layers
     costs = replace(
         predictor.costs(run.policy, k, missing),
         draft_pass=means.draft_seconds / max(1, means.draft_passes),
@@ -459,13 +431,11 @@ def _checked_step(
     )
     return CheckedStep(
         expert_memory=memory,
-        slots=slots,
         policy=run.policy,
         draft_tokens=k,
         cutoff=run.cutoff,
         steps=means.steps,
-        tokens_per_step=means.tokens,
-        measured=means.seconds,
+        measured=means.draft_seconds + means.verify_seconds + means.stall_seconds,
         predicted=predictor.step(run.policy, k, cutoff, slots).seconds,
         predicted_from_run=predictor.step(run.policy, k, cutoff, slots, missing=missing, costs=costs).seconds,
         missing=missing,

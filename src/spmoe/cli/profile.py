@@ -167,7 +167,10 @@ def _show(profile: EngineProfile, check: Check | None) -> None:
 
 def _profile_tables(profile: EngineProfile) -> Iterator[Table]:
     subject, drafted = profile.subject, profile.draft_pass_seconds
-    passes = [["verify", one.rows, _ms(one.seconds), _ms(one.seconds / subject.layers)] for one in profile.verify]
+    passes = [
+        ["verify", rows, _ms(seconds), _ms(seconds / subject.layers)]
+        for rows, seconds in profile.verify_seconds.items()
+    ]
     if drafted is not None:
         passes.insert(0, ["draft", 1, _ms(drafted), _ms(drafted / max(1, subject.draft_layers))])
     yield _table(
@@ -175,19 +178,19 @@ def _profile_tables(profile: EngineProfile) -> Iterator[Table]:
         ("pass", "rows", "ms", "ms per layer"),
         passes,
     )
-    if profile.loads:
+    if profile.load_seconds:
         link = f", emulated link of {subject.emulated_link_gbps:g} GB/s" if subject.emulated_link_gbps else ""
         yield _table(
             f"Loads of experts that one layer demands together{link}",
             ("experts", "ms", "ms per expert", "GB/s"),
             (
                 [
-                    one.experts,
-                    _ms(one.seconds),
-                    _ms(one.seconds / one.experts),
-                    f"{one.experts * subject.expert_bytes / one.seconds / 1e9:.3g}" if one.seconds else "-",
+                    count,
+                    _ms(seconds),
+                    _ms(seconds / count),
+                    f"{count * subject.expert_bytes / seconds / 1e9:.3g}" if seconds else "-",
                 ]
-                for one in profile.loads
+                for count, seconds in profile.load_seconds.items()
             ),
         )
     yield _table(
