@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +14,12 @@ from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_opt
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from spmoe.bench.charts import LineChart
     from spmoe.bench.profile import EngineProfile
     from spmoe.bench.profile_runs import Check, Workload
     from spmoe.engine.llm import LLM
@@ -53,12 +55,17 @@ def profile(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile to this JSON file.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw times, and with --check cutoffs, into this SVG file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure draft passes, verification, expert loads, and the needs of generations under each prefetch policy.
 
     With --check, predict the time of a step for each K, cutoff and budget, run it, and print the error.
     """
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise UsageError(f"--plot writes SVG, not {plot.suffix or 'a file without a suffix'}; use {plot.stem}.svg")
     memories = listed("--expert-memory", expert_memory, Size.parse)
     lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
     depths = _parse_depths(cutoff)
@@ -66,12 +73,16 @@ def profile(
         raise UsageError("--from measures no profile, so there is none to write; leave out --from or --output")
     if not check and (len(memories) > 1 or len(lengths) > 1 or cutoff is not None):
         raise UsageError("several values and --cutoff are for the check of predictions; add --check")
-    require_writable(output)
+    require_writable(output, plot)
     engine = {**engine, "shape": shape, "prefetch": "on-demand"}
     EngineConfig.make(**{**engine, "model": engine["model"] or "", "num_speculative_tokens": max(lengths)})
 
     from spmoe.bench.profile import Predictor, read_engine_profile
 
+    if plot is not None:
+        from spmoe.bench.charts import require_report_extra, svg_document
+
+        require_report_extra()
     found = read_engine_profile(stored) if stored is not None else None
     checked: Check | None = None
     if found is None or check:
@@ -94,6 +105,8 @@ def profile(
                     checked.steps.extend(part.steps)
                     checked.sweeps.extend(part.sweeps)
     assert found is not None
+    if plot is not None:
+        write_text(plot, svg_document(list(_charts(found, checked))))
     if as_json:
         print(json.dumps({**found.to_dict(), **({"check": checked.to_dict()} if checked is not None else {})}))
     else:
@@ -139,7 +152,28 @@ def _default_depths(layers: int) -> list[int]:
     return sorted({round(layers * quarter / 4) for quarter in range(5)})
 
 
-# ---- tables
+# ---- charts and tables
+
+
+def _charts(profile: EngineProfile, check: Check | None) -> Iterator[LineChart]:
+    from spmoe.bench.charts import Line, LineChart
+
+    def line(name: str, seconds: Mapping[int, float], colour: int, dashed_at: int | None = None) -> Line:
+        points = tuple((float(x), 1e3 * y) for x, y in sorted(seconds.items()))
+        return Line(name, points, colour, () if dashed_at is None else (float(dashed_at),))
+
+    yield LineChart("Verification", "rows", "ms", (line("verify", profile.verify_seconds, 0),), 0.0)
+    if profile.load_seconds:
+        loads = line("load", profile.load_seconds, 0)
+        yield LineChart("Loads of one layer", "experts demanded together", "ms", (loads,), 0.0)
+    for sweep in check.sweeps if check is not None else ():
+        lines = (
+            line("measured; dashed: auto", sweep.measured, 0, sweep.auto),
+            line("predicted; dashed: just-in-time", sweep.predicted, 1, sweep.just_in_time),
+        )
+        title = f"Step by cutoff, {sweep.expert_memory}, K={sweep.draft_tokens}"
+        yield LineChart(title, "layers prefetched for", "ms per step", lines)
+
 
 _ERRORS = {
     "step": "Steps predicted from the profile",
