@@ -14,22 +14,22 @@ from checkpoints import Pair, memory_for
 from spmoe import LLM
 from spmoe.bench.profile import (
     PROFILED_POLICIES,
-    Check,
-    CheckedStep,
-    CutoffSweep,
     EngineProfile,
-    LoadTime,
     PolicyStats,
     Predictor,
     Subject,
-    VerifyTime,
+    read_engine_profile,
+)
+from spmoe.bench.profile_runs import (
+    Check,
+    CheckedStep,
+    CutoffSweep,
     Workload,
     check_engine,
     counted_predictions,
     generate,
     measure_policies,
     measure_profile,
-    read_engine_profile,
 )
 from spmoe.bench.report import html_report
 from spmoe.bench.results import Group, write_results
@@ -42,16 +42,13 @@ PROMPTS = [list(b"def f(x):"), list(b"import os")]
 ON_DEMAND = PolicyStats(
     policy="on-demand",
     draft_tokens=4,
-    draft_passes=4.0,
-    rows=5.0,
     slots=32,
     steps=20,
-    tokens_per_step=3.0,
-    step_seconds=1.0,
+    tokens=3.0,
+    draft_passes=4.0,
     draft_seconds=0.2,
     verify_seconds=0.32,
     stall_seconds=0.48,
-    loads=48.0,
     needed=5.0,
     missing=3.0,
     missing_by_layer=(3.0,) * 16,
@@ -78,9 +75,9 @@ PROFILE = EngineProfile(
         emulated_link_gbps=None,
     ),
     draft_pass_seconds=0.05,
-    verify=tuple(VerifyTime(rows=rows, seconds=seconds) for rows, seconds in ((1, 0.1), (3, 0.2), (5, 0.4))),
+    verify_seconds={1: 0.1, 3: 0.2, 5: 0.4},
     expert_share=0.0,
-    loads=tuple(LoadTime(experts=count, seconds=seconds) for count, seconds in ((1, 0.02), (2, 0.03), (4, 0.04))),
+    load_seconds={1: 0.02, 2: 0.03, 4: 0.04},
     policies=(
         ON_DEMAND,
         ON_DEMAND.model_copy(update={"policy": "draft-gate", "draft_recall": 1.0, "draft_precision": 1.0}),
@@ -93,7 +90,7 @@ PROFILE = EngineProfile(
 
 def test_profile_is_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    without_draft = PROFILE.model_copy(update={"draft_pass_seconds": None, "loads": ()})
+    without_draft = PROFILE.model_copy(update={"draft_pass_seconds": None, "load_seconds": {}})
     for profile in (PROFILE, without_draft):
         profile.save(path)
         assert read_engine_profile(path) == profile
@@ -105,15 +102,17 @@ def test_profile_is_read_as_written(tmp_path: Path) -> None:
     [
         (lambda d: d.update(format="spmoe trace"), "is not a profile: .* make one"),
         (lambda d: d.update(version=1), "version 1, not 2"),
-        (lambda d: d.pop("verify"), "verify: field required"),
-        (lambda d: d.update(verify=[]), "verify: tuple should have at least 1 item"),
+        (lambda d: d.pop("verify_seconds"), "verify_seconds: field required"),
+        (lambda d: d.update(verify_seconds={}), "verify_seconds: dictionary should have at least 1 item"),
         (lambda d: d.update(colour="red"), "colour: extra inputs are not permitted"),
-        (lambda d: d["verify"][1].update(seconds=-1.0), r"verify\[1\].seconds: .* greater than or equal to 0, not '-1"),
-        (lambda d: d["verify"][1].update(rows="3"), r"verify\[1\].rows: .* valid integer, not '3'"),
-        (lambda d: d["loads"][0].pop("seconds"), r"loads\[0\].seconds: field required"),
+        (lambda d: d["verify_seconds"].update({"3": -1.0}), r"verify_seconds.3: .* than or equal to 0, not '-1.0'"),
+        (lambda d: d["verify_seconds"].update({"x": 1.0}), r"verify_seconds.x.*: .* valid integer.*, not 'x'"),
+        (lambda d: d["load_seconds"].update({"0": 1.0}), r"load_seconds.0.*: .* greater than or equal to 1, not '0'"),
+        (lambda d: d["policies"][0].pop("needed"), r"policies\[0\].needed: field required"),
         (lambda d: d["subject"].update(layers=True), "subject.layers: .* valid integer, not 'True'"),
         (lambda d: d.update(subject=[]), "subject: .* object"),
-        (lambda d: d.update(loads={}), "loads: .* array"),
+        (lambda d: d.update(load_seconds=[]), "load_seconds: .* object"),
+        (lambda d: d.update(policies={}), "policies: .* array"),
         (lambda d: d.update(expert_share=float("nan")), "expert_share: .*, not 'nan'"),
         (lambda d: d["policies"][0].update(missing_by_layer=["x"]), r"policies\[0\].missing_by_layer\[0\]: .* 'x'"),
         (lambda d: d.update(policies=[]), "policies: on-demand is missing"),
@@ -156,7 +155,7 @@ def test_predicts_on_demand_steps() -> None:
 
 
 def test_predicts_draft_from_single_pass_if_generations_drafted_nothing() -> None:
-    plain = ON_DEMAND.model_copy(update={"draft_tokens": 0, "draft_passes": 0.0, "draft_seconds": 0.0, "rows": 1.0})
+    plain = ON_DEMAND.model_copy(update={"draft_tokens": 0, "draft_passes": 0.0, "draft_seconds": 0.0})
     predictor = Predictor(PROFILE.model_copy(update={"policies": (plain,)}))
     assert predictor.step("on-demand", 2, 0, 128).draft_seconds == pytest.approx(2 * 0.05)
 
@@ -183,12 +182,10 @@ def test_policy_that_was_not_profiled_is_predicted_as_on_demand() -> None:
 def checked(policy: str, measured: float, predicted: float, cutoff: int | None = None) -> CheckedStep:
     return CheckedStep(
         expert_memory="25%",
-        slots=32,
         policy=policy,
         draft_tokens=4,
         cutoff=cutoff,
         steps=10,
-        tokens_per_step=3.0,
         measured=measured,
         predicted=predicted,
         predicted_from_run=1.0,
@@ -306,19 +303,17 @@ def test_measures_and_checks_a_tiny_pair(mixtral_pair: Pair, tmp_path: Path) -> 
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), num_speculative_tokens=4, **options) as llm:
         profile = measure_profile(llm, 2, Workload(PROMPTS, 10, progress=messages.append))
         assert profile.draft_pass_seconds is not None
-        assert [one.rows for one in profile.verify] == [1, 2, 3, 5], "up to the engine's K + 1"
+        assert list(profile.verify_seconds) == [1, 2, 3, 5], "up to the engine's K + 1"
         assert 0.0 <= profile.expert_share <= 1.0
-        blob = llm.engine.spec.layout.nbytes
-        assert [one.experts for one in profile.loads] == [1, 2, 4]
-        assert all(one.seconds >= one.experts * blob / 0.05e9 for one in profile.loads), "no faster than the link"
+        blob = llm.engine.store.layout.nbytes
+        assert list(profile.load_seconds) == [1, 2, 4]
+        assert all(seconds >= count * blob / 0.05e9 for count, seconds in profile.load_seconds.items()), "link speed"
         assert [one.policy for one in profile.policies] == list(PROFILED_POLICIES)
         for stats in profile.policies:
             assert 0 < stats.missing <= stats.needed <= 4
             assert stats.missing == pytest.approx(sum(stats.missing_by_layer) / 3)
-            assert 2.5 < stats.rows <= 3.0, "few drafts are cut short"
-            assert stats.step_seconds == pytest.approx(
-                stats.draft_seconds + stats.verify_seconds + stats.stall_seconds, rel=1e-6
-            )
+            assert 1.5 < stats.draft_passes <= 2.0, "few drafts are cut short"
+            assert min(stats.draft_seconds, stats.verify_seconds) > 0
         assert 0 < profile.stats("draft-gate").draft_recall <= 1
         assert profile.stats("draft-gate").verify_recall == 0
         assert 0 < profile.stats("next-gate").verify_recall <= 1

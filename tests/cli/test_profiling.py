@@ -51,9 +51,21 @@ def test_without_a_draft_shows_no_draft_pass_and_no_cutoffs(checkpoints: Path, i
     assert "Cutoffs" not in shown
 
 
+def test_plots_cutoffs(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("spmoe.bench.charts")
+    plot = tmp_path / "a.svg"
+    pair = (checkpoints / "target", "--draft", checkpoints / "draft", *SHORT)
+    options = ("--check", "-k", 2, "--expert-memory", "50%", "--cutoff", "0,3", "--repeat", 1, "--plot", plot)
+    invoke("profile", *pair, *options).succeeded()
+    drawn = plot.read_text()
+    for title in ("Verification", "Loads of one layer", "Step by cutoff, 50%, K=2", "predicted; dashed: just-in-time"):
+        assert title in drawn
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--plot", "a.png"), ("writes SVG", "a.svg")),
         (("-k", "1,2"), ("add --check",)),
         (("--cutoff", "4"), ("add --check",)),
         (("--check", "-k", "two"), ("cannot be 'two'",)),

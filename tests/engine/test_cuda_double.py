@@ -819,14 +819,14 @@ def test_sampling_is_repeatable_and_on_the_host(double: Double, mixtral_pair: Pa
 
 
 def test_what_is_recorded_is_profiled_too(double: Double, mixtral_pair: Pair) -> None:
-    from spmoe.bench.profile import Workload, measure_profile
+    from spmoe.bench.profile_runs import Workload, measure_profile
 
     options = {"num_speculative_tokens": 4, "prefetch": "on-demand", "expert_memory": memory_for(6), "link_gbps": 0.5}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:  # type: ignore[arg-type]
         profile = measure_profile(llm, 2, Workload([PROMPT], 8))
         expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected, "nothing that was measured is left in a slot"
-    assert [one.rows for one in profile.verify] == [1, 2, 3, 5], "those that are recorded"
-    assert [one.experts for one in profile.loads] == [1, 2, 4]
+    assert list(profile.verify_seconds) == [1, 2, 3, 5], "those that are recorded"
+    assert list(profile.load_seconds) == [1, 2, 4]
     assert len(profile.policies) == 4
     assert all(0 < one.missing <= one.needed for one in profile.policies)

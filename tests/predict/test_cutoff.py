@@ -203,6 +203,33 @@ def test_rejects_depths_that_are_predicted_to_be_slower(monkeypatch: pytest.Monk
     assert fastest_cutoff(AMPLE, ONE_MISSING) == 0, "depth 0 is as fast as the fastest"
 
 
+@pytest.mark.parametrize(
+    ("times", "missing", "inputs", "auto", "just_in_time", "seconds"),
+    [  # times: draft and verify per layer, per expert; inputs: layers, experts, top_k, slots, K
+        ((7.5e-5, 3e-4, 3.2e-4), None, (26, 64, 6, 416, 4), 26, 0, 0.156791549),
+        ((7.5e-5, 3e-4, 3.2e-4), None, (26, 64, 6, 1248, 4), 26, 2, 0.0533034152),
+        ((7.5e-5, 3e-4, 3.2e-4), 7.1, (26, 64, 6, 1248, 4), 26, 2, 0.060627506),
+        ((6e-4, 1.2e-3, 6.4e-3), None, (32, 8, 2, 64, 4), 32, 1, 0.949319209),
+        ((6e-4, 1.2e-3, 6.4e-3), 0.4, (32, 8, 2, 230, 8), 32, 32, 0.122490947),
+        ((3e-4, 3e-3, 1e-3), None, (16, 8, 2, 32, 4), 16, 10, 0.0807002247),
+        ((3e-4, 3e-3, 1e-6), None, (16, 8, 2, 32, 4), 0, 16, 0.0672),
+        ((3e-4, 3e-3, 1e-3), None, (16, 8, 2, 9, 4), 0, 0, 0.133880867),
+    ],
+)
+def test_choices_for_typical_machines(
+    times: tuple[float, float, float],
+    missing: float | None,
+    inputs: tuple[int, int, int, int, int],
+    auto: int,
+    just_in_time: int,
+    seconds: float,
+) -> None:
+    made, (draft, verify, load) = CutoffInputs(*inputs), times
+    profile = Profile(draft, 16, verify, load, made.free_slots, missing, expert_share=0.6)
+    assert (fastest_cutoff(profile, made), just_in_time_cutoff(profile, made)) == (auto, just_in_time)
+    assert step_seconds(profile, made, auto) == pytest.approx(seconds)
+
+
 # ---- missing experts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +14,14 @@ from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_opt
 from spmoe.cli.options import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from spmoe.bench.profile import Check, EngineProfile, Workload
+    from spmoe.bench.charts import LineChart
+    from spmoe.bench.profile import EngineProfile
+    from spmoe.bench.profile_runs import Check, Workload
     from spmoe.engine.llm import LLM
 
 _MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
@@ -52,12 +55,17 @@ def profile(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile to this JSON file.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw times, and with --check cutoffs, into this SVG file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure draft passes, verification, expert loads, and the needs of generations under each prefetch policy.
 
     With --check, predict the time of a step for each K, cutoff and budget, run it, and print the error.
     """
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise UsageError(f"--plot writes SVG, not {plot.suffix or 'a file without a suffix'}; use {plot.stem}.svg")
     memories = listed("--expert-memory", expert_memory, Size.parse)
     lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
     depths = _parse_depths(cutoff)
@@ -65,37 +73,40 @@ def profile(
         raise UsageError("--from measures no profile, so there is none to write; leave out --from or --output")
     if not check and (len(memories) > 1 or len(lengths) > 1 or cutoff is not None):
         raise UsageError("several values and --cutoff are for the check of predictions; add --check")
-    require_writable(output)
+    require_writable(output, plot)
     engine = {**engine, "shape": shape, "prefetch": "on-demand"}
     EngineConfig.make(**{**engine, "model": engine["model"] or "", "num_speculative_tokens": max(lengths)})
 
-    from spmoe.bench.profile import (
-        Check,
-        Predictor,
-        check_engine,
-        measure_profile,
-        read_engine_profile,
-        require_same_subject,
-    )
+    from spmoe.bench.profile import Predictor, read_engine_profile
 
+    if plot is not None:
+        from spmoe.bench.charts import require_report_extra, svg_document
+
+        require_report_extra()
     found = read_engine_profile(stored) if stored is not None else None
-    checked = Check([], []) if check else None
-    for memory in memories if found is None or check else []:
-        with _load(engine, memory, lengths) as llm:
-            has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
-            if found is None:
-                found = measure_profile(llm, lengths[0] if has_draft else 0, workload)
-                if output is not None:
-                    found.save(output)  # before the check, which may take long
-            if checked is not None:
-                require_same_subject(found, llm.engine)
-                swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
-                part = check_engine(
-                    llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
-                )
-                checked.steps.extend(part.steps)
-                checked.sweeps.extend(part.sweeps)
+    checked: Check | None = None
+    if found is None or check:
+        from spmoe.bench import profile_runs
+
+        checked = profile_runs.Check([], []) if check else None
+        for memory in memories:
+            with _load(engine, memory, lengths) as llm:
+                has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
+                if found is None:
+                    found = profile_runs.measure_profile(llm, lengths[0] if has_draft else 0, workload)
+                    if output is not None:
+                        found.save(output)  # before the check, which may take long
+                if checked is not None:
+                    profile_runs.require_same_subject(found, llm.engine)
+                    swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
+                    part = profile_runs.check_engine(
+                        llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
+                    )
+                    checked.steps.extend(part.steps)
+                    checked.sweeps.extend(part.sweeps)
     assert found is not None
+    if plot is not None:
+        write_text(plot, svg_document(list(_charts(found, checked))))
     if as_json:
         print(json.dumps({**found.to_dict(), **({"check": checked.to_dict()} if checked is not None else {})}))
     else:
@@ -111,7 +122,7 @@ def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
 
 
 def _workload(llm: LLM, max_prompts: int, output_len: int) -> Workload:
-    from spmoe.bench.profile import Workload, make_prompts
+    from spmoe.bench.profile_runs import Workload, make_prompts
 
     console = stderr()
     return Workload(
@@ -141,7 +152,28 @@ def _default_depths(layers: int) -> list[int]:
     return sorted({round(layers * quarter / 4) for quarter in range(5)})
 
 
-# ---- tables
+# ---- charts and tables
+
+
+def _charts(profile: EngineProfile, check: Check | None) -> Iterator[LineChart]:
+    from spmoe.bench.charts import Line, LineChart
+
+    def line(name: str, seconds: Mapping[int, float], colour: int, dashed_at: int | None = None) -> Line:
+        points = tuple((float(x), 1e3 * y) for x, y in sorted(seconds.items()))
+        return Line(name, points, colour, () if dashed_at is None else (float(dashed_at),))
+
+    yield LineChart("Verification", "rows", "ms", (line("verify", profile.verify_seconds, 0),), 0.0)
+    if profile.load_seconds:
+        loads = line("load", profile.load_seconds, 0)
+        yield LineChart("Loads of one layer", "experts demanded together", "ms", (loads,), 0.0)
+    for sweep in check.sweeps if check is not None else ():
+        lines = (
+            line("measured; dashed: auto", sweep.measured, 0, sweep.auto),
+            line("predicted; dashed: just-in-time", sweep.predicted, 1, sweep.just_in_time),
+        )
+        title = f"Step by cutoff, {sweep.expert_memory}, K={sweep.draft_tokens}"
+        yield LineChart(title, "layers prefetched for", "ms per step", lines)
+
 
 _ERRORS = {
     "step": "Steps predicted from the profile",
@@ -169,7 +201,10 @@ def _show(profile: EngineProfile, check: Check | None) -> None:
 
 def _profile_tables(profile: EngineProfile) -> Iterator[Table]:
     subject, drafted = profile.subject, profile.draft_pass_seconds
-    passes = [["verify", one.rows, _ms(one.seconds), _ms(one.seconds / subject.layers)] for one in profile.verify]
+    passes = [
+        ["verify", rows, _ms(seconds), _ms(seconds / subject.layers)]
+        for rows, seconds in profile.verify_seconds.items()
+    ]
     if drafted is not None:
         passes.insert(0, ["draft", 1, _ms(drafted), _ms(drafted / max(1, subject.draft_layers))])
     yield _table(
@@ -177,19 +212,19 @@ def _profile_tables(profile: EngineProfile) -> Iterator[Table]:
         ("pass", "rows", "ms", "ms per layer"),
         passes,
     )
-    if profile.loads:
+    if profile.load_seconds:
         link = f", emulated link of {subject.emulated_link_gbps:g} GB/s" if subject.emulated_link_gbps else ""
         yield _table(
             f"Loads of experts that one layer demands together{link}",
             ("experts", "ms", "ms per expert", "GB/s"),
             (
                 [
-                    one.experts,
-                    _ms(one.seconds),
-                    _ms(one.seconds / one.experts),
-                    f"{one.experts * subject.expert_bytes / one.seconds / 1e9:.3g}" if one.seconds else "-",
+                    count,
+                    _ms(seconds),
+                    _ms(seconds / count),
+                    f"{count * subject.expert_bytes / seconds / 1e9:.3g}" if seconds else "-",
                 ]
-                for one in profile.loads
+                for count, seconds in profile.load_seconds.items()
             ),
         )
     yield _table(
