@@ -22,7 +22,7 @@ from spmoe.bench import families as proof
 from spmoe.bench.families import OK, VerifyResult, prove, prove_all
 from spmoe.bench.families_page import markdown, short
 from spmoe.cli.main import main
-from spmoe.engine import models
+from spmoe.engine import loading
 from spmoe.errors import UsageError
 from spmoe.models import inspection, kv
 from spmoe.models.experts_seam import experts_modules
@@ -168,7 +168,7 @@ def test_a_tiny_model_is_tiny_and_has_every_kind_of_layer(family: str) -> None:
 
 def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], None]) -> None:
     """Change the target as the engine loads it, and not as transformers does."""
-    sound = models.load_without_experts
+    sound = loading.load_without_experts
 
     def load(*args: Any) -> Any:
         model = sound(*args)
@@ -176,7 +176,7 @@ def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], N
             spoil(module)
         return model
 
-    monkeypatch.setattr(models, "load_without_experts", load)
+    monkeypatch.setattr(loading, "load_without_experts", load)
 
 
 def drop_the_routers_bias(monkeypatch: pytest.MonkeyPatch) -> None:

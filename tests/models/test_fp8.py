@@ -17,8 +17,7 @@ from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
-from spmoe.models.quantization import read_quantization
-from spmoe.models.stored import expand
+from spmoe.models.tensors import dequantize, read_quantization
 from spmoe.types import ExpertKey
 
 PROMPT, COUNT = [5, 9, 3, 17, 60, 2], 12
@@ -62,7 +61,7 @@ def make(family: str, kind: str, where: Path) -> tuple[Path, Path]:
         small[name], small[f"{name}{ending}"] = quantized(tensor, kind)
         if kind == "tensor":
             small[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
-        large[name] = expand(small[name], small[f"{name}{ending}"], BLOCK)  # type: ignore[assignment]
+        large[name] = dequantize(small[name], small[f"{name}{ending}"], BLOCK)  # type: ignore[assignment]
     assert sum(tensor.dtype.itemsize == 1 for tensor in small.values()) > 20
     save_file(small, packed / "model.safetensors", metadata={"format": "pt"})
     save_file(large, plain / "model.safetensors", metadata={"format": "pt"})
@@ -108,7 +107,7 @@ def test_a_draft_may_be_stored_so_too(tmp_path: Path) -> None:
     stored, expected = load_file(tmp_path / "model.safetensors"), dict[str, Tensor]()
     for name in [name for name in stored if name.endswith("proj.weight")]:
         stored[name], stored[f"{name}_scale_inv"] = quantized(stored[name], "block")
-        expected[name] = expand(stored[name], stored[f"{name}_scale_inv"], BLOCK)  # type: ignore[assignment]
+        expected[name] = dequantize(stored[name], stored[f"{name}_scale_inv"], BLOCK)  # type: ignore[assignment]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     declare(tmp_path, FP8)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
@@ -121,11 +120,11 @@ def test_scales_of_every_shape() -> None:
     weight = torch.randn(2, 5, 7).to(torch.float8_e4m3fn)
     twice = 2 * weight.float()
     for shape in ((), (1,), (1, 1, 1), (2, 5), (2, 5, 1), (2, 5, 7), (2, 2, 2), (2, 1, 1)):
-        assert torch.equal(expand(weight, torch.full(shape, 2.0), (4, 4)), twice), shape  # type: ignore[arg-type]
+        assert torch.equal(dequantize(weight, torch.full(shape, 2.0), (4, 4)), twice), shape  # type: ignore[arg-type]
     for shape in ((5,), (2, 7), (3, 5, 1), (2, 3, 2), (2, 2, 3), (2, 2, 2, 2)):
-        assert expand(weight, torch.full(shape, 2.0), (4, 4)) is None, shape
+        assert dequantize(weight, torch.full(shape, 2.0), (4, 4)) is None, shape
     scale = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-    found = expand(torch.ones(3, 5).to(torch.float8_e4m3fn), scale, (2, 4))
+    found = dequantize(torch.ones(3, 5).to(torch.float8_e4m3fn), scale, (2, 4))
     assert found is not None
     assert found.tolist() == [[1, 1, 1, 1, 2], [1, 1, 1, 1, 2], [4, 4, 4, 4, 8]]
 

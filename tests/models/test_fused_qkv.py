@@ -90,7 +90,7 @@ def at_once(model: nn.Module) -> list[FusedProjections]:
     found = [FusedProjections(layers) for part in model.modules() if (layers := parallel_linears(part))]
     for group in found:
         for number, layer in enumerate(group._layers):
-            layer.forward = group.form(number)  # type: ignore[method-assign]
+            layer.forward = group.forward_of(number)  # type: ignore[method-assign]
     return found
 
 
@@ -152,7 +152,7 @@ def test_calls_in_any_number_and_order(attention: Any, made: list[FusedProjectio
             layer = getattr(attention, f"{letter}_proj")
             assert right(layer, x, layer(x))
     (group,) = made
-    assert group._ahead is None or len(group._ahead.results) < len(COUNTS)
+    assert group._pending is None or len(group._pending.results) < len(COUNTS)
 
 
 def test_results_are_the_same_bits_alone_and_together(attention: Any, launches: Launches) -> None:
@@ -223,7 +223,7 @@ def test_each_has_the_rest_by_itself(attention: Any, launches: Launches) -> None
 
 def in_store(group: FusedProjections) -> list[weakref.ref[Tensor]]:
     """What a group has computed ahead."""
-    return [weakref.ref(y) for y, *_ in group._ahead.results.values()] if group._ahead else []
+    return [weakref.ref(y) for y, *_ in group._pending.results.values()] if group._pending else []
 
 
 def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[FusedProjections]) -> None:
@@ -240,7 +240,7 @@ def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[FusedP
 def test_what_was_taken_is_let_go(attention: Any, made: list[FusedProjections]) -> None:
     x = states()
     given = [weakref.ref(getattr(attention, name)(x)) for name in COUNTS]
-    assert made[0]._ahead is None
+    assert made[0]._pending is None
     gc.collect()
     assert all(y() is None for y in given)
     attention.q_proj(x)
@@ -402,5 +402,5 @@ def test_families_feed_them_alike(family: str, plain: None) -> None:
         fed = at_once(model)
         found = model(input_ids=tokens).logits
     assert torch.equal(found, expected)
-    assert not any(group._unasked or group._ahead for group in fed)
+    assert not any(group._misses or group._pending for group in fed)
     assert fed or family not in ("mixtral", "phimoe", "qwen3_moe", "deepseek_v2", "gpt_oss")

@@ -255,13 +255,13 @@ class Attentions(nn.Module):
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, torch.dtype]]:
     """Every rotary function that was tried, and on what."""
     tried: list[tuple[Any, torch.dtype]] = []
-    whole = rotary.prove
+    whole = rotary.kernel_matches
 
     def prove(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
         tried.append((own, dtype))
         return whole(own, device, dtype)
 
-    monkeypatch.setattr(rotary, "prove", prove)
+    monkeypatch.setattr(rotary, "kernel_matches", prove)
     return tried
 
 
@@ -287,15 +287,15 @@ def test_a_proof_is_for_one_function_device_and_dtype(monkeypatch: pytest.Monkey
             raise RuntimeError("out of resources")
         return dtype is torch.float32
 
-    monkeypatch.setattr(rotary, "prove", prove)
+    monkeypatch.setattr(rotary, "kernel_matches", prove)
     kernels, layers = rotary.RotaryKernels(), [made(Interleaved) for _ in range(3)]
     cpu, other = torch.device("cpu"), torch.device("meta")
-    assert all(kernels.form(layer, cpu, torch.float32) is not None for layer in layers)
-    assert not any(kernels.form(layer, cpu, torch.bfloat16) for layer in layers)
+    assert all(kernels.fused_forward(layer, cpu, torch.float32) is not None for layer in layers)
+    assert not any(kernels.fused_forward(layer, cpu, torch.bfloat16) for layer in layers)
     with pytest.raises(RuntimeError, match="out of resources"):
-        kernels.form(layers[0], cpu, torch.float16)
-    assert kernels.form(layers[1], cpu, torch.float16) is None, "it failed before"
-    assert kernels.form(layers[0], other, torch.float32) is not None
+        kernels.fused_forward(layers[0], cpu, torch.float16)
+    assert kernels.fused_forward(layers[1], cpu, torch.float16) is None, "it failed before"
+    assert kernels.fused_forward(layers[0], other, torch.float32) is not None
     assert len(tried) == len(set(tried)) == 4
 
 

@@ -11,10 +11,10 @@ from transformers import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from checkpoints import longrope, mixtral, phimoe, seeded
-from spmoe.models import rotary_table
+from spmoe.models import rotary as rotary_tables
 from spmoe.models.attention import device_length
 from spmoe.models.longrope import rotary_modules
-from spmoe.models.rotary_table import make_table, table_bytes, use_tables
+from spmoe.models.rotary import make_table, table_bytes, use_tables
 
 CHANGE = 20
 LONGEST = 256  # of the models
@@ -47,7 +47,7 @@ def test_every_row_is_the_module_s_own(make: Any, parameters: dict[str, Any], po
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     module = rotary(phimoe, longrope(CHANGE))
     whole = make_table(module, None, PROBE, 100)
-    monkeypatch.setattr(rotary_table, "_BLOCK", 7)
+    monkeypatch.setattr(rotary_tables, "_BLOCK", 7)
     pieces = make_table(module, None, PROBE, 100)
     assert whole is not None
     assert pieces is not None

@@ -18,7 +18,7 @@ from spmoe.config import EngineConfig
 from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
-from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.inspection import MoeLayer
 from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
 from spmoe.models.runner import ModelRunner
@@ -64,7 +64,7 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     """Load a target without its experts."""
     dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config, device)
     small = load_without_experts(checkpoint, dtype if shape is None else torch.float32)
-    with building(checkpoint):
+    with load_errors(checkpoint):
         model = small.to(device) if shape is None else widen_target(small, shape, dtype, device)
         target = Target(model)
     paths = [moe_layer.path for moe_layer in target.moe]
@@ -79,7 +79,7 @@ def load_draft(models: LoadedModels, checkpoint: Checkpoint) -> ModelRunner:
     """A draft of the target's dtype, on its device and widened as it is."""
     shape = models.shape
     model = load_dense(checkpoint, models.dtype if shape is None else torch.float32)
-    with building(checkpoint):
+    with load_errors(checkpoint):
         if shape is not None:
             model = widen_draft(model, shape, models.dtype, models.device)
         return ModelRunner(model.to(models.device))

@@ -121,13 +121,13 @@ class Loop:
         k = self.draft_tokens
         if self.length is not None:  # what is drawn at random must not depend on how long steps take
             k = self.length.current if sequence.sampling.greedy else min(k, FIRST)
-        rows = self.target.changes.until(len(sequence.tokens) - 1)  # that go on as the last one does
+        rows = self.target.changes.distance(len(sequence.tokens) - 1)  # that go on as the last one does
         return min(k, room - 1, k if rows is None else rows - 1)
 
     def _verify(self, sequence: Sequence, draft: list[int]) -> torch.Tensor:
         """Run the target over what it has not seen yet; logits at the last accepted token and each draft token."""
         kv = self.states.get(sequence.id)
-        if kv is not None and self.target.changes.invalidate(kv.length, len(sequence.tokens)):
+        if kv is not None and self.target.changes.invalidates(kv.length, len(sequence.tokens)):
             self.target.release_kv(self.states.pop(sequence.id))
             kv = None
         if kv is None:
@@ -139,7 +139,7 @@ class Loop:
         if draft and not kv.can_rewind:  # it goes back to a mark only: let that be just before the draft
             certain, pending = pending[:-keep], pending[-keep:]
             while certain:
-                rows = chunk if total_length else min(chunk, self.target.changes.until(kv.length) or chunk)
+                rows = chunk if total_length else min(chunk, self.target.changes.distance(kv.length) or chunk)
                 self.target.forward(certain[:rows], kv, 1, total_length=total_length)
                 certain = certain[rows:]
             kv.mark()

@@ -13,7 +13,7 @@ from spmoe.config import EngineConfig, format_bytes
 from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
-from spmoe.models.rotary_table import table_bytes
+from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner, state_capacity
 
 _AUTO_SHARE = 0.95  # of the free memory of a device

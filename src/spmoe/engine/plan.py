@@ -14,12 +14,12 @@ from spmoe.engine.cutoffs import cutoff_inputs, profile_settings, usual_draft_to
 from spmoe.engine.loading import quantized_experts
 from spmoe.engine.memory import plan_memory
 from spmoe.engine.profiling import profile_path, read_profile
-from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.predictors import find_predictor
-from spmoe.models.rotary_table import table_bytes
+from spmoe.models.rotary import table_bytes
 from spmoe.predict.cutoff import Profile, choose_cutoff
 
 
@@ -145,7 +145,7 @@ def _prefetch(config: EngineConfig, fits: bool) -> str:
 
 
 def _inspect(checkpoint: Checkpoint, model: Any) -> Inspection:
-    with building(checkpoint):
+    with load_errors(checkpoint):
         return inspect_model(model)
 
 

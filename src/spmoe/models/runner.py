@@ -14,8 +14,8 @@ from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind
-from spmoe.models.longrope import LongRope, as_if_up_to
-from spmoe.models.rotary_table import use_tables
+from spmoe.models.longrope import LongRope, rope_for_length
+from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ModelRunner:
         """
         # -> [keep, vocabulary]
         end = max(total_length, kv.length + len(tokens))
-        crosses = self.changes.between(kv.length, end)
+        crosses = self.changes.crosses(kv.length, end)
         if (
             (decode_graphs := self._usable_graphs(len(tokens), kv)) is not None
             and on_hidden_states is None
@@ -107,8 +107,8 @@ class ModelRunner:
             self._graphs.recorder.turns += 1  # what was begun over a state may not be true of it any more
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._hooks.listen(on_hidden_states) if on_hidden_states is not None else nullcontext()
-        whole = as_if_up_to(self.model, end) if crosses else nullcontext()
-        with torch.inference_mode(), self.observing(observer), raw, whole, attention.quick_to_start():
+        whole = rope_for_length(self.model, end) if crosses else nullcontext()
+        with torch.inference_mode(), self.observing(observer), raw, whole, attention.without_cudnn():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=keep)
         kv.length += len(tokens)
         return output.logits[0]  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ class ModelRunner:
         `forward` of all of them then goes on with it.
         """
         rows = 1 + following
-        if (decode_graphs := self._usable_graphs(rows, kv)) is None or self.changes.between(
+        if (decode_graphs := self._usable_graphs(rows, kv)) is None or self.changes.crosses(
             kv.length, kv.length + rows
         ):
             return
