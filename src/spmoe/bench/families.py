@@ -91,7 +91,7 @@ class MostlyRightDrafter:
 
 
 def _is_wrong(position: int) -> bool:
-    """Choose wrong positions irregularly, so that drafts are accepted fully, partly and not at all."""
+    """Whether the draft is wrong here: irregular, so that drafts are accepted fully, partly and not at all."""
     return (position * position + position // 3) % 5 == 1
 
 
@@ -276,7 +276,7 @@ def check_families(
 
 
 class _Job:
-    """A process that checks one family. A pool would not do: a crashed worker breaks it, and a hung one blocks it."""
+    """A process that checks one family. Process pools do not survive a crash, and cannot end a hung worker."""
 
     def __init__(self, family: str, device: str) -> None:
         # a forked process need not import everything again, but CUDA does not survive a fork

@@ -74,7 +74,7 @@ class StackedGates:
 
 
 class _CannotFuse(Exception):
-    """Why the kernel cannot replace these gates."""
+    """Reason why the kernel cannot replace these gates."""
 
 
 class FusedGates:

@@ -212,7 +212,7 @@ def _output_order(output: Sequence[Any], routed: Tensor) -> tuple[int, int, int]
 
 
 def _router_norm(calls: list[_Call], given: Tensor) -> nn.Module | None:
-    """Find the module that turns the residual stream into a router's input; Identity if the router reads it as is."""
+    """Find the module that turns the residual stream into a router's input; Identity if there is none."""
     producers = [c for c in calls if any(_same_storage(t, given) for t in c.outputs)]
     if not producers:
         return nn.Identity()
@@ -249,7 +249,7 @@ def _returns_input(call: _Call) -> bool:
 
 
 def _producer(calls: list[_Call], tensor: Tensor) -> nn.Module | None:
-    """Return the norm whose output is this tensor or has a view of it."""
+    """Return the norm whose output is this tensor, or a tensor that shares its storage."""
     return next((c.module for c in calls if _is_norm(c) and _same_storage(c.outputs[0], tensor)), None)
 
 

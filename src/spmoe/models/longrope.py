@@ -27,7 +27,7 @@ class LongRope:
 
     @classmethod
     def of(cls, model: Any) -> LongRope:
-        """Return those of a causal language model."""
+        """Read the positions from a causal language model's configuration."""
         prepare = type(model).prepare_inputs_for_generation
         recomputes = _LENGTH in names_used_by(prepare) and hasattr(model.config, _LENGTH)
         return cls(switch_positions(model.config.get_text_config(decoder=True)), recomputes)

@@ -4,58 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spmoe.errors import CheckpointError, reason
+from spmoe.models.checkpoint import DEFAULT_BLOCK, Checkpoint
 
-if TYPE_CHECKING:
-    from spmoe.models.checkpoint import Checkpoint
-
-DEFAULT_BLOCK = (128, 128)
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # appended to a weight's name; despite `_inv`, both are multiplied
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Storage format of a checkpoint's weights, as config.json declares it."""
-
-    method: str
-    block: tuple[int, int] = DEFAULT_BLOCK  # (outputs, inputs) that share a scale, for block scales
-
-
-def read_quantization(declared: Any) -> Quantization | None:
-    """Parse `quantization_config`; None if spmoe cannot dequantize that format."""
-    if not isinstance(declared, dict):
-        return None
-    method = str(declared.get("quant_method"))
-    if method == "mxfp4":
-        return Quantization(method)
-    if method == "fp8":
-        return _with_block(method, declared.get("weight_block_size"))
-    groups = declared.get("config_groups")
-    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
-        return None
-    weights = [group["weights"] for group in groups.values() if isinstance(group, dict) and "weights" in group]
-    if len(weights) < len(groups) or not all(isinstance(one, dict) for one in weights):
-        return None
-    formats = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in weights}
-    blocks = {str(one.get("block_structure")) for one in weights}
-    if formats != {("float", 8, True)} or len(blocks) > 1:
-        return None
-    return _with_block(method, weights[0].get("block_structure"))
-
-
-def _with_block(method: str, block: Any) -> Quantization | None:
-    if block is None:
-        return Quantization(method)
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        return None
-    return Quantization(method, (block[0], block[1]))
 
 
 class CheckpointTensors:
