@@ -49,7 +49,9 @@ def predictability(
     windows: Annotated[int, typer.Option(min=1, help="Number of windows of the text.")] = 16,
     window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
     span: Annotated[int, typer.Option(min=1, help="Tokens per union, usually K+1.")] = 5,
-    plot: Annotated[Path | None, typer.Option(help="Write a chart by layer to this SVG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a chart by layer to this SVG file (needs spmoe[report]).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure, layer by layer, how well a draft's hidden states predict the target's experts.
@@ -61,6 +63,10 @@ def predictability(
             f"--plot writes SVG, not {plot.suffix or 'this format'}; name the file {plot.with_suffix('.svg')}"
         )
     require_writable(plot)
+    if plot is not None:
+        from spmoe.bench.charts import require_report_extra
+
+        require_report_extra()
     from spmoe.bench.predictability import measure_predictability
     from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar
@@ -98,8 +104,14 @@ def _table(result: Predictability) -> Table:
 
 
 def _write_plot(path: Path, result: Predictability) -> None:
-    from spmoe.bench.plot import line_plot
+    from spmoe.bench.charts import Line, LineChart, svg_document
 
     shown = ("top1", "recall", "recall_plus_one", "union_recall", "next_gate_recall", "previous_token")
-    lines = {_COLUMNS[name]: [getattr(one, name) for one in result.layers] for name in shown}
-    write_text(path, line_plot("Prediction of the target's experts", "MoE layer", lines))
+    lines = tuple(
+        Line(
+            _COLUMNS[name], tuple((layer, 100 * getattr(one, name)) for layer, one in enumerate(result.layers)), colour
+        )
+        for colour, name in enumerate(shown)
+    )
+    chart = LineChart("Prediction of the target's experts", "MoE layer", "%", lines, y_min=0.0, y_max=100.0)
+    write_text(path, svg_document([chart]))
