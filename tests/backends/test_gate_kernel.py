@@ -18,7 +18,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from spmoe.backends.kernels.gates import route_layers, route_layers_plain  # noqa: E402
-from spmoe.models.fused_gates import FusedGates  # noqa: E402
+from spmoe.models.gates import FusedGates  # noqa: E402
 from spmoe.models.inspection import inspect_model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]

@@ -1,4 +1,4 @@
-"""Maps fitted for a pair: drafts that are the target's own dense part, turned and made wider or narrower."""
+"""Fitting a projection, for drafts that are a rotated, wider or narrower copy of the target's dense part."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from spmoe.bench.fit_predictor import Fit, fit_predictor
 from spmoe.bench.predictability import measure_predictability
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.predictors import predictor_path, write_predictor
-from spmoe.predict.policies.draft_gate import DraftGate
-from spmoe.predict.policies.on_demand import OnDemand
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.on_demand import OnDemand
 
 TEXT = Path(__file__).read_text()
-OTHER_TEXT = Path(__file__).with_name("test_figures.py").read_text()
+OTHER_TEXT = (Path(__file__).parents[1] / "checkpoints.py").read_text()
 WIDTHS = {"narrower": (24, HIDDEN), "as wide": (HIDDEN, HIDDEN), "wider": (48, HIDDEN)}  # of draft and target
 CHANCE = TOP_K / 8
 
 
-def turned(model: Any, hidden: int) -> Any:
-    """A model of another width that does the same: its residual stream is the other's, times a matrix.
+def rotated(model: Any, hidden: int) -> Any:
+    """Build an equivalent model of another width, whose residual stream is the given model's times a matrix.
 
-    Norms' weights move into what follows them, after which a rotation goes through a norm unchanged.
+    The norms' weights are moved into the layers that follow them, since an RMS norm without weights commutes with a
+    rotation.
     """
     small = model.state_dict()
     width = small["model.norm.weight"].shape[0]
     basis = torch.linalg.qr(torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(width))).Q[:width]
     found = seeded(qwen3, 0, hidden_size=hidden)
-    into = (width / hidden) ** 0.5  # a norm divides by the mean over more entries
+    scale = (width / hidden) ** 0.5  # a norm's mean is over more dimensions
     weights = {}
     for name, weight in small.items():
         layer = name.rpartition("self_attn")[0] or name.rpartition("mlp")[0]
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            weights[name] = into * (weight * small[f"{layer}input_layernorm.weight"]) @ basis
+            weights[name] = scale * (weight * small[f"{layer}input_layernorm.weight"]) @ basis
         elif name.endswith(("gate_proj.weight", "up_proj.weight")):
-            weights[name] = into * (weight * small[f"{layer}post_attention_layernorm.weight"]) @ basis
+            weights[name] = scale * (weight * small[f"{layer}post_attention_layernorm.weight"]) @ basis
         elif name == "lm_head.weight":
-            weights[name] = into * (weight * small["model.norm.weight"]) @ basis
+            weights[name] = scale * (weight * small["model.norm.weight"]) @ basis
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = basis.T @ weight
         elif name == "model.embed_tokens.weight":
@@ -59,12 +60,12 @@ def turned(model: Any, hidden: int) -> Any:
 
 @pytest.fixture(scope="module", params=WIDTHS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target, and a draft of another width or turned; all of the target's states are to be had from the draft's."""
+    """Save a target and a rotated draft; the target's hidden states are a linear function of the draft's."""
     narrow, wide = sorted(WIDTHS[request.param])
     base = seeded(qwen3, 3, hidden_size=narrow)
-    draft, born_of = (turned(base, wide), base) if request.param != "narrower" else (base, turned(base, wide))
+    draft, source = (rotated(base, wide), base) if request.param != "narrower" else (base, rotated(base, wide))
     target = seeded(qwen3_moe, 4)
-    upcycle(target, born_of, noise=0.05)
+    upcycle(target, source, noise=0.05)
     root, tokenizer = tmp_path_factory.mktemp("pair"), byte_tokenizer()
     saved = save(draft, root / "draft", tokenizer)
     return Pair(save(target, root / "target", tokenizer), saved, saved)
@@ -81,14 +82,14 @@ def build(pair: Pair, **options: Any) -> LLM:
     )
 
 
-def fit(pair: Pair, keep: bool = True) -> Fit:
+def fit(pair: Pair, write: bool = True) -> Fit:
     with build(pair, prefetch="on-demand", projection=False) as llm:
         reports: list[tuple[int, int]] = []
         found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
-        assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "a bar that only grows, to its end"
-        if keep:
-            assert llm.engine.parts.draft_checkpoint is not None
-            write_predictor(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.maps, found.to_dict())
+        assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "progress counts up to the total"
+        if write:
+            assert llm.engine.draft_checkpoint is not None
+            write_predictor(llm.engine.checkpoint, llm.engine.draft_checkpoint, found.projection, found.to_dict())
     return found
 
 
@@ -97,95 +98,94 @@ def recall(pair: Pair, **options: Any) -> float:
         return measure_predictability(llm.engine, OTHER_TEXT, 96, 6).mean().recall
 
 
-def test_the_construction_is_sound(pair: Pair) -> None:
-    """A turned model says what the other says."""
+def test_rotated_model_is_equivalent(pair: Pair) -> None:
     base = seeded(qwen3, 3, hidden_size=24)
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(base(tokens).logits, turned(base, 40)(tokens).logits, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(base(tokens).logits, rotated(base, 40)(tokens).logits, atol=2e-3, rtol=1e-3)
 
 
-def test_the_map_is_recovered_and_used_for_text_it_was_not_fitted_on(pair: Pair) -> None:
+def test_projection_is_recovered_and_works_on_other_text(pair: Pair) -> None:
     before = recall(pair)
     found = fit(pair)
-    same = reference(pair.good).config.hidden_size == HIDDEN
+    same_width = reference(pair.good).config.hidden_size == HIDDEN
     assert all(layer.after > 0.8 for layer in found.layers)
-    assert all((layer.before is not None) == same for layer in found.layers)
+    assert all((layer.before is not None) == same_width for layer in found.layers)
     assert before < CHANCE + 0.2
     assert recall(pair) > 0.8
     assert recall(pair, projection=False) == pytest.approx(before)
     assert found.tokens == 4 * found.held_out
 
 
-def test_states_that_mean_the_same_already_are_left_as_good_as_they_were(qwen_pair: Pair) -> None:
-    found = fit(qwen_pair, num_logits=False)
+def test_fit_never_lowers_recall(qwen_pair: Pair) -> None:
+    found = fit(qwen_pair, write=False)
     for layer in found.layers:
         assert layer.before is not None
         assert layer.after >= layer.before > CHANCE
 
 
-def test_the_engine_loads_it_and_the_output_stays_the_targets(pair: Pair) -> None:
+def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
     expected = greedy(reference(pair.target), [84, 104], 14)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
-    same = reference(pair.good).config.hidden_size == HIDDEN
+    same_width = reference(pair.good).config.hidden_size == HIDDEN
     with build(pair) as llm:
         assert llm.generate([84, 104], params)[0].token_ids == expected
-        assert isinstance(llm.engine.loop.policy, DraftGate if same else OnDemand)
-        assert same or "`spmoe fit-predictor`" in llm.notices[0]
+        assert isinstance(llm.engine.loop.policy, DraftGate if same_width else OnDemand)
+        assert same_width or "`spmoe fit-predictor`" in llm.notices[0]
     fit(pair)
     for cutoff in ("all", "1", "auto"):
         with build(pair, cutoff=cutoff) as llm:
             assert llm.generate([84, 104], params)[0].token_ids == expected
             assert llm.notices == []
             assert isinstance(llm.engine.loop.policy, DraftGate)
-            counters = llm.engine.counters
+            counters = llm.engine.loop.counters
             assert counters.prefetches_requested > 0
-            projection = llm.engine.parts.projection
+            projection = llm.engine.projection
             assert projection is not None
-            plain = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
-            assert llm.engine.parts.memory.resident == plain + projection.nbytes
+            weights = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
+            assert llm.engine.memory.resident == weights + projection.nbytes
     with build(pair, projection=False) as llm:
-        assert llm.engine.parts.projection is None
+        assert llm.engine.projection is None
 
 
 @pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
-def test_a_file_that_is_not_this_pairs_is_not_used(pair: Pair, damage: str) -> None:
+def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
     found = fit(pair)
     with build(pair, prefetch="on-demand") as llm:
-        checkpoint, draft = llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint
+        checkpoint, draft = llm.engine.checkpoint, llm.engine.draft_checkpoint
         assert draft is not None
     path = predictor_path(checkpoint, draft)
     if damage == "other target":
-        shutil.move(write_predictor(replace(checkpoint, fingerprint="another"), draft, found.maps, {}), path)
+        shutil.move(write_predictor(replace(checkpoint, fingerprint="another"), draft, found.projection, {}), path)
     elif damage == "other draft":
-        shutil.move(write_predictor(checkpoint, replace(draft, fingerprint="another"), found.maps, {}), path)
+        shutil.move(write_predictor(checkpoint, replace(draft, fingerprint="another"), found.projection, {}), path)
     elif damage == "truncated":
         path.write_bytes(path.read_bytes()[:-9])
     elif damage == "not finite":
-        found.maps.biases[0, 0, 0] = float("nan")
-        write_predictor(checkpoint, draft, found.maps, {})
+        found.projection.biases[0, 0, 0] = float("nan")
+        write_predictor(checkpoint, draft, found.projection, {})
     else:
-        found.maps.weights = found.maps.weights[:, :-1]
-        write_predictor(checkpoint, draft, found.maps, {})
+        found.projection.weights = found.projection.weights[:, :-1]
+        write_predictor(checkpoint, draft, found.projection, {})
     with build(pair) as llm:
-        assert llm.engine.parts.projection is None
+        assert llm.engine.projection is None
         assert "is not used" in llm.notices[0]
         assert str(path) in llm.notices[0]
 
 
-def test_the_file_says_what_it_is(pair: Pair) -> None:
+def test_file_has_metadata(pair: Pair) -> None:
     fit(pair)
     with build(pair) as llm:
-        assert llm.engine.parts.draft_checkpoint is not None
-        path = predictor_path(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint)
+        assert llm.engine.draft_checkpoint is not None
+        path = predictor_path(llm.engine.checkpoint, llm.engine.draft_checkpoint)
     assert path.parent.name == "predictors"
-    assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
+    assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with safe_open(path, framework="pt") as file:
         assert {"format", "target", "draft", "facts"} <= file.metadata().keys()
 
 
 @pytest.mark.parametrize("text", [TEXT[:120], TEXT[:200]])
-def test_too_short_a_text_is_refused(pair: Pair, text: str) -> None:
+def test_short_text_is_rejected(pair: Pair, text: str) -> None:
     with (
         build(pair, prefetch="on-demand") as llm,
         pytest.raises(PromptError, match=r"too little text .* give a longer --text"),
@@ -193,6 +193,7 @@ def test_too_short_a_text_is_refused(pair: Pair, text: str) -> None:
         fit_predictor(llm.engine, text, 96, 20)
 
 
-def test_without_a_draft_model_there_is_nothing_to_fit(pair: Pair) -> None:
-    with LLM(str(pair.target), "ngram", progress=False) as llm, pytest.raises(UsageError, match="--draft"):
-        fit_predictor(llm.engine, TEXT)
+def test_fit_needs_a_draft_model(pair: Pair) -> None:
+    for draft in ("ngram", "self:int8"):
+        with LLM(str(pair.target), draft, progress=False) as llm, pytest.raises(UsageError, match="--draft"):
+            fit_predictor(llm.engine, TEXT)

@@ -1,4 +1,4 @@
-"""`spmoe fit-predictor`, and what other verbs then say."""
+"""`spmoe fit-predictor`, and the commands that then use its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 TEXT = Path(__file__).read_text()
 
 
-def test_it_fits_keeps_and_says_so(invoke: Invoke, checkpoints: Path, own_home: Path, tmp_path: Path) -> None:
+def test_fit_writes_projection_that_other_commands_use(
+    invoke: Invoke, checkpoints: Path, own_home: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 2)
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
@@ -35,12 +37,14 @@ def test_it_fits_keeps_and_says_so(invoke: Invoke, checkpoints: Path, own_home: 
     )
 
     measure = ("predictability", *pair, "--text", text, "--windows", 4, "--window", 48, "--json")
-    projection, plain = (json.loads(invoke(*measure, *more).succeeded().out) for more in ((), ("--no-projection",)))
-    assert projection["mean"]["recall"] >= plain["mean"]["recall"]
-    assert projection["mean"]["cosine"] != plain["mean"]["cosine"]
+    with_projection, without = (
+        json.loads(invoke(*measure, *more).succeeded().out) for more in ((), ("--no-projection",))
+    )
+    assert with_projection["mean"]["recall"] >= without["mean"]["recall"]
+    assert with_projection["mean"]["cosine"] != without["mean"]["cosine"]
 
 
-def test_what_cannot_be_fitted_is_refused_in_one_line(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+def test_unusable_text_or_pair_is_rejected(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
     text = tmp_path / "text.txt"
     text.write_text("too short")

@@ -41,7 +41,7 @@ from spmoe.errors import TransferError
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.models.experts_seam import attach
-from spmoe.models.fused_gates import FusedGates
+from spmoe.models.gates import FusedGates
 from spmoe.models.fusion import fuse
 from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
@@ -777,7 +777,7 @@ def test_what_was_begun_is_void_when_the_state_is_read_anew(
 def test_without_tables_they_are_not_recorded(
     double: Double, host_refused: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmoe.models.rotary_table.make_table", lambda *args: None)
+    monkeypatch.setattr("spmoe.models.rotary.make_table", lambda *args: None)
     target = save(seeded(phimoe, 3), tmp_path, byte_tokenizer())
     with LLM(str(target), dtype="float32", progress=False, num_speculative_tokens=0) as llm:
         (notice,) = llm.notices

@@ -79,8 +79,8 @@ def test_the_change_shows(checkpoints: dict[str, Path], family: str, tmp_path: P
 
 def test_which_families_read_again() -> None:
     found = {name: LongRope.of(seeded(make, 3, rope_parameters=longrope(CHANGE))) for name, make in FAMILIES.items()}
-    assert {name for name, changes in found.items() if changes.read_again} == {"phimoe"}
-    assert {changes.at for changes in found.values()} == {(CHANGE,)}
+    assert {name for name, changes in found.items() if changes.recomputes} == {"phimoe"}
+    assert {changes.switches for changes in found.values()} == {(CHANGE,)}
     assert LongRope.of(seeded(phimoe, 3)) == LongRope()
 
 
@@ -97,10 +97,10 @@ def test_tables_are_part_of_the_budget(enforce_eager: bool, limit: int) -> None:
 
 
 def test_changes() -> None:
-    changes = LongRope((10, 20), read_again=True)
-    assert [changes.until(start) for start in (0, 9, 10, 19, 20)] == [10, 1, 10, 1, None]
-    assert [changes.between(*ends) for ends in ((0, 10), (0, 11), (9, 11), (10, 20), (5, 30))] == [
+    changes = LongRope((10, 20), recomputes=True)
+    assert [changes.distance(start) for start in (0, 9, 10, 19, 20)] == [10, 1, 10, 1, None]
+    assert [changes.crosses(*ends) for ends in ((0, 10), (0, 11), (9, 11), (10, 20), (5, 30))] == [
         False, True, True, False, True,
     ]  # fmt: skip
-    assert [changes.invalidate(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [False, True, False, True]
-    assert not LongRope((10, 20)).invalidate(10, 11)
+    assert [changes.invalidates(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [False, True, False, True]
+    assert not LongRope((10, 20)).invalidates(10, 11)

@@ -1,4 +1,4 @@
-"""Families: what the proof says of a dozen, and that it can say no."""
+"""MoE families: a dozen pass the checks, and the checks detect errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from transformers.models.olmoe import modeling_olmoe
 
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
-from spmoe.bench import families as proof
-from spmoe.bench.families import OK, VerifyResult, prove, prove_all
-from spmoe.bench.families_page import markdown, short
+from spmoe.bench import families as family_checks
+from spmoe.bench.families import OK, FamilyResult, check_families, check_family, markdown_page, short
 from spmoe.cli.main import main
-from spmoe.engine import models
+from spmoe.engine import loading
 from spmoe.errors import UsageError
 from spmoe.models import inspection, kv
 from spmoe.models.experts_seam import experts_modules
@@ -30,7 +29,7 @@ from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_confi
 from spmoe.models.runner import ModelRunner
 from spmoe.types import PrefetchRequests
 
-CHOSEN = (
+SELECTED = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -48,114 +47,116 @@ CHOSEN = (
 
 
 @pytest.fixture(autouse=True)
-def _shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "COUNT", 12)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_checks, "MAX_NEW_TOKENS", 12)
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-def test_a_family_is_exact_and_predictable(family: str, tmp_path: Path) -> None:
-    assert prove(family, tmp_path) == VerifyResult(family, OK, OK, OK, OK)
+@pytest.mark.parametrize("family", SELECTED)
+def test_family_passes_all_checks(family: str, tmp_path: Path) -> None:
+    assert check_family(family, tmp_path) == FamilyResult(family, OK, OK, OK, OK)
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
-def test_a_family_that_makes_something_else_of_several_tokens_at_once_decodes_plainly(
+def test_family_that_cannot_extend_its_state_by_several_tokens_decodes_without_speculation(
     family: str, tmp_path: Path
 ) -> None:
-    """Jamba forgets its state then, and Nemotron-H bounds its time steps only then."""
-    result = prove(family, tmp_path)
+    """With several tokens, Jamba drops its state, and Nemotron-H clamps its time steps, which it else does not."""
+    result = check_family(family, tmp_path)
     assert (result.loads, result.plain) == (OK, OK)
     assert f"{family} keeps a state" in result.speculation
     assert "without speculation" in result.speculation
 
 
-def test_layers_with_gates_predict_where_others_have_none(tmp_path: Path) -> None:
-    """DeepSeek-V4 picks the experts of its first layers by token: there is no gate to ask about a hidden state."""
-    result = prove("deepseek_v4", tmp_path)
-    assert result == VerifyResult("deepseek_v4", OK, OK, OK, "in part: no router was found for 1 of 3 MoE layers")
-    assert short(result.prediction) == "in part"
+def test_only_layers_with_gates_are_prefetched(tmp_path: Path) -> None:
+    """DeepSeek-V4 selects the experts of its first layers by token id, so those layers have no gate."""
+    result = check_family("deepseek_v4", tmp_path)
+    assert result == FamilyResult("deepseek_v4", OK, OK, OK, "partly: no router was found for 1 of 3 MoE layers")
+    assert short(result.prediction) == "partly"
     target = next(path for path in sorted(tmp_path.glob("target-*")))
     options = {"num_speculative_tokens": 3, "cutoff": "all", "dtype": "float32", "progress": False}
     for prefetch in ("draft-gate", "next-gate", "draft-gate+next-gate"):
-        wished: set[int] = set()
+        requested: set[int] = set()
         with LLM(str(target), str(tmp_path / "draft"), device="cpu", prefetch=prefetch, **options) as llm:  # type: ignore[arg-type]
             engine = llm.engine
-            gated, sound = set(engine.target.gated), engine.loop.policy.on_chunk
+            gated, own = set(engine.target.gated), engine.loop.policy.on_chunk
             assert 0 < len(gated) < len(engine.target.moe)
             assert any("1 of 3 MoE layers have no gate" in notice for notice in llm.notices)
 
-            def on_chunk(seen: Any, wished: set[int] = wished, sound: Any = sound) -> PrefetchRequests:
-                prefetches: PrefetchRequests = sound(seen)
-                wished |= set(prefetches.layers.tolist())
+            def on_chunk(chunk: Any, requested: set[int] = requested, own: Any = own) -> PrefetchRequests:
+                prefetches: PrefetchRequests = own(chunk)
+                requested |= set(prefetches.layers.tolist())
                 return prefetches
 
             engine.loop.policy.on_chunk = on_chunk  # type: ignore[method-assign]
-            llm.generate(proof.PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
-        assert wished == gated
+            llm.generate(family_checks.PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+        assert requested == gated
 
 
-def test_layers_may_have_experts_of_other_sizes_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No family is like that; a model built with another configuration for its second layer is."""
-    sound, made = modeling_olmoe.OlmoeSparseMoeBlock.__init__, []
+def test_layers_may_differ_in_size_and_number_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family does this, so the model is built with another configuration for its second layer."""
+    original, made = modeling_olmoe.OlmoeSparseMoeBlock.__init__, []
 
     def make(self: Any, config: Any) -> None:
         made.append(self)
         own = deepcopy(config)
         if len(made) % 3 == 2:
             own.intermediate_size, own.num_local_experts, own.num_experts = 56, 5, 5
-        sound(self, own)
+        original(self, own)
         self.experts.config = config
 
     monkeypatch.setattr(modeling_olmoe.OlmoeSparseMoeBlock, "__init__", make)
     shapes = [tuple(experts.gate_up_proj.shape) for _, experts in experts_modules(tiny_model("olmoe"))]
     assert shapes == [(8, 80, HIDDEN), (5, 112, HIDDEN), (8, 80, HIDDEN)]
-    assert prove("olmoe", tmp_path) == VerifyResult("olmoe", OK, OK, OK, OK)
+    assert check_family("olmoe", tmp_path) == FamilyResult("olmoe", OK, OK, OK, OK)
 
 
-def test_the_text_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
+def test_text_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     text = tiny_config("qwen3_5_moe_text")
-    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
-    config = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config={**eyes, "num_position_embeddings": 16})
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+    config = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config={**vision, "num_position_embeddings": 16})
     torch.manual_seed(0)
     Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path)
-    expected = reference_tokens(tmp_path, proof.PROMPT, 6)
+    expected = reference_tokens(tmp_path, family_checks.PROMPT, 6)
     with LLM(str(tmp_path), expert_memory="50%", dtype="float32", progress=False) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
-        assert llm.generate(proof.PROMPT, params)[0].token_ids == expected
+        assert llm.generate(family_checks.PROMPT, params)[0].token_ids == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "stablelm"])
-def test_drafts_of_many_families_can_be_tapped(family: str) -> None:
-    """The tap is the residual stream between attention and feed-forward, wherever a family puts its norms."""
+def test_hidden_states_of_many_draft_families(family: str) -> None:
+    """Hidden states are the residual stream between attention and feed-forward, wherever a family has its norms."""
     config = tiny_config(family)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
-    runner, taps, outputs = ModelRunner(model), [], []
+    runner, states, outputs = ModelRunner(model), [], []
     assert runner.has_hidden_states
     for layer in model.model.layers:
-        layer.mlp.down_proj.weight.data.zero_()  # then a layer adds nothing more, and its output is the tap
+        layer.mlp.down_proj.weight.data.zero_()  # the feed-forward adds nothing
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    runner.forward([3, 1, 4], runner.new_kv(3), num_logits=1, on_hidden_states=lambda depth, residual: taps.append(residual))
-    assert len(taps) == config.num_hidden_layers
-    assert all(torch.equal(tap, output.reshape(tap.shape)) for tap, output in zip(taps, outputs, strict=True))
-    assert not torch.equal(taps[0], taps[1])
+    runner.forward(
+        [3, 1, 4], runner.new_kv(3), keep=1, on_hidden_states=lambda depth, residual: states.append(residual)
+    )
+    assert len(states) == config.num_hidden_layers
+    assert all(torch.equal(a, b.reshape(a.shape)) for a, b in zip(states, outputs, strict=True))
+    assert not torch.equal(states[0], states[1])
 
 
-# ---- the list and the tiny configurations
+# ---- the list of families and their tiny configurations
 
 
-def test_the_list_is_that_of_transformers() -> None:
+def test_families_are_those_of_transformers() -> None:
     found = families()
-    assert set(CHOSEN) | {"mixtral", "qwen3_moe"} <= found.keys()
+    assert set(SELECTED) | {"mixtral", "qwen3_moe"} <= found.keys()
     assert not {"llama", "mistral", "qwen3", "gpt2"} & found.keys(), "dense models have no experts"
-    with pytest.raises(UsageError, match="llama is no MoE family"):
+    with pytest.raises(UsageError, match="llama is not an MoE family"):
         tiny_model("llama")
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-def test_a_tiny_model_is_tiny_and_has_every_kind_of_layer(family: str) -> None:
-    config, whole = tiny_config(family), type(tiny_config(family))()
+@pytest.mark.parametrize("family", SELECTED)
+def test_tiny_model_is_small_and_has_every_kind_of_layer(family: str) -> None:
+    config, default = tiny_config(family), type(tiny_config(family))()
     assert config.hidden_size == HIDDEN
     assert config.num_hidden_layers <= 5
-    kinds = {kind for name in ("layer_types", "mlp_layer_types") for kind in getattr(whole, name, None) or ()}
+    kinds = {kind for name in ("layer_types", "mlp_layer_types") for kind in getattr(default, name, None) or ()}
     assert kinds <= {kind for name in ("layer_types", "mlp_layer_types") for kind in getattr(config, name, None) or ()}
     model = tiny_model(family)
     assert sum(p.numel() for p in model.parameters()) < 2e5
@@ -163,130 +164,128 @@ def test_a_tiny_model_is_tiny_and_has_every_kind_of_layer(family: str) -> None:
     assert any(True for _ in experts_modules(model))
 
 
-# ---- the proof fails where something is wrong
+# ---- the checks detect errors
 
 
-def _spoil_model(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[nn.Module], None]) -> None:
-    """Change the target as the engine loads it, and not as transformers does."""
-    sound = models.load_without_experts
+def _change_target(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], None]) -> None:
+    """Change every module of the target that the engine loads, but not of the one that transformers loads."""
+    original = loading.load_without_experts
 
     def load(*args: Any) -> Any:
-        model = sound(*args)
+        model = original(*args)
         for module in model.modules():
-            spoil(module)
+            change(module)
         return model
 
-    monkeypatch.setattr(models, "load_without_experts", load)
+    monkeypatch.setattr(loading, "load_without_experts", load)
 
 
-def drop_the_routers_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(module: nn.Module) -> None:
+def drop_router_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(module: nn.Module) -> None:
         for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
             if name == "e_score_correction_bias":
                 tensor.zero_()
 
-    _spoil_model(monkeypatch, spoil)
+    _change_target(monkeypatch, change)
 
 
-def normalise_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(module: Any) -> None:
+def flip_weight_normalization(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(module: Any) -> None:
         if hasattr(module, "norm_topk_prob"):
             module.norm_topk_prob = not module.norm_topk_prob
 
-    _spoil_model(monkeypatch, spoil)
+    _change_target(monkeypatch, change)
 
 
 def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = cpu.run_expert
+    original = cpu.run_expert
 
     def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         gate, up = tensors["gate_up_proj"].chunk(2)
-        return sound(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
+        return original(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
 
     monkeypatch.setattr(cpu, "run_expert", run_expert)
 
 
-def drop_the_experts_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = cpu.run_expert
+def drop_expert_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = cpu.run_expert
 
     def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         kept = {name: torch.zeros_like(t) if name.endswith("bias") else t for name, t in tensors.items()}
-        return sound(experts, kept, x)
+        return original(experts, kept, x)
 
     monkeypatch.setattr(cpu, "run_expert", run_expert)
 
 
 @pytest.mark.parametrize(
-    ("family", "sabotage"),
+    ("family", "fault"),
     [
-        ("deepseek_v3", drop_the_routers_bias),
-        ("qwen3_moe", normalise_otherwise),
+        ("deepseek_v3", drop_router_bias),
+        ("qwen3_moe", flip_weight_normalization),
         ("qwen2_moe", swap_gate_and_up),
-        ("gpt_oss", drop_the_experts_bias),
+        ("gpt_oss", drop_expert_bias),
     ],
 )
-def test_a_wrong_router_or_expert_is_found_out(
-    family: str, sabotage: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_router_or_expert_is_detected(
+    family: str, fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sabotage(monkeypatch)
-    result = prove(family, tmp_path)
+    fault(monkeypatch)
+    result = check_family(family, tmp_path)
     assert result.loads == OK
-    assert "differs from what transformers writes" in result.plain
-    assert "differs from what transformers writes" in result.speculation
-    assert not result.holds
+    assert "differs from transformers" in result.plain
+    assert "differs from transformers" in result.speculation
+    assert not result.exact
 
 
-def test_a_rollback_to_a_state_that_went_on_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice: when the model is loaded, and by the proof if that had passed."""
+def test_rollback_without_copies_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is detected when the model is loaded, and by the checks if it were not."""
     monkeypatch.setattr(kv, "_copy", lambda value: value)
     (tmp_path / "one").mkdir()
-    result = prove("qwen3_next", tmp_path / "one")
+    result = check_family("qwen3_next", tmp_path / "one")
     assert result.plain == OK
     assert "or cannot be rolled back" in result.speculation
     monkeypatch.setattr(inspection, "_resumes", lambda model: True)
-    assert "differs from what transformers writes" in prove("qwen3_next", tmp_path).speculation
+    assert "differs from transformers" in check_family("qwen3_next", tmp_path).speculation
 
 
-def test_gates_that_name_other_experts_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        inspection, "_before_router", lambda calls, given: nn.LayerNorm(HIDDEN, elementwise_affine=False)
-    )
-    monkeypatch.setattr(proof, "_speculation", lambda llm, expected: OK)
-    assert prove("olmoe", tmp_path).prediction != OK
+def test_gates_that_select_other_experts_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_router_norm", lambda calls, given: nn.LayerNorm(HIDDEN, elementwise_affine=False))
+    monkeypatch.setattr(family_checks, "_speculation", lambda llm, expected: OK)
+    assert check_family("olmoe", tmp_path).prediction != OK
 
 
-# ---- many at once
+# ---- many families
 
 
-def test_a_crash_and_a_hang_cost_one_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(family: str, directory: Path, device: str) -> VerifyResult:
+def test_crash_and_hang_affect_one_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(family: str, directory: Path, device: str) -> FamilyResult:
         if family == "crashes":
             os._exit(7)
         if family == "hangs":
             time.sleep(60)
-        return VerifyResult(family, OK, OK, OK, OK)
+        return FamilyResult(family, OK, OK, OK, OK)
 
-    monkeypatch.setattr(proof, "prove", act)
-    monkeypatch.setattr(proof, "TIMEOUT", 1.0)
-    seen: list[str] = []
-    verdicts = prove_all(
-        ["fine", "crashes", "hangs", "fine too"], 2, lambda result, seconds: seen.append(result.family)
+    monkeypatch.setattr(family_checks, "check_family", check)
+    monkeypatch.setattr(family_checks, "TIMEOUT", 1.0)
+    done: list[str] = []
+    results = check_families(
+        ["fine", "crashes", "hangs", "fine too"], 2, lambda result, seconds: done.append(result.family)
     )
-    assert [v.family for v in verdicts] == ["fine", "crashes", "hangs", "fine too"]
-    assert sorted(seen) == sorted(v.family for v in verdicts)
-    assert [v.holds for v in verdicts] == [True, False, False, True]
-    assert verdicts[1].loads == "its process ended with exit code 7"
-    assert verdicts[2].loads == "not done after 1 s"
+    assert [result.family for result in results] == ["fine", "crashes", "hangs", "fine too"]
+    assert sorted(done) == sorted(result.family for result in results)
+    assert [result.exact for result in results] == [True, False, False, True]
+    assert results[1].loads == "its process ended with exit code 7"
+    assert results[2].loads == "not finished after 1 s"
 
 
 @pytest.mark.parametrize(("names", "code"), [([], 0), (["olmoe"], 0), (["olmoe", "mixtral"], 1)])
-def test_the_command_fails_only_where_a_family_asked_for_by_name_does(
+def test_command_fails_only_if_a_named_family_fails(
     names: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def act(family: str, directory: Path, device: str) -> VerifyResult:
-        return VerifyResult(family, OK, OK, "it did not" if family == "mixtral" else OK, OK)
+    def check(family: str, directory: Path, device: str) -> FamilyResult:
+        return FamilyResult(family, OK, OK, "wrong token" if family == "mixtral" else OK, OK)
 
-    monkeypatch.setattr(proof, "prove", act)
+    monkeypatch.setattr(family_checks, "check_family", check)
     page = tmp_path / "page.md"
     monkeypatch.setattr("sys.argv", ["spmoe", "families", *names, "--json", "--markdown", str(page)])
     with pytest.raises(SystemExit) as ended:
@@ -294,12 +293,10 @@ def test_the_command_fails_only_where_a_family_asked_for_by_name_does(
     assert ended.value.code == code
     answer = json.loads(capsys.readouterr().out)
     assert [row["family"] for row in answer["families"]] == (names or list(families()))
-    assert page.read_text().startswith("# Families")
+    assert page.read_text().startswith("# Model families")
 
 
-def test_the_command_refuses_what_is_no_family(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_rejects_unknown_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["spmoe", "families", "llama"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -307,9 +304,7 @@ def test_the_command_refuses_what_is_no_family(
     assert "has no MoE family llama" in capsys.readouterr().err
 
 
-def test_the_command_refuses_a_device_that_is_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_rejects_unknown_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["spmoe", "families", "--device", "tpu"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -319,13 +314,13 @@ def test_the_command_refuses_a_device_that_is_none(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_family_is_exact_on_a_device_too() -> None:
-    assert prove_all(["mixtral"], device="cuda") == [VerifyResult("mixtral", OK, OK, OK, OK, OK)]
+def test_family_passes_all_checks_on_cuda() -> None:
+    assert check_families(["mixtral"], device="cuda") == [FamilyResult("mixtral", OK, OK, OK, OK, OK)]
 
 
-def test_the_page_says_what_made_it_and_why_not() -> None:
-    page = markdown([VerifyResult("good", OK, OK, OK, OK), VerifyResult("bad", OK, OK, "it did not", OK)], "5.99")
+def test_page_names_version_counts_and_reasons() -> None:
+    page = markdown_page([FamilyResult("good", OK, OK, OK, OK), FamilyResult("bad", OK, OK, "wrong token", OK)], "5.99")
     assert "transformers 5.99" in page
     assert "2 loads, 2 plain, 1 speculation, 2 prediction" in page
     assert "| bad | ok | ok | no | ok |" in page
-    assert "- bad, speculation: it did not" in page
+    assert "- bad, speculation: wrong token" in page

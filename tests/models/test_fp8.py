@@ -1,4 +1,4 @@
-"""Weights stored in eight bits with scales: the model is, in every bit, the one that holds them expanded."""
+"""Checkpoints in 8 bits with scales: the loaded model equals, in every bit, that of the dequantized checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch import Tensor
 
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
-from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.checkpoint import Checkpoint, read_quantization
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import ExpertReader, load_dense, load_without_experts, store_spec
-from spmoe.models.quantization import read_quantization
-from spmoe.models.stored import expand
+from spmoe.models.tensors import dequantize
 from spmoe.types import ExpertKey
 
 PROMPT, COUNT = [5, 9, 3, 17, 60, 2], 12
-BLOCK = (16, 20)  # into neither of which all sizes divide
+BLOCK = (16, 20)  # neither divides all sizes
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 
 
@@ -32,42 +31,42 @@ def compressed(strategy: str) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
-def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales, of which no two are alike."""
+def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Quantize a weight with scales that are all different."""
     rows, columns = weight.shape
     if kind == "block":
         blocks = [-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True)]
         scale = torch.rand(blocks) * 0.01 + 0.005
-        whole = torch.stack(
+        full_scale = torch.stack(
             [torch.stack([scale[r // BLOCK[0], c // BLOCK[1]] for c in range(columns)]) for r in range(rows)]
         )
     else:
         scale = torch.rand(*((rows, 1) if kind == "channel" else (1,))) * 0.01 + 0.005
-        whole = scale.expand(rows, columns) if kind == "channel" else scale
-    return (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+        full_scale = scale.expand(rows, columns) if kind == "channel" else scale
+    return (weight / full_scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def make(family: str, kind: str, where: Path) -> tuple[Path, Path]:
-    """A checkpoint in eight bits, and the same expanded."""
+def make_checkpoints(family: str, kind: str, where: Path) -> tuple[Path, Path]:
+    """Write a checkpoint in 8 bits, and the same one dequantized."""
     torch.manual_seed(0)
-    packed, plain = where / "packed", where / "plain"
-    save(tiny_model(family), packed)
-    save(tiny_model(family), plain)
-    small, large = dict[str, Tensor](), dict[str, Tensor]()
-    ending = "_scale_inv" if kind == "block" else "_scale"
-    for name, tensor in load_file(packed / "model.safetensors").items():
+    fp8, dense = where / "fp8", where / "dense"
+    save(tiny_model(family), fp8)
+    save(tiny_model(family), dense)
+    fp8_tensors, dense_tensors = dict[str, Tensor](), dict[str, Tensor]()
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    for name, tensor in load_file(fp8 / "model.safetensors").items():
         if not name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
-            small[name] = large[name] = tensor
+            fp8_tensors[name] = dense_tensors[name] = tensor
             continue
-        small[name], small[f"{name}{ending}"] = quantized(tensor, kind)
+        fp8_tensors[name], fp8_tensors[f"{name}{suffix}"] = quantize(tensor, kind)
         if kind == "tensor":
-            small[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
-        large[name] = expand(small[name], small[f"{name}{ending}"], BLOCK)  # type: ignore[assignment]
-    assert sum(tensor.dtype.itemsize == 1 for tensor in small.values()) > 20
-    save_file(small, packed / "model.safetensors", metadata={"format": "pt"})
-    save_file(large, plain / "model.safetensors", metadata={"format": "pt"})
-    declare(packed, FP8 if kind == "block" else compressed(kind))
-    return packed, plain
+            fp8_tensors[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
+        dense_tensors[name] = dequantize(fp8_tensors[name], fp8_tensors[f"{name}{suffix}"], BLOCK)  # type: ignore[assignment]
+    assert sum(tensor.dtype.itemsize == 1 for tensor in fp8_tensors.values()) > 20
+    save_file(fp8_tensors, fp8 / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense_tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    declare(fp8, FP8 if kind == "block" else compressed(kind))
+    return fp8, dense
 
 
 def declare(directory: Path, quantization: Any) -> None:
@@ -79,11 +78,11 @@ def declare(directory: Path, quantization: Any) -> None:
     ("family", "kind"),
     [("deepseek_v3", "block"), ("mixtral", "channel"), ("qwen3_moe", "tensor"), ("mixtral", "block")],
 )
-def test_it_is_the_expanded_model(family: str, kind: str, tmp_path: Path) -> None:
-    packed, plain = make(family, kind, tmp_path)
+def test_loaded_model_equals_dequantized_checkpoint(family: str, kind: str, tmp_path: Path) -> None:
+    fp8, dense = make_checkpoints(family, kind, tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         found = []
-        for directory in (packed, plain):
+        for directory in (fp8, dense):
             checkpoint = Checkpoint.find(str(directory))
             model = load_without_experts(checkpoint, dtype)
             paths = [moe_layer.path for moe_layer in inspect_model(model).moe]
@@ -97,18 +96,18 @@ def test_it_is_the_expanded_model(family: str, kind: str, tmp_path: Path) -> Non
             found.append(tensors)
         assert found[0].keys() == found[1].keys()
         assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    expected = reference_tokens(plain, PROMPT, COUNT)
+    expected = reference_tokens(dense, PROMPT, COUNT)
     assert len(set(expected)) > 3
-    with LLM(str(packed), dtype="float32", device="cpu", expert_memory="50%", progress=False) as llm:
+    with LLM(str(fp8), dtype="float32", device="cpu", expert_memory="50%", progress=False) as llm:
         assert llm.generate(PROMPT, SamplingParams(max_tokens=COUNT, ignore_eos=True))[0].token_ids == expected
 
 
-def test_a_draft_may_be_stored_so_too(tmp_path: Path) -> None:
+def test_draft_in_fp8(tmp_path: Path) -> None:
     save(tiny_draft(32, 96), tmp_path)
     stored, expected = load_file(tmp_path / "model.safetensors"), dict[str, Tensor]()
     for name in [name for name in stored if name.endswith("proj.weight")]:
-        stored[name], stored[f"{name}_scale_inv"] = quantized(stored[name], "block")
-        expected[name] = expand(stored[name], stored[f"{name}_scale_inv"], BLOCK)  # type: ignore[assignment]
+        stored[name], stored[f"{name}_scale_inv"] = quantize(stored[name], "block")
+        expected[name] = dequantize(stored[name], stored[f"{name}_scale_inv"], BLOCK)  # type: ignore[assignment]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     declare(tmp_path, FP8)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
@@ -117,20 +116,20 @@ def test_a_draft_may_be_stored_so_too(tmp_path: Path) -> None:
     assert model.generation_config.eos_token_id == [7, 8]
 
 
-def test_scales_of_every_shape() -> None:
+def test_dequantize_accepts_every_shape_of_scale() -> None:
     weight = torch.randn(2, 5, 7).to(torch.float8_e4m3fn)
     twice = 2 * weight.float()
     for shape in ((), (1,), (1, 1, 1), (2, 5), (2, 5, 1), (2, 5, 7), (2, 2, 2), (2, 1, 1)):
-        assert torch.equal(expand(weight, torch.full(shape, 2.0), (4, 4)), twice), shape  # type: ignore[arg-type]
+        assert torch.equal(dequantize(weight, torch.full(shape, 2.0), (4, 4)), twice), shape  # type: ignore[arg-type]
     for shape in ((5,), (2, 7), (3, 5, 1), (2, 3, 2), (2, 2, 3), (2, 2, 2, 2)):
-        assert expand(weight, torch.full(shape, 2.0), (4, 4)) is None, shape
+        assert dequantize(weight, torch.full(shape, 2.0), (4, 4)) is None, shape
     scale = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-    found = expand(torch.ones(3, 5).to(torch.float8_e4m3fn), scale, (2, 4))
+    found = dequantize(torch.ones(3, 5).to(torch.float8_e4m3fn), scale, (2, 4))
     assert found is not None
     assert found.tolist() == [[1, 1, 1, 1, 2], [1, 1, 1, 1, 2], [4, 4, 4, 4, 8]]
 
 
-def changed(directory: Path, **tensors: Tensor | None) -> str:
+def with_changes(directory: Path, **tensors: Tensor | None) -> str:
     stored = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor is None:
@@ -141,9 +140,9 @@ def changed(directory: Path, **tensors: Tensor | None) -> str:
     return str(directory)
 
 
-def test_what_cannot_be_expanded_is_refused(tmp_path: Path) -> None:
-    packed, _ = make("mixtral", "block", tmp_path)
-    stored, dense = load_file(packed / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+def test_missing_or_wrong_scales_and_dtypes_are_rejected(tmp_path: Path) -> None:
+    fp8, _ = make_checkpoints("mixtral", "block", tmp_path)
+    stored, dense = load_file(fp8 / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
     expert = next(name for name in stored if ".1." in name and "experts.2." in name and name.endswith("weight"))
     for name in (expert, dense):
         scale = stored[f"{name}_scale_inv"]
@@ -153,8 +152,8 @@ def test_what_cannot_be_expanded_is_refused(tmp_path: Path) -> None:
             ({name: torch.ones(stored[name].shape, dtype=torch.int8)}, "stored as int8"),
         ):
             with pytest.raises(CheckpointError, match=words):
-                LLM(changed(packed, **wrong), dtype="float32", device="cpu", progress=False)
-            changed(packed, **{name: stored[name], f"{name}_scale_inv": scale})
+                LLM(with_changes(fp8, **wrong), dtype="float32", device="cpu", progress=False)
+            with_changes(fp8, **{name: stored[name], f"{name}_scale_inv": scale})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_what_cannot_be_expanded_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_other_methods_are_refused_by_name(declared: Any, method: str, tmp_path: Path) -> None:
+def test_unsupported_quantization_methods_are_rejected(declared: Any, method: str, tmp_path: Path) -> None:
     assert read_quantization(declared) is None
     save(tiny_draft(32, 96), tmp_path)
     declare(tmp_path, declared)

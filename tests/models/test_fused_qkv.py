@@ -1,6 +1,6 @@
-"""Linear layers that are fed alike: computed at once, handed out once, and never to another input.
+"""Fused projections: computed together for one input, and each result is used once, for that input only.
 
-On CUDA or, with TRITON_INTERPRET=1, on the CPU.
+Runs on CUDA, or on the CPU with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDTH, COUNTS = 32, {"q_proj": 24, "k_proj": 8, "v_proj": 11}
 
 
 class Attention(nn.Module):
-    """As far as its projections."""
+    """An attention module with only its projections."""
 
     def __init__(self, **changes: nn.Module) -> None:
         super().__init__()
@@ -50,33 +50,33 @@ class Attention(nn.Module):
 
 
 class Launches:
-    """How often each way to compute was taken."""
+    """Number of launches of each kernel."""
 
     def __init__(self) -> None:
-        self.together = 0
-        self.alone = 0
+        self.fused = 0
+        self.single = 0
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, one, several = Launches(), dense.skinny_linear, fused_qkv.skinny_linears
+    counted, single, fused = Launches(), dense.skinny_linear, fused_qkv.skinny_linears
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        counted.alone += 1
-        return one(*args, **kwargs)
+    def count_single(*args: Any, **kwargs: Any) -> Any:
+        counted.single += 1
+        return single(*args, **kwargs)
 
-    def together(*args: Any, **kwargs: Any) -> Any:
-        counted.together += 1
-        return several(*args, **kwargs)
+    def count_fused(*args: Any, **kwargs: Any) -> Any:
+        counted.fused += 1
+        return fused(*args, **kwargs)
 
-    monkeypatch.setattr(dense, "skinny_linear", alone)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", together)
+    monkeypatch.setattr(dense, "skinny_linear", count_single)
+    monkeypatch.setattr(fused_qkv, "skinny_linears", count_fused)
     return counted
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own arithmetic, in which rows may depend on each other: nothing can be proved by it."""
+    """Replace the kernels by PyTorch, whose results may depend on the other rows, so `fuse` would reject them."""
     monkeypatch.setattr(dense, "skinny_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
     monkeypatch.setattr(
         fused_qkv,
@@ -85,12 +85,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def at_once(model: nn.Module) -> list[FusedProjections]:
-    """Have siblings computed at once without a proof."""
-    found = [FusedProjections(layers) for part in model.modules() if (layers := parallel_linears(part))]
+def fuse_unchecked(model: nn.Module) -> list[FusedProjections]:
+    """Fuse all parallel linear layers without checking the results."""
+    found = [FusedProjections(layers) for module in model.modules() if (layers := parallel_linears(module))]
     for group in found:
         for number, layer in enumerate(group._layers):
-            layer.forward = group.form(number)  # type: ignore[method-assign]
+            layer.forward = group.forward_of(number)  # type: ignore[method-assign]
     return found
 
 
@@ -100,21 +100,19 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[FusedProjections]:
-    """Every group that is made when something is fused."""
-    groups: list[FusedProjections] = []
-    monkeypatch.setattr(
-        fusion, "FusedProjections", lambda layers: groups.append(FusedProjections(layers)) or groups[-1]
-    )
-    return groups
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[FusedProjections]:
+    """Collect every group of projections that `fuse` makes."""
+    made: list[FusedProjections] = []
+    monkeypatch.setattr(fusion, "FusedProjections", lambda layers: made.append(FusedProjections(layers)) or made[-1])
+    return made
 
 
 @pytest.fixture
-def attention(launches: Launches, made: list[FusedProjections]) -> Iterator[Any]:
-    """Its layers are fused; what it took to prove them is not counted."""
+def attention(launches: Launches, groups: list[FusedProjections]) -> Iterator[Any]:
+    """A module with fused projections; launches during the check are not counted."""
     module = Attention().to(DEVICE)
     fuse(module)
-    launches.together = launches.alone = 0
+    launches.fused = launches.single = 0
     with torch.inference_mode():
         yield module
 
@@ -123,69 +121,71 @@ def states(rows: int = 3) -> Tensor:
     return torch.randn(1, rows, WIDTH, device=DEVICE)
 
 
-def right(layer: nn.Linear, x: Tensor, y: Tensor) -> bool:
+def is_correct(layer: nn.Linear, x: Tensor, y: Tensor) -> bool:
     return torch.allclose(y, functional.linear(x, layer.weight, layer.bias), atol=1e-5)
 
 
 @pytest.mark.parametrize("order", list(permutations(COUNTS)), ids=str)
-def test_whichever_is_first_computes_all(attention: Any, launches: Launches, order: tuple[str, ...]) -> None:
+def test_first_call_computes_all_projections(attention: Any, launches: Launches, order: tuple[str, ...]) -> None:
     for rows in (1, 5, 16):
         x = states(rows)
-        before = launches.together
+        before = launches.fused
         results = {name: getattr(attention, name)(x) for name in order}
-        assert launches.together == before + 1
+        assert launches.fused == before + 1
         for name, y in results.items():
             assert y.shape == (1, rows, COUNTS[name])
             assert y.is_contiguous()
-            assert right(getattr(attention, name), x, y)
+            assert is_correct(getattr(attention, name), x, y)
         assert len({y.untyped_storage().data_ptr() for y in results.values()}) == 3
-    assert not launches.alone
+    assert not launches.single
 
 
 @pytest.mark.parametrize(
     "calls", ["qqkv", "qkkv", "kqv", "qkvqkv", "qkqkqk", "vvv", "qvkkvq", "q", "qk", "kvkvkv"], ids=str
 )
-def test_calls_in_any_number_and_order(attention: Any, made: list[FusedProjections], calls: str) -> None:
+def test_projections_may_be_called_in_any_order_and_number(
+    attention: Any, groups: list[FusedProjections], calls: str
+) -> None:
     for _ in range(2):
         x = states()
         for letter in calls:
             layer = getattr(attention, f"{letter}_proj")
-            assert right(layer, x, layer(x))
-    (group,) = made
-    assert group._ahead is None or len(group._ahead.results) < len(COUNTS)
+            assert is_correct(layer, x, layer(x))
+    (group,) = groups
+    assert group._pending is None or len(group._pending.results) < len(COUNTS)
 
 
-def test_results_are_the_same_bits_alone_and_together(attention: Any, launches: Launches) -> None:
+def test_fused_and_single_results_have_equal_bits(attention: Any, launches: Launches) -> None:
     x = states(5)
-    together = [getattr(attention, name)(x) for name in COUNTS]
-    alone = []
-    for name in reversed(COUNTS):  # each is the first to see its input
-        alone.append(getattr(attention, name)(x.clone()))
+    fused = [getattr(attention, name)(x) for name in COUNTS]
+    single = []
+    for name in reversed(COUNTS):  # each is the first to be called with its input
+        single.append(getattr(attention, name)(x.clone()))
     row = [getattr(attention, name)(x[:, 2:3].clone()) for name in COUNTS]
-    assert all(torch.equal(a, b) for a, b in zip(together, alone[::-1], strict=True))
-    assert all(torch.equal(a[:, 2:3], b) for a, b in zip(together, row, strict=True))
-    assert launches.alone > 0
+    assert all(torch.equal(a, b) for a, b in zip(fused, single[::-1], strict=True))
+    assert all(torch.equal(a[:, 2:3], b) for a, b in zip(fused, row, strict=True))
+    assert launches.single > 0
 
 
-def test_another_tensor_is_another_input(attention: Any) -> None:
+def test_results_are_not_used_for_another_tensor(attention: Any) -> None:
     x = states()
     attention.q_proj(x)
     for other in (x.clone(), x[:, :2], x.view(3, WIDTH), states()):
-        assert right(attention.k_proj, other, attention.k_proj(other))
-        assert right(attention.v_proj, x, attention.v_proj(x))
+        assert is_correct(attention.k_proj, other, attention.k_proj(other))
+        assert is_correct(attention.v_proj, x, attention.v_proj(x))
 
 
-def test_a_tensor_that_was_written_to_is_another_input(launches: Launches) -> None:
+def test_results_are_not_used_after_a_write_to_the_input(launches: Launches) -> None:
     module = Attention().to(DEVICE)
     fuse(module)
-    with torch.no_grad():  # inference tensors do not count how often they were written to
+    with torch.no_grad():  # inference tensors do not count writes
         x = states()
         module.q_proj(x)
         x.mul_(2)
-        assert right(module.k_proj, x, module.k_proj(x))  # type: ignore[arg-type]
+        assert is_correct(module.k_proj, x, module.k_proj(x))  # type: ignore[arg-type]
 
 
-def test_weights_are_those_of_the_call(attention: Any) -> None:
+def test_replaced_weights_are_used(attention: Any) -> None:
     x, other = states(), torch.randn(8, WIDTH, device=DEVICE)
     attention.q_proj(x)
     swapped = torch.func.functional_call(attention.k_proj, {"weight": other}, (x,))
@@ -194,20 +194,20 @@ def test_weights_are_those_of_the_call(attention: Any) -> None:
     attention.k_proj.weight = nn.Parameter(torch.randn(5, WIDTH, device=DEVICE))
     attention.v_proj.bias = None
     for layer in (attention.k_proj, attention.v_proj):
-        assert right(layer, x, layer(x))
-    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):  # with other sizes than they were proved with
-        assert right(layer, x, layer(x))
+        assert is_correct(layer, x, layer(x))
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):  # sizes differ from those at the check
+        assert is_correct(layer, x, layer(x))
 
 
-def test_weights_that_do_not_fit_together_are_used_apart(attention: Any, launches: Launches) -> None:
+def test_weights_of_different_dtypes_are_not_fused(attention: Any, launches: Launches) -> None:
     attention.v_proj.half()
     x = states()
     for layer in (attention.q_proj, attention.k_proj):
-        assert right(layer, x, layer(x))
-    assert (launches.together, launches.alone) == (0, 2)
+        assert is_correct(layer, x, layer(x))
+    assert (launches.fused, launches.single) == (0, 2)
 
 
-def test_each_has_the_rest_by_itself(attention: Any, launches: Launches) -> None:
+def test_unsupported_inputs_use_the_layers_own_forward(attention: Any, launches: Launches) -> None:
     many, none = states(17), states(0)
     for name, count in COUNTS.items():
         layer = getattr(attention, name)
@@ -218,18 +218,18 @@ def test_each_has_the_rest_by_itself(attention: Any, launches: Launches) -> None
             layer(many.half())
         each = torch.vmap(layer)(many[:, :4])
         assert torch.allclose(each, functional.linear(many[:, :4], layer.weight, layer.bias), atol=1e-5)
-    assert not launches.together
+    assert not launches.fused
 
 
-def in_store(group: FusedProjections) -> list[weakref.ref[Tensor]]:
-    """What a group has computed ahead."""
-    return [weakref.ref(y) for y, *_ in group._ahead.results.values()] if group._ahead else []
+def pending_results(group: FusedProjections) -> list[weakref.ref[Tensor]]:
+    """Return weak references to the results that were computed ahead."""
+    return [weakref.ref(y) for y, *_ in group._pending.results.values()] if group._pending else []
 
 
-def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[FusedProjections]) -> None:
+def test_pending_results_are_freed_with_their_input(attention: Any, groups: list[FusedProjections]) -> None:
     x = states()
     attention.q_proj(x)
-    kept = in_store(made[0])
+    kept = pending_results(groups[0])
     assert len(kept) == 2
     assert all(y() is not None for y in kept)
     del x
@@ -237,21 +237,21 @@ def test_nothing_is_kept_longer_than_its_input(attention: Any, made: list[FusedP
     assert all(y() is None for y in kept)
 
 
-def test_what_was_taken_is_let_go(attention: Any, made: list[FusedProjections]) -> None:
+def test_used_and_outdated_results_are_freed(attention: Any, groups: list[FusedProjections]) -> None:
     x = states()
     given = [weakref.ref(getattr(attention, name)(x)) for name in COUNTS]
-    assert made[0]._ahead is None
+    assert groups[0]._pending is None
     gc.collect()
     assert all(y() is None for y in given)
     attention.q_proj(x)
-    kept = in_store(made[0])
+    kept = pending_results(groups[0])
     attention.q_proj(other := states())
     gc.collect()
-    assert all(y() is None for y in kept), "at the next call"
-    assert right(attention.v_proj, other, attention.v_proj(other))
+    assert all(y() is None for y in kept), "freed at the next call"
+    assert is_correct(attention.v_proj, other, attention.v_proj(other))
 
 
-def test_another_thread_has_results_of_its_own(attention: Any) -> None:
+def test_threads_do_not_share_results(attention: Any) -> None:
     x = states()
     attention.q_proj(x)
     found: list[Tensor] = []
@@ -263,23 +263,23 @@ def test_another_thread_has_results_of_its_own(attention: Any) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert right(attention.k_proj, x, found[0])
+    assert is_correct(attention.k_proj, x, found[0])
     mine = attention.k_proj(x)
     assert torch.equal(mine, found[0])
     assert mine.data_ptr() != found[0].data_ptr()
 
 
-def test_threads_at_once(plain: None) -> None:
+def test_concurrent_threads_get_correct_results(plain: None) -> None:
     module, wrong = Attention(), []
-    at_once(module)
+    fuse_unchecked(module)
     before = sys.getswitchinterval()
     shared = torch.randn(2, WIDTH)
 
     def work(seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
-        for turn in range(100):
-            x = torch.randn(2, WIDTH, generator=rng) if turn % 3 else shared
-            wrong.extend(name for name in COUNTS if not right(layer := getattr(module, name), x, layer(x)))
+        for step in range(100):
+            x = torch.randn(2, WIDTH, generator=rng) if step % 3 else shared
+            wrong.extend(name for name in COUNTS if not is_correct(layer := getattr(module, name), x, layer(x)))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     try:
@@ -293,60 +293,60 @@ def test_threads_at_once(plain: None) -> None:
     assert not wrong
 
 
-def test_layers_of_other_modules_run_in_between(launches: Launches) -> None:
+def test_calls_of_several_modules_may_interleave(launches: Launches) -> None:
     first, second = Attention().to(DEVICE), Attention().to(DEVICE)
     fuse(first)
     fuse(second)
-    launches.together = 0
+    launches.fused = 0
     x = states()
     with torch.inference_mode():
         for name in COUNTS:
             for module in (first, second):
                 layer = getattr(module, name)
-                assert right(layer, x, layer(x))
-    assert launches.together == 2
+                assert is_correct(layer, x, layer(x))
+    assert launches.fused == 2
 
 
-def test_layers_that_are_fed_apart_soon_compute_only_their_own(attention: Any, launches: Launches) -> None:
+def test_projections_with_separate_inputs_stop_being_fused(attention: Any, launches: Launches) -> None:
     for _ in range(4):
         for name in COUNTS:
             layer, x = getattr(attention, name), states()
-            assert right(layer, x, layer(x))
-    assert launches.together == 2
-    assert launches.alone == 10
+            assert is_correct(layer, x, layer(x))
+    assert launches.fused == 2
+    assert launches.single == 10
 
 
-def test_a_pass_that_breaks_off_changes_nothing(attention: Any, launches: Launches) -> None:
+def test_interrupted_forward_keeps_projections_fused(attention: Any, launches: Launches) -> None:
     for _ in range(3):
         attention.q_proj(states())
         x = states()
         for name in COUNTS:
             getattr(attention, name)(x)
-    assert (launches.together, launches.alone) == (6, 0)
+    assert (launches.fused, launches.single) == (6, 0)
 
 
-def test_undone(launches: Launches) -> None:
+def test_undo_restores_the_forwards(launches: Launches) -> None:
     module = Attention().to(DEVICE)
     undo = fuse(module)
     assert all("forward" in vars(getattr(module, name)) for name in COUNTS)
     undo()
-    assert not any("forward" in vars(part) for part in module.modules())
-    launches.together = 0
+    assert not any("forward" in vars(child) for child in module.modules())
+    launches.fused = 0
     module.q_proj(states())
-    assert not launches.together
+    assert not launches.fused
 
 
-@pytest.mark.parametrize("fault", ["raises", "is off", "is not a number", "depends on the others", "differs alone"])
-def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["raises", "wrong value", "NaN", "depends on other rows", "differs from single"])
+def test_faulty_fused_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(x: Tensor, weights: list[Any], biases: list[Any], tile: Any = None) -> list[Tensor]:
         if fault == "raises":
             raise RuntimeError("out of resources")
         results = [dense.skinny_linear(x, *given, tile=tile) for given in zip(weights, biases, strict=True)]
-        if fault == "is off":
+        if fault == "wrong value":
             results[-1][-1, -1] += 0.1
-        elif fault == "is not a number":
+        elif fault == "NaN":
             results[1][0, 0] = torch.nan
-        elif fault == "differs alone" or len(x) == 1:
+        elif fault == "differs from single" or len(x) == 1:
             results[1] *= 1 + 1e-6
         return results
 
@@ -358,8 +358,8 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     with torch.inference_mode():
         for name in COUNTS:
             layer = getattr(module, name)
-            assert "forward" in vars(layer), "by itself it is as it should be"
-            assert right(layer, x, layer(x))
+            assert "forward" in vars(layer), "the single kernel is still used"
+            assert is_correct(layer, x, layer(x))
 
 
 class Shifted(nn.Linear):
@@ -367,40 +367,40 @@ class Shifted(nn.Linear):
         return super().forward(input) + 1
 
 
-ODD: dict[str, Callable[[], nn.Module]] = {
-    "of another class": lambda: Attention(q_proj=Shifted(WIDTH, 24), v_proj=Shifted(WIDTH, 8)),
-    "of another input": lambda: Attention(k_proj=nn.Linear(16, 8)),
-    "of another dtype": lambda: Attention(k_proj=nn.Linear(WIDTH, 8).double()),
-    "of an MLP": lambda: MistralMLP(MistralConfig(hidden_size=WIDTH, intermediate_size=24)),
+UNSUPPORTED: dict[str, Callable[[], nn.Module]] = {
+    "another class": lambda: Attention(q_proj=Shifted(WIDTH, 24), v_proj=Shifted(WIDTH, 8)),
+    "another input size": lambda: Attention(k_proj=nn.Linear(16, 8)),
+    "another dtype": lambda: Attention(k_proj=nn.Linear(WIDTH, 8).double()),
+    "an MLP": lambda: MistralMLP(MistralConfig(hidden_size=WIDTH, intermediate_size=24)),
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_layers_that_are_no_siblings(name: str) -> None:
-    assert not any(parallel_linears(part) for part in ODD[name]().modules())
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_other_layers_are_not_fused(name: str) -> None:
+    assert not any(parallel_linears(module) for module in UNSUPPORTED[name]().modules())
 
 
-def test_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+def test_replaced_forward_is_kept() -> None:
     module = Attention().to(DEVICE)
     module.k_proj.forward = own = lambda x: x  # type: ignore[method-assign,assignment]
     undo = fuse(module)
     assert module.k_proj.forward is own
     with torch.inference_mode():
         x = states()
-        assert right(module.v_proj, x, module.v_proj(x))  # type: ignore[arg-type]
+        assert is_correct(module.v_proj, x, module.v_proj(x))  # type: ignore[arg-type]
     undo()
     assert module.k_proj.forward is own
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="nothing here is a device's")
+@pytest.mark.skipif(not INTERPRETED, reason="does not depend on the device")
 @pytest.mark.parametrize("family", families())
-def test_families_feed_them_alike(family: str, plain: None) -> None:
-    """Else all would be computed for one, until it shows."""
+def test_families_call_all_projections_with_one_input(family: str, plain: None) -> None:
+    """Otherwise the first forwards would compute results that are never used."""
     model, tokens = tiny_model(family), torch.arange(4)[None]
     with torch.inference_mode():
         expected = model(input_ids=tokens).logits
-        fed = at_once(model)
+        groups = fuse_unchecked(model)
         found = model(input_ids=tokens).logits
     assert torch.equal(found, expected)
-    assert not any(group._unasked or group._ahead for group in fed)
-    assert fed or family not in ("mixtral", "phimoe", "qwen3_moe", "deepseek_v2", "gpt_oss")
+    assert not any(group._misses or group._pending for group in groups)
+    assert groups or family not in ("mixtral", "phimoe", "qwen3_moe", "deepseek_v2", "gpt_oss")

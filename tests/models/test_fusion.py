@@ -1,6 +1,6 @@
-"""Fused forms are put in place where, and only where, they give what the module gives.
+"""`fuse` replaces a module's forward if, and only if, the kernel reproduces its output.
 
-On CUDA or, with TRITON_INTERPRET=1, on the CPU; what is not fused is tested anywhere.
+Tests with kernels run on CUDA, or on the CPU with TRITON_INTERPRET=1; the others run anywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if INTERPRETED:
 
 
 def with_kernels(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that needs kernels to run."""
+    """Mark a test that needs kernels to run."""
     if INTERPRETED:
         return test
     missing = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device, and TRITON_INTERPRET is not 1")
@@ -77,13 +77,13 @@ def deepseek_v2() -> Any:
 MODELS = {
     "mixtral": mixtral,
     "qwen2_moe": qwen2_moe,
-    "qwen2_moe, renormalised": lambda: qwen2_moe(norm_topk_prob=True),
+    "qwen2_moe, renormalized": lambda: qwen2_moe(norm_topk_prob=True),
     "deepseek_v2": deepseek_v2,
 }
 
 
-def made(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
-    """A module with random weights, none of them all ones or zeros."""
+def build(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
+    """Build a module with random weights; no tensor is all ones or zeros."""
     torch.manual_seed(0)
     module = make().to(DEVICE, dtype).eval()
     for name, weight in module.named_parameters():
@@ -93,11 +93,11 @@ def made(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
 
 
 def router() -> Any:
-    return made(lambda: of_mixtral(MixtralTopKRouter))
+    return build(lambda: of_mixtral(MixtralTopKRouter))
 
 
 def replaced(model: nn.Module) -> set[str]:
-    """Names of the modules whose forward is not their class's."""
+    """Return the names of the modules whose forward was replaced."""
     return {name for name, module in model.named_modules() if "forward" in vars(module)}
 
 
@@ -108,8 +108,8 @@ def states(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @with_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_gives_what_it_gave(name: str, dtype: torch.dtype) -> None:
-    model = made(MODELS[name], dtype)
+def test_fused_model_gives_the_same_logits(name: str, dtype: torch.dtype) -> None:
+    model = build(MODELS[name], dtype)
     tokens = torch.arange(5, device=DEVICE)[None]
     with torch.inference_mode():
         before = model(tokens).logits.float()
@@ -130,8 +130,8 @@ def test_a_model_gives_what_it_gave(name: str, dtype: torch.dtype) -> None:
 
 @with_kernels
 @pytest.mark.parametrize("name", MODELS)
-def test_a_router_answers_in_the_same_form(name: str) -> None:
-    model = made(MODELS[name], DTYPES[-1])
+def test_fused_router_keeps_shapes_and_dtypes(name: str) -> None:
+    model = build(MODELS[name], DTYPES[-1])
     (moe_layer,) = inspect_model(model).moe
     assert moe_layer.router is not None
     gate = moe_layer.router.router
@@ -185,17 +185,17 @@ def of_mixtral(kind: type[nn.Module]) -> nn.Module:
 
 
 def apply_rotary_pos_emb(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs neighbours, not halves."""
+    """Rotate pairs of neighbouring dimensions instead of halves."""
 
-    def turn(x: Tensor) -> Tensor:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        return x * cos[:, None] + turned * sin[:, None]
+    def rotate(x: Tensor) -> Tensor:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return x * cos[:, None] + rotated * sin[:, None]
 
-    return turn(query), turn(key)
+    return rotate(query), rotate(key)
 
 
 class Interleaved(nn.Module):
-    """Attention, as far as its rotary positions."""
+    """An attention module with only its rotary positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,22 +207,22 @@ class Interleaved(nn.Module):
 
 
 def without_linears(module: Any) -> nn.Module:
-    """Its linear layers stay as they are, so that only the module itself could be replaced."""
+    """Protect the linear layers from fusion, so that only the module itself could be replaced."""
     for layer in (module.gate_proj, module.up_proj, module.down_proj):
         layer.forward = layer.forward
     return module  # type: ignore[no-any-return]
 
 
-ODD: dict[str, Callable[[], nn.Module]] = {
-    "a norm that takes the mean away": lambda: nn.LayerNorm(32, bias=False),
-    "a norm with one more than its weight": lambda: GemmaRMSNorm(32),
-    "a norm with more in it": lambda: Doubled(32),
-    "a router by another function": lambda: of_mixtral(Sigmoid),
+UNSUPPORTED: dict[str, Callable[[], nn.Module]] = {
+    "a norm that subtracts the mean": lambda: nn.LayerNorm(32, bias=False),
+    "a norm that adds 1 to its weight": lambda: GemmaRMSNorm(32),
+    "a norm with another step": lambda: Doubled(32),
+    "a router with sigmoid": lambda: of_mixtral(Sigmoid),
     "a router with groups": lambda: of_mixtral(Grouped),
-    "a linear layer with more in it": lambda: Shifted(32, 32),
-    "a gated layer times something": lambda: without_linears(Scaled(MistralConfig(**SHAPE))),
-    "a gated layer that is clamped": lambda: without_linears(Clamped(MistralConfig(**SHAPE))),
-    "rotary positions of neighbours": Interleaved,
+    "a linear layer with another step": lambda: Shifted(32, 32),
+    "a gated MLP with a factor": lambda: without_linears(Scaled(MistralConfig(**SHAPE))),
+    "a gated MLP with a clamp": lambda: without_linears(Clamped(MistralConfig(**SHAPE))),
+    "rotary positions of neighbouring dimensions": Interleaved,
     "an embedding": lambda: nn.Embedding(8, 32),
     "a convolution": lambda: nn.Conv1d(4, 4, 3),
 }
@@ -230,9 +230,9 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 
 @with_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ODD)
-def test_what_only_looks_alike_is_left_alone(name: str, dtype: torch.dtype) -> None:
-    module = made(ODD[name], dtype)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_similar_modules_are_not_replaced(name: str, dtype: torch.dtype) -> None:
+    module = build(UNSUPPORTED[name], dtype)
     before = replaced(module)
     assert replaced(fused(module)) == before
 
@@ -243,7 +243,7 @@ def fused(module: nn.Module) -> nn.Module:
 
 
 class Attentions(nn.Module):
-    """Those of several layers, and some of another class."""
+    """Attention modules of several layers, and some of another class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,92 +252,92 @@ class Attentions(nn.Module):
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, torch.dtype]]:
-    """Every rotary function that was tried, and on what."""
-    tried: list[tuple[Any, torch.dtype]] = []
-    whole = rotary.prove
+def rotary_checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, torch.dtype]]:
+    """Collect every rotary function that is checked, with its dtype."""
+    checked: list[tuple[Any, torch.dtype]] = []
+    original = rotary.kernel_matches
 
-    def prove(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
-        tried.append((own, dtype))
-        return whole(own, device, dtype)
+    def kernel_matches(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
+        checked.append((own, dtype))
+        return original(own, device, dtype)
 
-    monkeypatch.setattr(rotary, "prove", prove)
-    return tried
+    monkeypatch.setattr(rotary, "kernel_matches", kernel_matches)
+    return checked
 
 
 @with_kernels
-def test_rotary_functions_are_proved_once_and_not_per_layer(proofs: list[tuple[Any, torch.dtype]]) -> None:
-    model = made(Attentions)
-    for number in (1, 2):  # what one model was told is nothing to the next
+def test_rotary_functions_are_checked_once_per_model(rotary_checks: list[tuple[Any, torch.dtype]]) -> None:
+    model = build(Attentions)
+    for number in (1, 2):  # each call of `fuse` checks anew
         undo = fuse(model)
         assert all("forward" in vars(layer) for layer in model.layers)
         assert not any("forward" in vars(layer) for layer in model.others)
-        assert len(proofs) == 2 * number, "for seven layers"
+        assert len(rotary_checks) == 2 * number, "two functions, though seven layers"
         undo()
-    assert len(set(proofs)) == 2
+    assert len(set(rotary_checks)) == 2
 
 
-def test_a_proof_is_for_one_function_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_check_is_per_function_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    tried: list[tuple[Any, torch.device, torch.dtype]] = []
+    checked: list[tuple[Any, torch.device, torch.dtype]] = []
 
-    def prove(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
-        tried.append((own, device, dtype))
+    def kernel_matches(own: Any, device: torch.device, dtype: torch.dtype) -> bool:
+        checked.append((own, device, dtype))
         if dtype is torch.float16:
             raise RuntimeError("out of resources")
         return dtype is torch.float32
 
-    monkeypatch.setattr(rotary, "prove", prove)
-    kernels, layers = rotary.RotaryKernels(), [made(Interleaved) for _ in range(3)]
+    monkeypatch.setattr(rotary, "kernel_matches", kernel_matches)
+    kernels, layers = rotary.RotaryKernels(), [build(Interleaved) for _ in range(3)]
     cpu, other = torch.device("cpu"), torch.device("meta")
-    assert all(kernels.form(layer, cpu, torch.float32) is not None for layer in layers)
-    assert not any(kernels.form(layer, cpu, torch.bfloat16) for layer in layers)
+    assert all(kernels.fused_forward(layer, cpu, torch.float32) is not None for layer in layers)
+    assert not any(kernels.fused_forward(layer, cpu, torch.bfloat16) for layer in layers)
     with pytest.raises(RuntimeError, match="out of resources"):
-        kernels.form(layers[0], cpu, torch.float16)
-    assert kernels.form(layers[1], cpu, torch.float16) is None, "it failed before"
-    assert kernels.form(layers[0], other, torch.float32) is not None
-    assert len(tried) == len(set(tried)) == 4
+        kernels.fused_forward(layers[0], cpu, torch.float16)
+    assert kernels.fused_forward(layers[1], cpu, torch.float16) is None, "it failed before"
+    assert kernels.fused_forward(layers[0], other, torch.float32) is not None
+    assert len(checked) == len(set(checked)) == 4
 
 
 @with_kernels
-def test_a_router_that_does_not_choose_is_left_alone() -> None:
+def test_router_with_equal_logits_is_not_replaced() -> None:
     gate = router()
     gate.weight.data.zero_()
     assert not replaced(fused(gate))
 
 
 @with_kernels
-def test_a_forward_that_is_not_the_class_s_is_left_alone() -> None:
-    layer = made(lambda: nn.Linear(32, 32))
+def test_replaced_forward_is_kept() -> None:
+    layer = build(lambda: nn.Linear(32, 32))
     layer.forward = own = lambda x: x
     fuse(layer)()
     assert layer.forward is own
 
 
 @with_kernels
-@pytest.mark.parametrize("fault", ["raises", "is off", "is not a number", "depends on the others"])
-def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["raises", "wrong value", "NaN", "depends on other rows"])
+def test_faulty_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from spmoe.backends.kernels import dense
 
     def faulty(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fault == "raises":
             raise RuntimeError("out of resources")
         y = dense.skinny_linear_plain(x, weight, bias)
-        if fault == "is off":
+        if fault == "wrong value":
             y[-1, -1] += 0.1
-        elif fault == "is not a number":
+        elif fault == "NaN":
             y[0, 0] = torch.nan
         elif len(x) == 1:
             y *= 1 + 1e-6
         return y
 
     monkeypatch.setattr(dense, "skinny_linear", faulty)
-    assert not replaced(fused(made(lambda: nn.Linear(32, 8))))
+    assert not replaced(fused(build(lambda: nn.Linear(32, 8))))
 
 
 @with_kernels
-def test_weights_are_those_of_the_call() -> None:
-    layer = fused(made(lambda: nn.Linear(32, 8)))
+def test_replaced_weights_are_used() -> None:
+    layer = fused(build(lambda: nn.Linear(32, 8)))
     assert replaced(layer)
     x, other = states(3), torch.randn(8, 32, device=DEVICE)
     with torch.inference_mode():
@@ -350,8 +350,8 @@ def test_weights_are_those_of_the_call() -> None:
 
 
 @with_kernels
-def test_the_module_s_own_forward_has_the_rest() -> None:
-    layer, gate = fused(made(lambda: nn.Linear(32, 8))), fused(router())
+def test_unsupported_inputs_use_the_modules_own_forward() -> None:
+    layer, gate = fused(build(lambda: nn.Linear(32, 8))), fused(router())
     assert replaced(layer)
     assert replaced(gate)
     with torch.inference_mode():
@@ -369,16 +369,16 @@ def test_the_module_s_own_forward_has_the_rest() -> None:
 
 
 @with_kernels
-def test_hooks_are_called() -> None:
-    layer, seen = fused(made(lambda: nn.Linear(32, 8))), []
-    layer.register_forward_hook(lambda module, args, output: seen.append(output))
+def test_forward_hooks_are_called() -> None:
+    layer, outputs = fused(build(lambda: nn.Linear(32, 8))), []
+    layer.register_forward_hook(lambda module, args, output: outputs.append(output))
     with torch.inference_mode():
-        assert layer(states(2)) is seen[0]
+        assert layer(states(2)) is outputs[0]
 
 
 @with_kernels
-def test_gates_that_were_stacked_before_still_answer() -> None:
-    model = made(lambda: MixtralForCausalLM(MixtralConfig(**SHAPE | {"num_hidden_layers": 2}, num_local_experts=8)))
+def test_stacked_gates_still_work_after_fusion() -> None:
+    model = build(lambda: MixtralForCausalLM(MixtralConfig(**SHAPE | {"num_hidden_layers": 2}, num_local_experts=8)))
     gates = StackedGates.of(inspect_model(model).moe)
     assert gates is not None
     residual = torch.randn(2, 3, 32, device=DEVICE)
@@ -389,25 +389,25 @@ def test_gates_that_were_stacked_before_still_answer() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter runs kernels on the CPU")
-def test_on_the_cpu_nothing_is_replaced() -> None:
-    model = made(mixtral).cpu()
+def test_nothing_is_replaced_on_the_cpu() -> None:
+    model = build(mixtral).cpu()
     fuse(model)()
     assert not replaced(fused(model))
 
 
-def test_without_kernels_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spmoe.backends.kernels.dense", None)
-    assert not replaced(fused(made(mixtral)))
+    assert not replaced(fused(build(mixtral)))
 
 
-def test_what_has_no_values_is_left_alone() -> None:
+def test_nothing_is_replaced_on_the_meta_device() -> None:
     with torch.device("meta"):
         assert not replaced(fused(mixtral()))
 
 
-def test_rounding_of_qwen_weights_is_the_model_s() -> None:
-    """That the families differ is the reason to look at what a router answers."""
+def test_families_return_router_weights_in_different_dtypes() -> None:
+    """This is why fused routers copy the dtypes of the module's own output."""
     config = Qwen2MoeConfig(num_experts=4, num_experts_per_tok=2, hidden_size=32)
-    gate = made(lambda: Qwen2MoeTopKRouter(config), torch.bfloat16)
+    gate = build(lambda: Qwen2MoeTopKRouter(config), torch.bfloat16)
     assert gate(states(1, torch.bfloat16))[1].dtype == torch.bfloat16
     assert router().bfloat16()(states(1, torch.bfloat16))[1].dtype == torch.float32

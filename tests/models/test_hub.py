@@ -1,4 +1,4 @@
-"""Models by hub id, from the hub's own cache layout."""
+"""Models by hub id, found in the hub's local cache."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def publish(hub: Path, name: str, commit: str) -> Path:
-    """What a download of this commit leaves in the cache."""
+def cache_commit(hub: Path, name: str, commit: str) -> Path:
+    """Write the files that a download of this commit leaves in the cache."""
     repository = hub / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     shutil.copytree(shipped_pair()[1], snapshot)
@@ -33,22 +33,22 @@ def publish(hub: Path, name: str, commit: str) -> Path:
     return snapshot
 
 
-def test_a_hub_id_is_found_in_the_cache(hub: Path) -> None:
-    snapshot = publish(hub, "acme/small", "a" * 40)
+def test_hub_id_is_found_in_the_cache(hub: Path) -> None:
+    snapshot = cache_commit(hub, "acme/small", "a" * 40)
     found = Checkpoint.find("acme/small")
     assert found.directory == snapshot
     assert found.name == "acme/small"
 
 
-def test_a_new_commit_replaces_the_expert_file_and_is_another_checkpoint(hub: Path) -> None:
-    publish(hub, "acme/small", "a" * 40)
+def test_new_commit_keeps_the_expert_file_path_and_changes_the_fingerprint(hub: Path) -> None:
+    cache_commit(hub, "acme/small", "a" * 40)
     old = Checkpoint.find("acme/small")
-    os.utime(publish(hub, "acme/small", "b" * 40) / "model.safetensors")  # other weights, downloaded just now
+    os.utime(cache_commit(hub, "acme/small", "b" * 40) / "model.safetensors")  # other weights, downloaded just now
     new = Checkpoint.find("acme/small")
     assert expert_file_path(old, torch.float32) == expert_file_path(new, torch.float32)
     assert old.fingerprint != new.fingerprint
 
 
-def test_an_id_that_is_not_cached_is_refused_offline(hub: Path) -> None:
+def test_uncached_hub_id_is_rejected_offline(hub: Path) -> None:
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
         Checkpoint.find("acme/absent")

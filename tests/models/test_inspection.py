@@ -1,4 +1,4 @@
-"""Inspection: norms, routers and experts are found by watching a forward, and gates answer as they do inside one."""
+"""Inspection finds norms, routers and experts, and gates called alone select the same experts as in a forward."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def decoder_layers(runner: ModelRunner) -> Any:
     return runner.model.model.layers
 
 
-# ---- what is found
+# ---- structure
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_norms_routers_and_experts_are_the_models_own(family: str, mixtral_pair: Pair, qwen_pair: Pair) -> None:
+def test_norms_routers_and_experts_are_found(family: str, mixtral_pair: Pair, qwen_pair: Pair) -> None:
     target = target_of({"mixtral": mixtral_pair, "qwen3_moe": qwen_pair}[family].target)
     layers = decoder_layers(target)
     assert target.depth_count == len(layers) == LAYERS
@@ -73,19 +73,19 @@ def test_dense_layers_are_not_moe_layers(partly_dense_pair: Pair) -> None:
     assert target.layer_depths == [1, 3]
     assert [moe_layer.experts for moe_layer in target.moe] == [layers[1].mlp.experts, layers[3].mlp.experts]
     assert [moe_layer.norm for moe_layer in target.moe] == [layers[d].post_attention_layernorm for d in (1, 3)]
-    assert list(target.inspection.norms) == [layer.post_attention_layernorm for layer in layers], "dense ones too"
+    assert list(target.inspection.norms) == [layer.post_attention_layernorm for layer in layers], "of dense layers too"
     assert target.has_hidden_states
 
 
-def test_top_k_is_what_the_router_does(tmp_path: Path) -> None:
+def test_top_k_is_that_of_the_router(tmp_path: Path) -> None:
     directory = save(seeded(qwen3_moe, 1, num_experts_per_tok=3, num_hidden_layers=2), tmp_path / "three")
     target = target_of(directory)
     assert target.top_k == 3
     assert [moe_layer.top_k for moe_layer in target.moe] == [3, 3]
 
 
-def test_scores_sum_to_one_whatever_the_routers_weights_do(tmp_path: Path) -> None:
-    target = target_of(save(seeded(qwen3_moe, 1, norm_topk_prob=False), tmp_path / "loose"))
+def test_scores_sum_to_one_if_router_weights_do_not(tmp_path: Path) -> None:
+    target = target_of(save(seeded(qwen3_moe, 1, norm_topk_prob=False), tmp_path / "unnormalized"))
     states = torch.randn(LAYERS, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
     _, weights, _ = decoder_layers(target)[0].mlp.gate(decoder_layers(target)[0].post_attention_layernorm(states[0]))
     assert float(weights.sum(dim=-1).max()) < 0.99
@@ -95,7 +95,7 @@ def test_scores_sum_to_one_whatever_the_routers_weights_do(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("draft", ["mistral", "qwen3", "llama"])
-def test_a_dense_model_has_norms_and_no_experts(
+def test_dense_model_has_norms_and_no_experts(
     draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
 ) -> None:
     directory = {"mistral": mixtral_pair.good, "qwen3": qwen_pair.good, "llama": llama_draft}[draft]
@@ -106,7 +106,7 @@ def test_a_dense_model_has_norms_and_no_experts(
     assert runner.hidden_size == HIDDEN
 
 
-def test_a_recurrent_family_is_understood_too(recurrent_target: Path) -> None:
+def test_recurrent_model_is_inspected(recurrent_target: Path) -> None:
     target = target_of(recurrent_target)
     layers = decoder_layers(target)
     assert not target.can_rewind
@@ -116,33 +116,33 @@ def test_a_recurrent_family_is_understood_too(recurrent_target: Path) -> None:
     assert target.gates_found
 
 
-def test_a_model_without_weights_has_the_same_anatomy(pair: Pair) -> None:
+def test_meta_model_has_the_same_structure(pair: Pair) -> None:
     checkpoint = Checkpoint.find(str(pair.target))
-    empty, full = (
+    meta, loaded = (
         inspect_model(load_skeleton(checkpoint)),
         inspect_model(load_without_experts(checkpoint, torch.float32)),
     )
-    assert all(p.is_meta for moe_layer in empty.moe for p in moe_layer.norm.parameters())  # type: ignore[union-attr]
-    assert empty.depth_count == full.depth_count
-    assert empty.kv_bytes_per_token == full.kv_bytes_per_token > 0
-    for one, other in zip(empty.moe, full.moe, strict=True):
-        assert (one.path, one.depth, one.top_k) == (other.path, other.depth, other.top_k)
-        assert type(one.norm) is type(other.norm)
-        assert one.router is not None
+    assert all(p.is_meta for moe_layer in meta.moe for p in moe_layer.norm.parameters())  # type: ignore[union-attr]
+    assert meta.depth_count == loaded.depth_count
+    assert meta.kv_bytes_per_token == loaded.kv_bytes_per_token > 0
+    for a, b in zip(meta.moe, loaded.moe, strict=True):
+        assert (a.path, a.depth, a.top_k) == (b.path, b.depth, b.top_k)
+        assert type(a.norm) is type(b.norm)
+        assert a.router is not None
 
 
-def test_looking_leaves_no_hooks_behind(mixtral_pair: Pair) -> None:
+def test_inspection_removes_its_hooks(mixtral_pair: Pair) -> None:
     model = load_without_experts(Checkpoint.find(str(mixtral_pair.target)), torch.float32)
     inspect_model(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-# ---- gates and taps
+# ---- gates and hidden states
 
 
 @contextmanager
-def recorded(modules: list[nn.Module], *, inputs: bool) -> Iterator[list[Any]]:
-    """What these modules are given, or return, in order."""
+def collect(modules: list[nn.Module], *, inputs: bool) -> Iterator[list[Any]]:
+    """Collect the inputs or the outputs of these modules, in order."""
     found: list[Any] = []
     handles = [
         module.register_forward_pre_hook(lambda _, args: found.append(args[0].clone()))
@@ -158,7 +158,7 @@ def recorded(modules: list[nn.Module], *, inputs: bool) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "partly_dense"])
-def test_route_answers_as_the_router_did_in_the_forward(
+def test_route_matches_the_routers_in_a_forward(
     family: str, mixtral_pair: Pair, qwen_pair: Pair, partly_dense_pair: Pair
 ) -> None:
     pair = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair, "partly_dense": partly_dense_pair}[family]
@@ -166,7 +166,7 @@ def test_route_answers_as_the_router_did_in_the_forward(
         target = llm.engine.target
         gates = [decoder_layers(target)[depth].mlp.gate for depth in target.layer_depths]
         residuals: dict[int, Tensor] = {}
-        with recorded(gates, inputs=False) as routed:
+        with collect(gates, inputs=False) as routed:
             target.forward(TOKENS, target.new_kv(20), 1, lambda depth, r: residuals.update({depth: r.clone()}))
         assert sorted(residuals) == list(range(target.depth_count))
         states = torch.stack([residuals[depth] for depth in target.layer_depths])
@@ -178,54 +178,54 @@ def test_route_answers_as_the_router_did_in_the_forward(
             weights = output[1].reshape(len(TOKENS), TOP_K)
             assert torch.allclose(routing.scores[layer], weights / weights.sum(dim=-1, keepdim=True), atol=1e-6)
         assert torch.allclose(routing.scores.sum(dim=-1), torch.ones(len(target.moe), len(TOKENS)), atol=1e-6)
-        # layers may be asked for in any order, and some of them only
+        # any subset of layers, in any order
         part = target.route([len(target.moe) - 1, 0], states[[-1, 0]])
         assert torch.equal(part.experts, routing.experts[[-1, 0]])
 
 
-def test_gates_of_different_layers_disagree(mixtral_pair: Pair) -> None:
-    """Otherwise a gate of the wrong layer, or a missing norm, would pass the test above."""
+def test_gates_of_different_layers_select_different_experts(mixtral_pair: Pair) -> None:
+    """Otherwise the test above would pass with a gate of the wrong layer or without the norm."""
     target = target_of(mixtral_pair.target)
     states = torch.randn(1, 200, HIDDEN, generator=torch.Generator().manual_seed(0)).expand(LAYERS, -1, -1)
     experts = target.route(range(LAYERS), states).experts
     assert not torch.equal(experts[0], experts[1])
-    bare = torch.stack([moe_layer.router.router(states[0])[2] for moe_layer in target.moe])  # type: ignore[union-attr]
-    assert not torch.equal(experts, bare)
+    without_norm = torch.stack([moe_layer.router.router(states[0])[2] for moe_layer in target.moe])  # type: ignore[union-attr]
+    assert not torch.equal(experts, without_norm)
 
 
 @pytest.mark.parametrize("draft", ["mistral", "qwen3", "llama"])
-def test_taps_of_a_draft_are_what_its_ffn_norm_is_given(
+def test_hidden_states_are_the_inputs_of_the_pre_ffn_norms(
     draft: str, mixtral_pair: Pair, qwen_pair: Pair, llama_draft: Path
 ) -> None:
-    """Compared with a model that transformers loaded by itself."""
+    """Compares with a model that transformers loaded."""
     directory = {"mistral": mixtral_pair.good, "qwen3": qwen_pair.good, "llama": llama_draft}[draft]
     model = reference(directory)
     norms = [layer.post_attention_layernorm for layer in model.model.layers]
-    with recorded(norms, inputs=True) as given, torch.no_grad():
+    with collect(norms, inputs=True) as given, torch.no_grad():
         model(torch.tensor([TOKENS]))
     runner = ModelRunner(load_dense(Checkpoint.find(str(directory)), torch.float32))
-    seen: list[tuple[int, Tensor]] = []
-    runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: seen.append((depth, residual.clone())))
-    assert [depth for depth, _ in seen] == list(range(LAYERS))
-    for (_, residual), wanted in zip(seen, given, strict=True):
+    found: list[tuple[int, Tensor]] = []
+    runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: found.append((depth, residual.clone())))
+    assert [depth for depth, _ in found] == list(range(LAYERS))
+    for (_, residual), wanted in zip(found, given, strict=True):
         assert torch.equal(residual, wanted[0])
 
 
-def test_nobody_listens_after_the_forward(mixtral_pair: Pair) -> None:
+def test_callback_is_only_used_in_its_own_forward(mixtral_pair: Pair) -> None:
     runner = ModelRunner(load_dense(Checkpoint.find(str(mixtral_pair.good)), torch.float32))
-    seen: list[int] = []
+    depths: list[int] = []
     kv = runner.new_kv(20)
-    runner.forward(TOKENS, kv, 1, lambda depth, _: seen.append(depth))
+    runner.forward(TOKENS, kv, 1, lambda depth, _: depths.append(depth))
     runner.forward([1], kv, 1)
-    assert seen == list(range(LAYERS))
+    assert depths == list(range(LAYERS))
     with pytest.raises(ZeroDivisionError):
         runner.forward([1], kv, 1, lambda depth, _: 1 // 0)  # type: ignore[arg-type, return-value]
     runner.model(torch.tensor([[1]]))
-    assert seen == list(range(LAYERS))
+    assert depths == list(range(LAYERS))
 
 
-def test_a_draft_predicts_its_own_upcycled_target(tmp_path: Path) -> None:
-    """The draft's residual through the target's gates: with experts all alike, exactly the target's own routing."""
+def test_draft_predicts_the_target_upcycled_from_it(tmp_path: Path) -> None:
+    """All experts equal the draft's MLP, so the draft's hidden states give exactly the target's routing."""
     draft, target = seeded(qwen3, 1), seeded(qwen3_moe, 2)
     upcycle(target, draft, noise=0.0)
     tokenizer = byte_tokenizer()
@@ -235,21 +235,21 @@ def test_a_draft_predicts_its_own_upcycled_target(tmp_path: Path) -> None:
     runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: states.append(residual.clone()))
     with LLM(str(directory), progress=False, expert_memory="100%") as llm:
         gates = [layer.mlp.gate for layer in decoder_layers(llm.engine.target)]
-        with recorded(gates, inputs=False) as routed:
+        with collect(gates, inputs=False) as routed:
             llm.engine.target.forward(TOKENS, llm.engine.target.new_kv(20), 1)
         predicted = llm.engine.target.route(range(LAYERS), torch.stack(states)).experts
     actual = torch.stack([output[2].reshape(len(TOKENS), TOP_K) for output in routed])
     assert torch.equal(predicted.sort(dim=-1).values, actual.sort(dim=-1).values)
 
 
-def test_a_listener_may_ask_the_norms_it_listens_to(mixtral_pair: Pair) -> None:
+def test_callback_may_call_the_hooked_norms(mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False) as llm:
-        target, seen = llm.engine.target, []
+        target, depths = llm.engine.target, []
 
         def on_hidden_states(depth: int, residual: Tensor) -> None:
-            seen.append(depth)
+            depths.append(depth)
             for layer in range(len(target.moe)):
                 target.route([layer], residual[None])
 
         target.forward(TOKENS, target.new_kv(20), 1, on_hidden_states)
-        assert seen == list(range(target.depth_count))
+        assert depths == list(range(target.depth_count))

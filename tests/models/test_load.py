@@ -1,4 +1,4 @@
-"""Loading: whatever the layout, the same experts reach the expert file, and never the memory all at once."""
+"""Loading: every checkpoint layout gives the same expert file, and a load never holds all experts in memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 def load(directory: Path, dtype: torch.dtype) -> tuple[Target, dict[ExpertKey, dict[str, Tensor]], bytes]:
-    """The target, every expert as its file has it, and all bytes of the blobs."""
+    """Return the target, every expert in its expert file, and the bytes of all blobs."""
     checkpoint = Checkpoint.find(str(directory))
     target = Target(load_without_experts(checkpoint, dtype))
     paths = [moe_layer.path for moe_layer in target.moe]
@@ -62,7 +62,7 @@ def load(directory: Path, dtype: torch.dtype) -> tuple[Target, dict[ExpertKey, d
 
 
 def assert_experts(experts: dict[ExpertKey, dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
-    """Every expert is its slice of the fused parameters that transformers holds."""
+    """Check that every expert equals its slice of the fused parameters in transformers."""
     assert len(experts) == sum(next(iter(layer.values())).shape[0] for layer in wanted)
     for key, tensors in experts.items():
         assert set(tensors) == set(wanted[key.layer])
@@ -70,11 +70,11 @@ def assert_experts(experts: dict[ExpertKey, dict[str, Tensor]], wanted: list[dic
             assert torch.equal(tensor, wanted[key.layer][name][key.expert])
 
 
-# ---- layouts
+# ---- checkpoint layouts
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_every_layout_gives_the_same_bytes(tmp_path: Path, family: str) -> None:
+def test_every_layout_gives_equal_bytes(tmp_path: Path, family: str) -> None:
     model = seeded(TARGETS[family], 3)
     wanted = expert_tensors(model)
     found = {}
@@ -90,7 +90,7 @@ def test_every_layout_gives_the_same_bytes(tmp_path: Path, family: str) -> None:
 
 
 def test_more_than_ten_experts_keep_their_order(tmp_path: Path) -> None:
-    """Expert 2 comes before expert 10, however names sort."""
+    """Expert 2 comes before expert 10, although names sort otherwise."""
     model = seeded(mixtral, 4, num_local_experts=12, num_hidden_layers=1)
     for layout in LAYOUTS:
         _, experts, _ = load(save(model, tmp_path / layout, None, layout), torch.float32)
@@ -104,7 +104,7 @@ def test_layers_are_counted_among_moe_layers(partly_dense_pair: Pair) -> None:
     assert target.layer_depths == [1, 3]
 
 
-def test_the_fused_parameters_never_exist(pair: Pair) -> None:
+def test_fused_parameters_are_never_allocated(pair: Pair) -> None:
     target, experts, _ = load(pair.target, torch.float32)
     modules = dict(experts_modules(target.model))
     assert len(modules) == LAYERS
@@ -116,11 +116,11 @@ def test_the_fused_parameters_never_exist(pair: Pair) -> None:
     assert {name for name, _ in reference(pair.target).named_parameters()} - {
         name for name, _ in target.model.named_parameters()
     } == {f"{path}.{name}" for path in modules for name in ("gate_up_proj", "down_proj")}
-    whole = sum(tensor.nbytes for tensor in experts[ExpertKey(0, 0)].values()) * len(experts)
-    assert target.resident_bytes + whole == sum(p.nbytes for p in reference(pair.target).parameters())
+    expert_bytes = sum(tensor.nbytes for tensor in experts[ExpertKey(0, 0)].values()) * len(experts)
+    assert target.resident_bytes + expert_bytes == sum(p.nbytes for p in reference(pair.target).parameters())
 
 
-def test_dense_weights_are_those_of_transformers(pair: Pair) -> None:
+def test_dense_weights_equal_those_of_transformers(pair: Pair) -> None:
     model = reference(pair.target)
     target, _, _ = load(pair.target, torch.float32)
     for name, parameter in target.model.named_parameters():
@@ -134,7 +134,7 @@ def test_dense_weights_are_those_of_transformers(pair: Pair) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", ["auto", "float32", "bfloat16", "float16"])
-def test_experts_are_converted_as_the_rest_is(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
+def test_experts_and_dense_weights_are_converted_to_the_dtype(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
     model = seeded(mixtral, 5, num_hidden_layers=1).to(stored)
     model.config.dtype = stored
     directory = save(model, tmp_path / "target")
@@ -148,7 +148,7 @@ def test_experts_are_converted_as_the_rest_is(tmp_path: Path, stored: torch.dtyp
     assert torch.equal(weight, model.lm_head.weight.to(dtype))
 
 
-def test_a_checkpoint_that_overflows_the_dtype_is_refused(tmp_path: Path) -> None:
+def test_overflow_of_the_dtype_is_rejected(tmp_path: Path) -> None:
     model = seeded(mixtral, 5, num_hidden_layers=1)
     model.model.layers[0].mlp.experts.down_proj.data[1, 0, 0] = 1e30
     directory = save(model, tmp_path / "target")
@@ -173,7 +173,7 @@ def state_of(path: Path) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def test_the_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> None:
+def test_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> None:
     checkpoint = Checkpoint.find(str(own_checkpoint))
     path = expert_file_path(checkpoint, torch.float32)
     assert spmoe_home in path.parents
@@ -187,7 +187,7 @@ def test_the_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -
     assert list(path.parent.glob("*.partial")) == []
 
 
-def test_reading_experts_twice_is_not_needed(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_reads_no_experts(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(own_checkpoint, torch.float32)
     reads: list[Any] = []
     monkeypatch.setattr("spmoe.models.load.ExpertReader.fill", lambda *args: reads.append(args))
@@ -195,7 +195,7 @@ def test_reading_experts_twice_is_not_needed(own_checkpoint: Path, monkeypatch: 
     assert reads == []
 
 
-def test_each_dtype_has_a_file_of_its_own(own_checkpoint: Path) -> None:
+def test_each_dtype_has_its_own_file(own_checkpoint: Path) -> None:
     checkpoint = Checkpoint.find(str(own_checkpoint))
     paths = [expert_file_path(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)]
     assert len(set(paths)) == 2
@@ -209,7 +209,7 @@ def test_each_dtype_has_a_file_of_its_own(own_checkpoint: Path) -> None:
     assert states[0][2] > states[1][2]
 
 
-def test_a_checkpoint_that_changed_is_read_again(own_checkpoint: Path) -> None:
+def test_changed_checkpoint_rebuilds_the_expert_file(own_checkpoint: Path) -> None:
     checkpoint = Checkpoint.find(str(own_checkpoint))
     path = expert_file_path(checkpoint, torch.float32)
     load(own_checkpoint, torch.float32)
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_changed_is_read_again(own_checkpoint: Path) -> None:
     assert file.spec.fingerprint == Checkpoint.find(str(own_checkpoint)).fingerprint != checkpoint.fingerprint
 
 
-def test_two_checkpoints_of_one_name_do_not_share_a_file(tmp_path: Path) -> None:
+def test_checkpoints_of_the_same_name_do_not_share_a_file(tmp_path: Path) -> None:
     found = []
     for seed in (1, 2):
         directory = save(seeded(mixtral, seed, num_hidden_layers=1), tmp_path / str(seed) / "model")
@@ -234,7 +234,7 @@ def test_two_checkpoints_of_one_name_do_not_share_a_file(tmp_path: Path) -> None
     assert found[0] != found[1]
 
 
-# ---- checkpoints that lack something
+# ---- damaged checkpoints
 
 
 def edit_weights(directory: Path, change: Any) -> None:
@@ -244,28 +244,28 @@ def edit_weights(directory: Path, change: Any) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_an_expert_that_is_missing_is_noticed(own_checkpoint: Path) -> None:
+def test_missing_expert_is_rejected(own_checkpoint: Path) -> None:
     name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     edit_weights(own_checkpoint, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=r"3 experts for model\.layers\.1\.mlp\.experts\.down_proj"):
         load(own_checkpoint, torch.float32)
 
 
-def test_a_damaged_expert_is_noticed(own_checkpoint: Path) -> None:
+def test_expert_with_nan_is_rejected(own_checkpoint: Path) -> None:
     name = "model.layers.2.block_sparse_moe.experts.3.w1.weight"
     edit_weights(own_checkpoint, lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.gate_up_proj \(expert 3\).*not finite"):
         load(own_checkpoint, torch.float32)
 
 
-def test_a_config_of_other_experts_is_noticed(own_checkpoint: Path) -> None:
+def test_wrong_number_of_experts_is_rejected(own_checkpoint: Path) -> None:
     config = json.loads((own_checkpoint / "config.json").read_text())
     (own_checkpoint / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
     with pytest.raises(CheckpointError, match=r"disagree|has 4 experts"):
         load(own_checkpoint, torch.float32)
 
 
-def test_a_dense_model_is_no_target(mixtral_pair: Pair) -> None:
+def test_dense_model_is_rejected_as_target(mixtral_pair: Pair) -> None:
     with pytest.raises(CheckpointError, match="no experts"):
         load(mixtral_pair.good, torch.float32)
 
@@ -275,7 +275,7 @@ def test_a_dense_model_is_no_target(mixtral_pair: Pair) -> None:
 WIDE, INNER, WIDE_EXPERTS = 512, 2048, 13
 WIDE_EXPERT = 3 * WIDE * INNER * 4  # bytes
 WIDE_LAYERS = {"per-expert": 2, "fused": 1}
-SLACK = 32 * 2**20  # imports that happen on the way, the allocator, threads
+SLACK = 32 * 2**20  # for imports, the allocator and threads
 
 MEASURE = """
 import gc, json, sys, threading, time
@@ -291,19 +291,19 @@ def anonymous():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-peak, start, over = 0, anonymous(), threading.Event()
+peak, start, done = 0, anonymous(), threading.Event()
 
 
-def watch():
+def sample():
     global peak
-    while not over.is_set():
+    while not done.is_set():
         peak = max(peak, anonymous())
         time.sleep(0.001)
 
 
 def growth(work):
     global peak
-    gc.collect()  # what an earlier engine left behind is not this one's
+    gc.collect()  # free the memory of an earlier engine
     peak = 0
     result = work()
     return max(peak, anonymous()) - start, result
@@ -315,18 +315,18 @@ def run(directory):
         return {"tokens": tokens, "resident": llm.engine.target.resident_bytes, "slots": llm.engine.slots}
 
 
-threading.Thread(target=watch, daemon=True).start()
+threading.Thread(target=sample, daemon=True).start()
 for directory in sys.argv[2:]:
     grown, figures = growth(lambda: run(directory))
     print(json.dumps({"grown": grown, **figures}))
 grown, model = growth(lambda: AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32))
 print(json.dumps({"grown": grown}))
-over.set()
+done.set()
 """
 
 
 def save_wide(directory: Path, layout: str) -> Path:
-    """A checkpoint of some 160 MB a layer, nearly all of it experts, written without a model of that size."""
+    """Write a checkpoint of about 160 MB per layer, mostly experts, without building a model of that size."""
     layers = WIDE_LAYERS[layout]
     model = seeded(
         mixtral, 6, hidden_size=WIDE, intermediate_size=8, num_hidden_layers=layers, num_local_experts=WIDE_EXPERTS
@@ -359,9 +359,9 @@ def save_wide(directory: Path, layout: str) -> Path:
     return directory
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the process's memory")
-def test_a_load_never_holds_the_experts(tmp_path: Path) -> None:
-    """From nothing to generated tokens, in memory that pays for the dense weights, the slots and two blobs."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to measure memory")
+def test_load_never_holds_all_experts(tmp_path: Path) -> None:
+    """Loading and generating needs memory for the dense weights, the slots and two blobs."""
     directories = [save_wide(tmp_path / layout, layout) for layout in WIDE_LAYERS]
     all_experts = [layers * WIDE_EXPERTS * WIDE_EXPERT for layers in WIDE_LAYERS.values()]
     memory = 3 * WIDE_EXPERT
@@ -369,7 +369,7 @@ def test_a_load_never_holds_the_experts(tmp_path: Path) -> None:
         **os.environ,
         "SPMOE_HOME": str(tmp_path / "home"),
         "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is given back at once: measured is what is held
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed memory goes back to the system at once, so the measurement is exact
     }
     command = [sys.executable, "-c", MEASURE, str(memory), *map(str, directories)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -381,9 +381,9 @@ def test_a_load_never_holds_the_experts(tmp_path: Path) -> None:
         assert figures["slots"] == 3
         assert len(figures["tokens"]) == 4
         bound = figures["resident"] + memory + 2 * WIDE_EXPERT + SLACK
-        assert bound < all_experts[0] / 2, "a bound that is worth keeping"
+        assert bound < all_experts[0] / 2, "the bound is far below all experts"
         assert bound < min(all_experts)
         assert figures["grown"] < bound
-        assert figures["grown"] > memory / 2, "the sampling saw something"
+        assert figures["grown"] > memory / 2, "the sampling works"
     assert len(engines) == len(WIDE_LAYERS)
-    assert plain["grown"] > all_experts[0], "as it does of a load that holds them all"
+    assert plain["grown"] > all_experts[0], "the sampling detects a load of all experts"

@@ -1,4 +1,4 @@
-"""Experts stored in four bits, as gpt-oss is published: expanded one by one as they are read."""
+"""Experts stored in mxfp4, as gpt-oss is published: dequantized one by one as they are read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PROMPT, COUNT = [5, 9, 3, 17], 16
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A tiny checkpoint in four bits, and what transformers writes with the same experts expanded."""
+def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Write a tiny mxfp4 checkpoint, and generate with transformers from the same experts dequantized."""
     config = GptOssConfig(
         vocab_size=64,
         hidden_size=64,
@@ -54,44 +54,44 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     directory = tmp_path_factory.mktemp("gpt-oss")
     model.save_pretrained(directory)
     stored = load_file(directory / "model.safetensors")
-    plain = {name: t for name, t in stored.items() if not name.endswith(("gate_up_proj", "down_proj"))}
-    save_file(plain | tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    dense = {name: t for name, t in stored.items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    save_file(dense | tensors, directory / "model.safetensors", metadata={"format": "pt"})
     declared = json.loads((directory / "config.json").read_text())
     declared["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (directory / "config.json").write_text(json.dumps(declared))
     return directory, expected
 
 
-def write(directory: Path, **options: object) -> list[int]:
+def generate(directory: Path, **options: object) -> list[int]:
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     with LLM(str(directory), dtype="float32", device="cpu", progress=False, **options) as llm:
         return llm.generate(PROMPT, params)[0].token_ids
 
 
 @pytest.mark.parametrize("memory", ["25%", "100%"])
-def test_tokens_are_those_of_the_expanded_model(packed: tuple[Path, list[int]], memory: str) -> None:
-    directory, expected = packed
+def test_tokens_equal_those_of_the_dequantized_model(mxfp4_checkpoint: tuple[Path, list[int]], memory: str) -> None:
+    directory, expected = mxfp4_checkpoint
     assert len(set(expected)) > 3
-    assert write(directory, expert_memory=memory) == expected
-    assert write(directory, expert_memory=memory, draft="ngram") == expected
+    assert generate(directory, expert_memory=memory) == expected
+    assert generate(directory, expert_memory=memory, draft="ngram") == expected
 
 
-def test_one_wrong_scale_is_seen(packed: tuple[Path, list[int]], tmp_path: Path) -> None:
-    directory, expected = packed
+def test_wrong_scales_change_the_output(mxfp4_checkpoint: tuple[Path, list[int]], tmp_path: Path) -> None:
+    directory, expected = mxfp4_checkpoint
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.layers.0.mlp.experts.down_proj_scales"] += 3
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert write(tmp_path) != expected
+    assert generate(tmp_path) != expected
 
 
-def test_half_of_a_packed_tensor_is_no_checkpoint(packed: tuple[Path, list[int]], tmp_path: Path) -> None:
-    directory, _ = packed
+def test_missing_scales_are_rejected(mxfp4_checkpoint: tuple[Path, list[int]], tmp_path: Path) -> None:
+    directory, _ = mxfp4_checkpoint
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     stored = load_file(tmp_path / "model.safetensors")
     del stored["model.layers.1.mlp.experts.gate_up_proj_scales"]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks .*gate_up_proj"):
-        write(tmp_path)
+        generate(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokenizers: a draft must read the target's tokens; how many rows its embedding has is another matter."""
+"""Tokenizers: target and draft must share one, but their embeddings may have different numbers of rows."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def check(target: Path, draft: Path) -> None:
     )
 
 
-def test_the_same_tokenizer_is_accepted(pair: Pair, llama_draft: Path) -> None:
+def test_equal_tokenizers_are_accepted(pair: Pair, llama_draft: Path) -> None:
     for draft in (pair.good, pair.random, llama_draft):
         check(pair.target, draft)
 
 
-def test_the_first_difference_is_named(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_error_names_the_first_difference(tmp_path: Path, mixtral_pair: Pair) -> None:
     draft = save(seeded(mistral, 1), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
     symbols = {index: token for token, index in byte_tokenizer().get_vocab().items()}
     with pytest.raises(UsageError) as raised:
@@ -52,7 +52,7 @@ def test_the_first_difference_is_named(tmp_path: Path, mixtral_pair: Pair) -> No
         LLM(str(mixtral_pair.target), str(draft), progress=False)
 
 
-def test_an_entry_too_many_is_a_difference(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_extra_token_is_rejected(tmp_path: Path, mixtral_pair: Pair) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["extra"])
     draft = save(seeded(mistral, 1, vocab_size=VOCABULARY + 1), tmp_path / "draft", tokenizer)
@@ -62,32 +62,32 @@ def test_an_entry_too_many_is_a_difference(tmp_path: Path, mixtral_pair: Pair) -
         check(draft, mixtral_pair.target)
 
 
-def test_a_target_that_speculates_on_nothing_needs_no_matching_draft(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_tokenizers_are_not_compared_without_speculation(tmp_path: Path, mixtral_pair: Pair) -> None:
     draft = save(seeded(mistral, 1), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
     with LLM(str(mixtral_pair.target), str(draft), num_speculative_tokens=0, progress=False) as llm:
         assert len(llm.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
-def test_without_tokenizers_the_vocabularies_must_have_one_size(tmp_path: Path, mixtral_pair: Pair) -> None:
+def test_without_tokenizers_vocabulary_sizes_must_be_equal(tmp_path: Path, mixtral_pair: Pair) -> None:
     target = save(seeded(mixtral, 1), tmp_path / "target")
-    alike = save(seeded(mistral, 1), tmp_path / "alike")
+    same_size = save(seeded(mistral, 1), tmp_path / "same")
     other = save(seeded(mistral, 1, vocab_size=VOCABULARY + 7), tmp_path / "other")
-    check(target, alike)
+    check(target, same_size)
     for draft in (other, mixtral_pair.good):
         with pytest.raises(UsageError, match="cannot be shown to share a tokenizer"):
             check(target, draft)
     with pytest.raises(UsageError, match="cannot be shown to share a tokenizer"):
-        check(mixtral_pair.target, alike)
+        check(mixtral_pair.target, same_size)
 
 
-# ---- sizes padded beyond the tokenizer's entries
+# ---- embeddings padded beyond the vocabulary
 
 SIZES = {"smaller": VOCABULARY, "same": VOCABULARY + 40, "bigger": VOCABULARY + 90}
 
 
 @pytest.fixture(scope="module")
 def padded_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
-    """A target with 40 rows that no token has, and a prompt after which it writes some of them."""
+    """Save a target with 40 unused embedding rows, and find a prompt after which it generates some of them."""
     draft = seeded(mistral, 90, vocab_size=SIZES["same"])
     target = seeded(mixtral, 91, vocab_size=SIZES["same"])
     upcycle(target, draft, noise=0.15)
@@ -98,16 +98,16 @@ def padded_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
         tokens = greedy(model, prompt, COUNT)
         if sum(token >= VOCABULARY for token in tokens[:-1]) >= 2 and len(set(tokens)) > 6:
             return directory, prompt, tokens
-    raise AssertionError("no prompt makes this target write padding tokens; choose other seeds")
+    raise AssertionError("no prompt makes this target generate padding tokens; choose other seeds")
 
 
-def listen(llm: LLM) -> list[int]:
-    """All that the draft will propose."""
+def collect_drafts(llm: LLM) -> list[int]:
+    """Return a list that will hold every token that the draft proposes."""
     proposed: list[int] = []
-    sound = llm.engine.loop.drafter.propose
+    own = llm.engine.loop.drafter.propose
 
     def propose(*args: Any) -> Any:
-        drafts = sound(*args)
+        drafts = own(*args)
         proposed.extend(drafts[0].tokens)
         return drafts
 
@@ -117,15 +117,15 @@ def listen(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_draft_with_another_number_of_rows_is_exact(
+def test_draft_with_another_embedding_size_is_exact(
     tmp_path: Path, padded_target: tuple[Path, list[int], list[int]], size: str, temperature: float
 ) -> None:
-    """Tokens the draft has no row for may come from the target or the prompt; those it has too many of never count."""
+    """The target or prompt may contain tokens that the draft has no row for; the draft's extra rows are never used."""
     target, prompt, tokens = padded_target
     draft = save(seeded(mistral, 90, vocab_size=SIZES[size]), tmp_path / size, byte_tokenizer())
     check(target, draft)
     with LLM(str(target), str(draft), num_speculative_tokens=3, progress=False) as llm:
-        proposed = listen(llm)
+        proposed = collect_drafts(llm)
         params: dict[str, Any] = {"max_tokens": COUNT, "ignore_eos": True, "temperature": temperature, "seed": 3}
         completion = llm.generate(prompt, SamplingParams(**params))[0]
         assert all(0 <= token < SIZES["same"] for token in completion.token_ids)
@@ -134,19 +134,19 @@ def test_a_draft_with_another_number_of_rows_is_exact(
         assert max(proposed) < min(SIZES[size], SIZES["same"])
         if temperature == 0:
             assert completion.token_ids == tokens
-            longer = [*prompt, *tokens[:8]]  # rows that only the target has are in the prompt now
+            longer = [*prompt, *tokens[:8]]  # the prompt now contains tokens that only the target has
             again = llm.generate(longer, SamplingParams(max_tokens=COUNT - 8, ignore_eos=True))[0]
             assert again.token_ids == tokens[8:]
 
 
-def test_a_draft_that_would_say_what_the_target_cannot_is_cut_off(tmp_path: Path) -> None:
-    """All of the draft's weight on rows beyond the target's vocabulary; its best token within it is proposed."""
+def test_draft_never_proposes_tokens_beyond_the_targets_vocabulary(tmp_path: Path) -> None:
+    """The draft's most likely tokens are beyond the target's vocabulary, so the best token within it is proposed."""
     target = save(seeded(mixtral, 1), tmp_path / "target", byte_tokenizer())
     model = seeded(DRAFTS["mistral"], 2, vocab_size=SIZES["bigger"])
     model.lm_head.weight.data[VOCABULARY:] *= 50.0
     draft = save(model, tmp_path / "draft", byte_tokenizer())
     with LLM(str(target), str(draft), num_speculative_tokens=3, progress=False) as llm:
-        proposed = listen(llm)
+        proposed = collect_drafts(llm)
         tokens = llm.generate([1, 2, 3], SamplingParams(max_tokens=COUNT, ignore_eos=True))[0].token_ids
     assert tokens == greedy(reference(target), [1, 2, 3], COUNT)
     assert proposed

@@ -1,4 +1,4 @@
-"""A widened model says what the small one says, keeps its added dimensions at zero, and is not made of zeros."""
+"""A widened model computes the small one's function; added dimensions stay zero, and added weights are not zero."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": 0,
     "initializer_range": 0.2,
-    "rms_norm_eps": 0.03,  # large enough for a wrong one to show
+    "rms_norm_eps": 0.03,  # large, so that a wrong value changes the output
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": True,
     "attn_implementation": "eager",
@@ -71,7 +71,7 @@ def qwen2_moe(**changes: Any) -> Any:
     counts = {"num_experts": 8, "num_experts_per_tok": 3}
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL | sizes | counts | changes))
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "mlp.gate.weight")):  # which begin as zeros
+        if name.endswith(("bias", "mlp.gate.weight")):  # these are initialized with zeros
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -94,7 +94,7 @@ def tokens(model: Any, count: int = 24) -> Tensor:
 
 
 @torch.inference_mode()
-def assert_says_the_same(small: Any, wide: Any) -> None:
+def assert_equivalent(small: Any, wide: Any) -> None:
     ids = tokens(small)
     expected, logits = small(ids).logits, wide(ids).logits
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -102,64 +102,64 @@ def assert_says_the_same(small: Any, wide: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", WIDE, ids=lambda shape: shape.name)
-def test_says_the_same(small: Any, shape: WideShape) -> None:
+def test_wide_model_is_equivalent(small: Any, shape: WideShape) -> None:
     wide = widened(small, shape)
     assert type(wide) is type(small)
     assert wide.config._attn_implementation == small.config._attn_implementation == "eager"
     assert wide.config.hidden_size == shape.hidden
     assert wide.config.max_position_embeddings == 32768
-    assert_says_the_same(small, wide)
+    assert_equivalent(small, wide)
 
 
 @pytest.mark.parametrize("shape", WIDE, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("heads", [{"num_attention_heads": 4, "num_key_value_heads": 2}, {"num_key_value_heads": 5}])
-def test_says_the_same_with_several_kv_heads(heads: dict[str, int], shape: WideShape) -> None:
+def test_wide_model_is_equivalent_with_several_kv_heads(heads: dict[str, int], shape: WideShape) -> None:
     small = seeded(mistral, 4, **heads, head_dim=16)
     if heads["num_key_value_heads"] == 5:
         shape = replace(shape, kv_heads=8)
-    assert_says_the_same(small, widened(small, shape))
+    assert_equivalent(small, widened(small, shape))
 
 
-def test_says_the_same_with_an_output_head_of_its_own() -> None:
+def test_wide_model_is_equivalent_with_untied_embeddings() -> None:
     small = seeded(mistral, 5, tie_word_embeddings=False)
     wide = widened(small, GROUPED)
     assert wide.lm_head.weight is not wide.model.embed_tokens.weight
-    assert (wide.lm_head.weight[:, HIDDEN:] != 0).all(), "what it meets is zero already"
-    assert_says_the_same(small, wide)
+    assert (wide.lm_head.weight[:, HIDDEN:] != 0).all(), "noise, since it multiplies zeros"
+    assert_equivalent(small, wide)
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_the_shipped_pair_says_the_same(which: str) -> None:
+def test_shipped_pair_widened_is_equivalent(which: str) -> None:
     small = reference(Path(shipped_pair()[which == "draft"]))
-    wide = widened(small, WideShape("some", 320, 224, 256, 256, heads=8, kv_heads=2, head_dim=128))
-    assert_says_the_same(small, wide)
+    wide = widened(small, WideShape("wide", 320, 224, 256, 256, heads=8, kv_heads=2, head_dim=128))
+    assert_equivalent(small, wide)
     assert wide.generation_config.to_dict() == small.generation_config.to_dict()
 
 
 @torch.inference_mode()
-def test_in_half_precision_it_rounds_no_worse_than_the_small_one(small: Any) -> None:
+def test_bfloat16_error_is_similar_to_the_small_models(small: Any) -> None:
     ids, exact = tokens(small), small(tokens(small)).logits
     wide = widen_draft(small, GROUPED, torch.bfloat16, "cpu")
     assert {p.dtype for p in wide.parameters()} == {wide.config.dtype} == {torch.bfloat16}
     assert wide.model.rotary_emb.inv_freq.dtype == torch.float32
-    off = float((wide(ids).logits - exact).square().mean())
+    error = float((wide(ids).logits - exact).square().mean())
     small.to(torch.bfloat16)
-    assert off < 2.5 * float((small(ids).logits - exact).square().mean())
+    assert error < 2.5 * float((small(ids).logits - exact).square().mean())
 
 
 @pytest.mark.parametrize("shape", WIDE, ids=lambda shape: shape.name)
 @torch.inference_mode()
 def test_added_dimensions_stay_exactly_zero(small: Any, shape: WideShape) -> None:
     wide = widened(small, shape)
-    seen = []
+    captured = []
     for layer in wide.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-        layer.mlp.register_forward_hook(lambda module, args, output: seen.append(output))
-    wide.model.norm.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
+            norm.register_forward_pre_hook(lambda module, args: captured.append(args[0]))
+        layer.mlp.register_forward_hook(lambda module, args, output: captured.append(output))
+    wide.model.norm.register_forward_hook(lambda module, args, output: captured.extend((args[0], output)))
     wide(tokens(wide))
-    assert len(seen) == 3 * len(wide.model.layers) + 2
-    for states in seen:  # [1, count, hidden]
+    assert len(captured) == 3 * len(wide.model.layers) + 2
+    for states in captured:  # [1, count, hidden]
         assert states.shape[-1] == shape.hidden
         assert bool(states[..., :HIDDEN].any())
         assert not bool(states[..., HIDDEN:].any())
@@ -176,7 +176,7 @@ def test_most_weights_are_not_zero(small: Any, shape: WideShape) -> None:
             assert float((weight != 0).float().mean()) > 0.75, name
 
 
-def test_a_norm_of_ones_is_widened_with_noise() -> None:
+def test_norm_of_ones_is_widened_with_noise() -> None:
     small = mistral().eval()
     weight = widened(small, GROUPED).model.norm.weight
     assert bool((weight != 0).all())
@@ -201,16 +201,16 @@ def wide_expert(widener: ExpertWidener, key: ExpertKey, dtype: torch.dtype = tor
     return views
 
 
-def test_an_expert_is_mostly_noise_of_the_trained_scale() -> None:
+def test_expert_is_mostly_noise_of_the_trained_scale() -> None:
     small, wide = small_expert(), wide_expert(ExpertWidener(torch.float32, "cpu"), ExpertKey(1, 2))
-    everything = torch.cat([w.flatten() for w in wide.values()])
-    assert float((everything != 0).float().mean()) >= 0.9
+    weights = torch.cat([w.flatten() for w in wide.values()])
+    assert float((weights != 0).float().mean()) >= 0.9
     for name, weight in wide.items():
         added = weight[weight != 0]
         assert float(added.std()) == pytest.approx(float(small[name].std()), rel=0.1)
 
 
-def test_an_expert_depends_on_its_key_and_seed_alone() -> None:
+def test_expert_depends_only_on_key_and_seed() -> None:
     widener = ExpertWidener(torch.float32, "cpu", seed=1)
     first = wide_expert(widener, ExpertKey(1, 2))
     again = wide_expert(ExpertWidener(torch.float32, "cpu", seed=1), ExpertKey(1, 2))
@@ -224,30 +224,30 @@ def test_an_expert_depends_on_its_key_and_seed_alone() -> None:
         assert not any(torch.equal(weight, other[name]) for other in others)
 
 
-def test_an_expert_made_elsewhere_is_copied_into_its_views() -> None:
+def test_expert_of_another_dtype_is_copied_into_its_views() -> None:
     direct = wide_expert(ExpertWidener(torch.bfloat16, "cpu"), ExpertKey(0, 0), torch.bfloat16)
     copied = wide_expert(ExpertWidener(torch.bfloat16, "cpu"), ExpertKey(0, 0), torch.float32)
     for name, weight in direct.items():
         assert torch.equal(weight.float(), copied[name])
 
 
-def test_noise_does_not_repeat_by_rows() -> None:
-    view = torch.empty(4096, 512)  # longer than the noise
+def test_noise_differs_between_rows() -> None:
+    view = torch.empty(4096, 512)  # more values than the noise has
     ExpertWidener(torch.float32, "cpu").fill(small_expert(), {"down_proj": view}, ExpertKey(0, 0))
     assert len(torch.unique(view[:, -1])) > 4000
 
 
-def test_an_expert_of_another_make_is_refused() -> None:
+def test_unknown_expert_tensor_is_rejected() -> None:
     widener = ExpertWidener(torch.float32, "cpu")
     with pytest.raises(UsageError, match="how to widen up_proj"):
         widener.fill({"up_proj": torch.ones(2, 2)}, {"up_proj": torch.ones(4, 4)}, ExpertKey(0, 0))
 
 
-# ---- as the engine does it
+# ---- with the engine's classes
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_a_target_with_offloaded_experts_says_the_same(family: str, tmp_path: Path) -> None:
+def test_wide_target_with_offloaded_experts_is_equivalent(family: str, tmp_path: Path) -> None:
     directory = save(seeded(FAMILIES[family], 6), tmp_path / "small")
     checkpoint, whole = Checkpoint.find(str(directory)), reference(directory)
     small = load_without_experts(checkpoint, torch.float32)
@@ -257,11 +257,11 @@ def test_a_target_with_offloaded_experts_says_the_same(family: str, tmp_path: Pa
     assert not any("experts" in name for name, _ in wide.named_parameters())
     paths = [moe_layer.path for moe_layer in target.moe]
     spec = wide_store_spec(checkpoint, wide, paths, torch.float32, GROUPED)
-    narrow = store_spec(checkpoint, small, paths, torch.float32)
-    assert spec.experts == narrow.experts
-    assert spec.layout.nbytes > 30 * narrow.layout.nbytes
-    again = wide_store_spec(checkpoint, wide, paths, torch.float32, GROUPED, seed=1)
-    assert len({one.fingerprint for one in (spec, narrow, again)}) == 3
+    small_spec = store_spec(checkpoint, small, paths, torch.float32)
+    assert spec.experts == small_spec.experts
+    assert spec.layout.nbytes > 30 * small_spec.layout.nbytes
+    other_seed = wide_store_spec(checkpoint, wide, paths, torch.float32, GROUPED, seed=1)
+    assert len({one.fingerprint for one in (spec, small_spec, other_seed)}) == 3
 
     experts, widener = expert_tensors(whole), ExpertWidener(torch.float32, "cpu")
 
@@ -285,7 +285,7 @@ def test_a_target_with_offloaded_experts_says_the_same(family: str, tmp_path: Pa
         source.close()
 
 
-def test_gates_choose_what_the_small_ones_choose(tmp_path: Path) -> None:
+def test_wide_gates_select_the_same_experts(tmp_path: Path) -> None:
     checkpoint = Checkpoint.find(str(save(seeded(mixtral, 7), tmp_path)))
     small = load_without_experts(checkpoint, torch.float32)
     wide = Target(widen_target(small, UNGROUPED, torch.float32, "cpu"))
@@ -296,21 +296,21 @@ def test_gates_choose_what_the_small_ones_choose(tmp_path: Path) -> None:
     torch.testing.assert_close(routing.scores, expected.scores)
 
 
-# ---- configs and refusals
+# ---- configurations and errors
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)
-def test_the_shipped_pair_fits_every_shape(shape: WideShape) -> None:
+def test_shipped_pair_fits_every_shape(shape: WideShape) -> None:
     for directory in shipped_pair():
         config = Checkpoint.find(directory).config
         wide = wide_config(config, shape, positions=65536)
         assert type(wide) is type(config)
         assert (wide.head_dim, wide.max_position_embeddings) == (128, 65536)
         assert wide.rms_norm_eps == pytest.approx(config.rms_norm_eps * config.hidden_size / shape.hidden)
-        assert config.hidden_size == 160, "the small one's is left alone"
+        assert config.hidden_size == 160, "the small model's config is unchanged"
 
 
-def test_sizes_come_from_where_the_family_has_them() -> None:
+def test_sizes_map_to_the_settings_of_each_family() -> None:
     shape = SHAPES["deepseek-v2-lite"]
     qwen = wide_config(seeded(qwen2_moe, 0).config, shape)
     assert (qwen.moe_intermediate_size, qwen.shared_expert_intermediate_size) == (1408, 2816)
@@ -330,23 +330,23 @@ def test_sizes_come_from_where_the_family_has_them() -> None:
         ({"head_dim": 40}, "rotary frequencies"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_shape_that_is_too_small_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         widened(seeded(mixtral, 0), replace(GROUPED, **changes))
 
 
-def test_too_few_kv_heads_are_refused() -> None:
+def test_too_few_kv_heads_are_rejected() -> None:
     small = seeded(mistral, 0, num_key_value_heads=5)
     with pytest.raises(UsageError, match="num_key_value_heads is 2, but this model needs at least 5"):
         widened(small, GROUPED)
 
 
-def test_a_model_of_another_kind_is_refused() -> None:
+def test_unsupported_family_is_rejected() -> None:
     with pytest.raises(UsageError, match="cannot widen a qwen3_moe model; choose one of these kinds: mistral"):
         widened(qwen3_moe(), GROUPED)
 
 
-def test_an_unknown_parameter_is_refused() -> None:
+def test_unknown_parameter_is_rejected() -> None:
     small = seeded(mistral, 0)
     small.model.layers[1].self_attn.q_norm = torch.nn.RMSNorm(16)
     with pytest.raises(UsageError, match=r"how to widen model\.layers\.1\.self_attn\.q_norm\.weight"):
@@ -356,6 +356,6 @@ def test_an_unknown_parameter_is_refused() -> None:
 @pytest.mark.parametrize(
     "changes", [{"hidden_act": "sigmoid"}, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}]
 )
-def test_arithmetic_that_would_change_is_refused(changes: dict[str, Any]) -> None:
+def test_unsupported_activation_and_rope_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="SiLU feed-forwards and plain rotary positions"):
         widened(seeded(mistral, 0, **changes), GROUPED)

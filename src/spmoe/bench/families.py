@@ -1,6 +1,7 @@
-"""The proof that a family works: its tiny checkpoint is run by transformers and by the engine, and must say the same.
+"""Check MoE families: run each one's tiny model with transformers and with the engine, and compare the tokens.
 
-Every family runs in a process of its own, so that a crash or a hang costs one row of the table.
+Every family runs in its own process, so that a crash or a hang costs one row of the table. `markdown_page` writes the
+table as docs/families.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe import types
+from spmoe.backends.devices import choose_device, device_facts
 from spmoe.config import SamplingParams
 from spmoe.draft.base import ChunkObserver, Drafter
 from spmoe.engine.llm import LLM
@@ -27,45 +29,45 @@ from spmoe.models.checkpoint import quiet
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
 
 PROMPT = [(13 * i + 5) % 89 for i in range(11)]
-COUNT = 20  # tokens generated
+MAX_NEW_TOKENS = 20
 K = 3
 TIMEOUT = 240.0  # seconds for one family
 OK = "ok"
-IN_PART = "in part"
+PARTLY = "partly"
 CHECKS = ("loads", "plain", "speculation", "prediction")
-CUDA_CHECKS = (*CHECKS, "recorded")
-_SEEDS = range(8)  # tried until a checkpoint says something that is not all the same
-_DISTINCT = 6
+CUDA_CHECKS = (*CHECKS, "captured")
+_SEEDS = range(8)  # tried in order until the generated text is varied enough
+_MIN_DISTINCT_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class VerifyResult:
-    """What came of one family: `ok`, or why not, for each check."""
+class FamilyResult:
+    """Result of each check of one family: `ok`, or the reason why not."""
 
     family: str
     loads: str
     plain: str = "not reached"
     speculation: str = "not reached"
     prediction: str = "not reached"
-    recorded: str = "not on a CUDA device"
+    captured: str = "not on a CUDA device"
 
     @property
-    def holds(self) -> bool:
-        """Whether it loads and is exact, with and without speculation; the rest only makes it faster."""
+    def exact(self) -> bool:
+        """Whether the family loads and is exact with and without speculation; other checks only concern speed."""
         return self.loads == self.plain == self.speculation == OK
 
     def to_dict(self) -> dict[str, str]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
-class Replay:
-    """A draft that is right most of the time: what is expected, with an error here and there."""
+class MostlyRightDrafter:
+    """Runs another drafter, but proposes the expected tokens with some errors."""
 
-    def __init__(self, inner: Drafter, expected: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, inner: Drafter, expected: Sequence[int], vocab_size: int) -> None:
         self._inner = inner
         self._expected = [*PROMPT, *expected]
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
 
     def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
         self._inner.propose(sequences, k, on_chunk)
@@ -84,41 +86,41 @@ class Replay:
         self._inner.release(sequence_id)
 
     def _tokens(self, start: int, k: int) -> list[int]:
-        right = enumerate(self._expected[start : start + k], start)
-        return [(token + _is_wrong(place)) % self._vocabulary for place, token in right]
+        expected = enumerate(self._expected[start : start + k], start)
+        return [(token + _is_wrong(position)) % self._vocab_size for position, token in expected]
 
 
-def _is_wrong(place: int) -> bool:
-    """No pattern that steps could fall in with: drafts are kept whole, in part and not at all."""
-    return (place * place + place // 3) % 5 == 1
+def _is_wrong(position: int) -> bool:
+    """Whether the draft is wrong here: irregular, so that drafts are accepted fully, partly and not at all."""
+    return (position * position + position // 3) % 5 == 1
 
 
-def prove(family: str, directory: Path, device: str = "cpu") -> VerifyResult:
+def check_family(family: str, directory: Path, device: str = "cpu") -> FamilyResult:
     """Run every check on one family, in this process."""
     found = {"family": family}
     try:
-        target, draft, expected = _checkpoints(family, directory, device)
-        _check(found, target, draft, expected, device)
-    except Exception as error:  # whatever a family's own code raises is a row of the table
-        found["loads"] = _told(error)
+        target, draft, expected = _make_checkpoints(family, directory, device)
+        _run_checks(found, target, draft, expected, device)
+    except Exception as error:  # any failure of a family's own code becomes a row of the table
+        found["loads"] = _describe(error)
     names = {str(directory / "draft"): "the draft", **{str(directory / f"target-{seed}"): family for seed in _SEEDS}}
     for path, name in names.items():
         found = {check: answer.replace(path, name) for check, answer in found.items()}
-    return VerifyResult(**found)
+    return FamilyResult(**found)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {reason(error)}"
 
 
-def _checkpoints(family: str, directory: Path, device: str) -> tuple[str, str, list[int]]:
-    """A target, a draft that knows nothing of it, and what transformers says the target writes."""
+def _make_checkpoints(family: str, directory: Path, device: str) -> tuple[str, str, list[int]]:
+    """Write a target and an unrelated random draft; return both paths and the target's tokens by transformers."""
     for seed in _SEEDS:
         model = tiny_model(family, seed)
         target = directory / f"target-{seed}"
         save(model, target)
-        expected = reference_tokens(target, PROMPT, COUNT, device)
-        if len(set(expected)) >= _DISTINCT:
+        expected = reference_tokens(target, PROMPT, MAX_NEW_TOKENS, device)
+        if len(set(expected)) >= _MIN_DISTINCT_TOKENS:
             break
     draft = directory / "draft"
     text = model.config.get_text_config(decoder=True)
@@ -126,7 +128,8 @@ def _checkpoints(family: str, directory: Path, device: str) -> tuple[str, str, l
     return str(target), str(draft), expected
 
 
-def _check(found: dict[str, str], target: str, draft: str, expected: list[int], device: str) -> None:
+def _run_checks(found: dict[str, str], target: str, draft: str, expected: list[int], device: str) -> None:
+    """Run all checks with all experts resident, then the exactness checks with two smaller budgets."""
     options: dict[str, Any] = {
         "num_speculative_tokens": K,
         "cutoff": "all",
@@ -135,20 +138,20 @@ def _check(found: dict[str, str], target: str, draft: str, expected: list[int], 
         "progress": False,
     }
 
-    def attempt(check: str, ask: Callable[..., str], *args: Any) -> None:
+    def attempt(check: str, run: Callable[..., str], *args: Any) -> None:
         if found.get(check, OK) == OK:
             try:
-                found[check] = ask(*args)
-            except Exception as error:  # other checks may still pass
-                found[check] = _told(error)
+                found[check] = run(*args)
+            except Exception as error:  # the other checks may still pass
+                found[check] = _describe(error)
 
     with LLM(target, draft, expert_memory="100%", **options) as llm:
         engine = llm.engine
-        sizes = [engine.target.top_k, max(engine.target.top_k, engine.slots // 2)]
-        budgets = [size * engine.store.layout.nbytes for size in sizes]
+        slots = [engine.target.top_k, max(engine.target.top_k, engine.slots // 2)]
+        budgets = [count * engine.store.layout.nbytes for count in slots]
         found["loads"] = OK
         if device != "cpu":
-            attempt("recorded", _recorded, llm)
+            attempt("captured", _captured, llm)
         attempt("plain", _plain, llm, expected)
         attempt("prediction", _prediction, llm)
         attempt("speculation", _speculation, llm, expected)
@@ -158,17 +161,21 @@ def _check(found: dict[str, str], target: str, draft: str, expected: list[int], 
             attempt("plain", _plain, llm, expected)
 
 
-def _recorded(llm: LLM) -> str:
-    """Whether forwards of few rows are graphs, and why not."""
-    return next((notice for notice in llm.notices if "of the target cannot be recorded" in notice), OK)
+def _captured(llm: LLM) -> str:
+    """Check that forwards of few rows are captured as CUDA graphs."""
+    if llm.engine.target.records:
+        return OK
+    return next((notice for notice in llm.notices if notice.startswith("forwards of the target")), "not captured")
 
 
 def _plain(llm: LLM, expected: list[int]) -> str:
+    """Check plain decoding."""
     llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=0)
-    return _same(llm, expected, "")
+    return _compare(llm, expected, "")
 
 
 def _speculation(llm: LLM, expected: list[int]) -> str:
+    """Check speculative decoding with a bad and a good draft, with and without prefetching."""
     engine = llm.engine
     if engine.draft is None:
         return next(iter(llm.notices), "the engine decodes without speculation")
@@ -178,78 +185,82 @@ def _speculation(llm: LLM, expected: list[int]) -> str:
             before = engine.loop.counters.copy()
             own = engine.loop.drafter
             if kind == "a good draft":
-                engine.loop.drafter = Replay(own, expected, engine.target.vocab_size)
+                engine.loop.drafter = MostlyRightDrafter(own, expected, engine.target.vocab_size)
             try:
-                answer = _same(llm, expected, f"with {kind}, {prefetch}, {engine.slots} slots: ")
+                answer = _compare(llm, expected, f"with {kind}, {prefetch}, {engine.slots} slots: ")
             finally:
                 engine.loop.drafter = own
             if answer != OK:
                 return answer
             counters = engine.loop.counters.minus(before)
             if kind == "a good draft" and not 0 < counters.accepted < counters.drafted:
-                return f"{counters.accepted} of {counters.drafted} draft tokens were kept, so nothing was proved"
+                return (
+                    f"{counters.accepted} of {counters.drafted} draft tokens were accepted, so rollback was not tested"
+                )
     return OK
 
 
 def _prediction(llm: LLM) -> str:
+    """Check that every layer's norm and router were found and reproduce the model's own routing."""
     target = llm.engine.target
-    if target.gated and (right := own_predictions(llm)) < 1.0:
-        return f"the gates, asked alone, name {100 * right:.0f}% of the experts that are used"
-    routers, norms = (sum(getattr(moe_layer, end) is None for moe_layer in target.moe) for end in ("router", "norm"))
-    how = f"{IN_PART}: " if target.gated else ""
+    if target.gated and (recall := gate_recall(llm)) < 1.0:
+        return f"the gates, called alone, select {100 * recall:.0f}% of the experts that the model uses"
+    routers, norms = (sum(getattr(moe_layer, name) is None for moe_layer in target.moe) for name in ("router", "norm"))
+    prefix = f"{PARTLY}: " if target.gated else ""
     if routers:
-        return f"{how}no router was found for {routers} of {len(target.moe)} MoE layers"
-    return f"{how}no norm was found before the router of {norms} of {len(target.moe)} MoE layers" if norms else OK
+        return f"{prefix}no router was found for {routers} of {len(target.moe)} MoE layers"
+    return f"{prefix}no norm was found before the router of {norms} of {len(target.moe)} MoE layers" if norms else OK
 
 
-def own_predictions(llm: LLM) -> float:
-    """The share of experts that the gates name when they are asked about the target's own hidden states."""
+def gate_recall(llm: LLM) -> float:
+    """Return the share of used experts that the gates select when called alone on the target's own hidden states."""
     target, kv = llm.engine.target, llm.engine.target.new_kv(len(PROMPT))
-    seen: dict[int, Tensor] = {}
+    residuals: dict[int, Tensor] = {}
     used: dict[int, Tensor] = {}
     handles = []
     for layer, moe_layer in enumerate(target.moe):
         if moe_layer.norm is None or moe_layer.router is None:
             continue
-        tapped = moe_layer.router.router if isinstance(moe_layer.norm, nn.Identity) else moe_layer.norm
+        hooked = moe_layer.router.router if isinstance(moe_layer.norm, nn.Identity) else moe_layer.norm
 
-        def tap(module: nn.Module, args: tuple[Tensor, ...], layer: int = layer) -> None:
-            seen[layer] = args[0].reshape(-1, args[0].shape[-1])
+        def save_residual(module: nn.Module, args: tuple[Tensor, ...], layer: int = layer) -> None:
+            residuals[layer] = args[0].reshape(-1, args[0].shape[-1])
 
-        def note(module: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> None:
+        def save_experts(module: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> None:
             used[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
 
-        handles.append(tapped.register_forward_pre_hook(tap))
-        handles.append(moe_layer.experts.register_forward_pre_hook(note, with_kwargs=True))
+        handles.append(hooked.register_forward_pre_hook(save_residual))
+        handles.append(moe_layer.experts.register_forward_pre_hook(save_experts, with_kwargs=True))
     try:
         target.forward(PROMPT, kv, keep=1)
     finally:
         for handle in handles:
             handle.remove()
-    named = [target.route([layer], seen[layer][None]).experts[0] for layer in used]  # each: [rows, top_k]
-    hits = [(a[:, :, None] == b[:, None, :]).any(1).float().mean() for a, b in zip(named, used.values(), strict=True)]
-    return float(torch.stack(hits).mean())
+    predicted = [target.route([layer], residuals[layer][None]).experts[0] for layer in used]  # each: [rows, top_k]
+    pairs = zip(predicted, used.values(), strict=True)
+    return float(torch.stack([(a[:, :, None] == b[:, None, :]).any(1).float().mean() for a, b in pairs]).mean())
 
 
-def _same(llm: LLM, expected: list[int], setting: str) -> str:
+def _compare(llm: LLM, expected: list[int], setting: str) -> str:
+    """Generate, and compare with the tokens of transformers."""
     found = llm.generate(PROMPT, SamplingParams(max_tokens=len(expected), ignore_eos=True))[0].token_ids
     if found == expected:
         return OK
     first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
-    return f"{setting}token {first + 1} of {len(expected)} differs from what transformers writes"
+    return f"{setting}token {first + 1} of {len(expected)} differs from transformers"
 
 
-# ---- many families, each in a process
+# ---- many families, each in its own process
 
 
-def prove_all(
+def check_families(
     families: Iterable[str],
     workers: int = 2,
-    on_done: Callable[[VerifyResult, float], None] = lambda result, seconds: None,
+    on_done: Callable[[FamilyResult, float], None] = lambda result, seconds: None,
     device: str = "cpu",
-) -> list[VerifyResult]:
-    """Every family's verdict, in the order asked for."""
-    waiting, running, verdicts = list(families), dict[str, _Job](), dict[str, VerifyResult]()
+) -> list[FamilyResult]:
+    """Check families in `workers` processes at a time; return the results in the given order."""
+    waiting, running, results = list(families), dict[str, _Job](), dict[str, FamilyResult]()
     order = list(waiting)
     while waiting or running:
         while waiting and len(running) < workers:
@@ -257,18 +268,18 @@ def prove_all(
             running[family] = _Job(family, device)
         for family, job in list(running.items()):
             if (result := job.result()) is not None:
-                verdicts[family] = result
+                results[family] = result
                 on_done(result, time.monotonic() - job.started)
                 del running[family]
         time.sleep(0.02)
-    return [verdicts[family] for family in order]
+    return [results[family] for family in order]
 
 
 class _Job:
-    """One family under way."""
+    """A process that checks one family. Process pools do not survive a crash, and cannot end a hung worker."""
 
     def __init__(self, family: str, device: str) -> None:
-        # forked, it need not import everything once more; but CUDA does not outlive a fork
+        # a forked process need not import everything again, but CUDA does not survive a fork
         forks = hasattr(os, "fork") and device == "cpu"
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.family = family
@@ -278,28 +289,90 @@ class _Job:
         self._process.start()
         sender.close()
 
-    def result(self) -> VerifyResult | None:
-        """What came of it, when something has."""
+    def result(self) -> FamilyResult | None:
+        """Return the result; None while the process runs within its time limit."""
         if self._receiver.poll():
             try:
-                result: VerifyResult = self._receiver.recv()
+                result: FamilyResult = self._receiver.recv()
             except EOFError:
                 self._process.join()
-                return VerifyResult(self.family, f"its process ended with exit code {self._process.exitcode}")
+                return FamilyResult(self.family, f"its process ended with exit code {self._process.exitcode}")
             self._process.join()
             return result
         if time.monotonic() - self.started > TIMEOUT:
             self._process.kill()
             self._process.join()
-            return VerifyResult(self.family, f"not done after {TIMEOUT:.0f} s")
+            return FamilyResult(self.family, f"not finished after {TIMEOUT:.0f} s")
         return None
 
 
 def _work(family: str, device: str, sender: Any) -> None:
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # float32 is meant, in convolutions too
-    warnings.simplefilter("ignore")  # what families' own code warns of is neither ours nor about exactness
+    torch.backends.cudnn.allow_tf32 = False  # convolutions must compute in float32 too
+    warnings.simplefilter("ignore")  # warnings of the families' own code do not concern exactness
     with tempfile.TemporaryDirectory() as directory, quiet():
         os.environ["SPMOE_HOME"] = str(Path(directory) / "home")
-        sender.send(prove(family, Path(directory), device))
+        sender.send(check_family(family, Path(directory), device))
     sender.close()
+
+
+# ---- the table as a page
+
+
+def checks_on(device: str) -> tuple[str, ...]:
+    """Return the names of the checks on a device."""
+    return CHECKS if device == "cpu" else CUDA_CHECKS
+
+
+def short(answer: str) -> str:
+    """Shorten an answer to `ok`, `partly` or `no`."""
+    return answer if answer == OK else PARTLY if answer.startswith(PARTLY) else "no"
+
+
+def failures(results: Sequence[FamilyResult], checks: Sequence[str]) -> list[str]:
+    """Return one line for every check that is not `ok`, with its reason."""
+    answers = [(result.family, check, getattr(result, check)) for result in results for check in checks]
+    return [f"{family}, {check}: {answer}" for family, check, answer in answers if answer != OK]
+
+
+def markdown_page(results: Sequence[FamilyResult], version: str, device: str = "cpu") -> str:
+    """Write the results as a Markdown page; `version` is that of transformers."""
+    checks = checks_on(device)
+    counts = ", ".join(f"{sum(getattr(r, check) == OK for r in results)} {check}" for check in checks)
+    title, where, command = "Model families", "the CPU", "spmoe families --markdown docs/families.md"
+    if device != "cpu":
+        title, where = "Model families on CUDA", device_facts(choose_device(device)).name
+        command = f"spmoe families --device {device} --markdown docs/families-{device}.md"
+    lines = [
+        f"# {title}",
+        "",
+        f"Written by `{command}` with transformers {version}.",
+        f"Results of {len(results)} MoE families with a causal language model: {counts}.",
+        "",
+        f"Each family was built as a tiny model with random weights and run in float32 on {where}.",
+        "The checks are:",
+        "",
+        "- **loads**: the engine loads the checkpoint and writes its experts to the expert file.",
+        f"- **plain**: greedy decoding gives the same {MAX_NEW_TOKENS} tokens as `generate` of transformers, with",
+        "  slots for top-k experts, for half of the experts and for all experts.",
+        f"- **speculation**: so does speculative decoding with {K} draft tokens per step, with a mostly wrong and",
+        "  a mostly right draft, with draft-gate prefetching and on demand, and with the same three budgets.",
+        "- **prediction**: the norm and router of every MoE layer were found. Called alone on the model's hidden",
+        "  states, they select exactly the experts that the model uses. *Partly* means: only for some layers.",
+        "  Experts of the other layers are loaded on demand.",
+    ]
+    if "captured" in checks:
+        lines.append("- **captured**: forwards of few rows are captured as CUDA graphs and replayed.")
+    lines += [
+        "",
+        "[Adding a model](adding-a-model.md) explains what to do about a family that fails.",
+        "",
+        f"| family | {' | '.join(checks)} |",
+        f"| --- |{' --- |' * len(checks)}",
+    ]
+    for result in results:
+        cells = [short(getattr(result, check)) for check in checks]
+        lines.append(f"| {result.family} | {' | '.join(cells)} |")
+    if reasons := failures(results, checks):
+        lines += ["", "Reasons:", "", *(f"- {line}" for line in reasons)]
+    return "\n".join(lines) + "\n"

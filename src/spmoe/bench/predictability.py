@@ -1,8 +1,8 @@
-"""How well a draft's hidden states predict a target's routing, measured through the offloading engine itself.
+"""Measure how well a draft's hidden states predict a target's routing, with the offloading engine itself.
 
-Windows of text run through both models, one at a time. At every MoE layer the target's own routing is compared with
-what its gate says about the draft's residual stream at the same relative depth (through the maps fitted for the pair,
-where there are such), and about its own one layer earlier.
+Windows of a text run through both models. At every MoE layer, the target's own routing is compared with what its gate
+selects from the draft's residual stream at the same relative depth (through the pair's fitted projection, if there is
+one), and from the target's own residual stream one MoE layer earlier.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ from spmoe.errors import PromptError, UsageError
 from spmoe.models.runner import ModelRunner
 from spmoe.predict.policies.draft_gate import layers_by_draft_depth
 
+MIN_WINDOW = 16  # tokens
+
 
 @dataclass
-class LayerFigures:
-    """One MoE layer; all are means over tokens, from 0 to 1."""
+class LayerMetrics:
+    """Metrics of one MoE layer; all are means over tokens, from 0 to 1."""
 
-    cosine: float = 0.0  # of draft's and target's residual stream after attention
-    top1: float = 0.0  # the most likely expert is predicted as such
-    recall: float = 0.0  # of the experts used, those among the k predicted
-    recall_plus_one: float = 0.0  # the same when k + 1 are predicted
-    union_recall: float = 0.0  # over `span` tokens together: used and predicted / used
-    union_precision: float = 0.0  # used and predicted / predicted
-    next_gate_recall: float = 0.0  # predicted from the target's own previous layer; 0 at the first
-    previous_token: float = 0.0  # of the experts used, those that the previous token used
-    largest_load: float = 0.0  # share of tokens that use the busiest expert
+    cosine: float = 0.0  # similarity of the draft's and the target's residual stream after attention
+    top1: float = 0.0  # the most likely expert is predicted
+    recall: float = 0.0  # used experts that are among the k predicted
+    recall_plus_one: float = 0.0  # used experts that are among k + 1 predicted
+    union_recall: float = 0.0  # over `span` consecutive tokens: used and predicted / used
+    union_precision: float = 0.0  # over `span` consecutive tokens: used and predicted / predicted
+    next_gate_recall: float = 0.0  # recall from the target's own previous MoE layer; 0 at the first
+    previous_token: float = 0.0  # used experts that the previous token used too
+    largest_load: float = 0.0  # share of tokens that use the most used expert
 
 
 @dataclass
 class Predictability:
-    """What was measured."""
+    """Metrics of a pair of target and draft."""
 
     tokens: int
     span: int
     top_k: int
     experts: int
-    greedy_agreement: float
-    sampling_acceptance: float
-    layers: list[LayerFigures] = field(default_factory=list)
+    greedy_agreement: float  # share of positions where both models' most likely tokens are equal
+    sampling_acceptance: float  # expected acceptance rate of rejection sampling
+    layers: list[LayerMetrics] = field(default_factory=list)
 
-    def mean(self) -> LayerFigures:
-        """The mean over layers."""
-        names = [f.name for f in fields(LayerFigures)]
-        return LayerFigures(**{n: sum(getattr(one, n) for one in self.layers) / len(self.layers) for n in names})
+    def mean(self) -> LayerMetrics:
+        """Return the mean over layers."""
+        names = [f.name for f in fields(LayerMetrics)]
+        return LayerMetrics(**{n: sum(getattr(one, n) for one in self.layers) / len(self.layers) for n in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "mean": asdict(self.mean())}
 
 
@@ -67,38 +69,45 @@ def measure_predictability(
     span: int = 5,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predictability:
-    """Compare draft and target over evenly spread windows of a text."""
-    drafter = engine.loop.drafter
-    if not isinstance(drafter, DraftModel):
-        raise UsageError("predictability needs a draft model; give one with --draft")
-    if not (engine.target.gates_found and drafter.runner.has_hidden_states):
-        raise UsageError(
-            "the target's gates, or the draft's hidden states, cannot be had alone; nothing can be compared"
-        )
+    """Compare draft and target over evenly spaced windows of a text."""
+    draft = require_draft_model(engine)
     pieces = read_windows(engine, text, window, windows)
-    sums = _Sums(engine, drafter.runner, span)
+    comparison = _Comparison(engine, draft, span)
     for done, tokens in enumerate(pieces):
         on_progress(done, len(pieces))
-        sums.add(tokens)
+        comparison.add(tokens)
     on_progress(len(pieces), len(pieces))
-    return sums.result()
+    return comparison.result()
+
+
+def require_draft_model(engine: Engine) -> ModelRunner:
+    """Return the draft model; raise UsageError if there is none, or if its predictions cannot be computed."""
+    drafter = engine.loop.drafter
+    if not isinstance(drafter, DraftModel):
+        raise UsageError("this command needs a draft model; give one with --draft")
+    if not (engine.target.gates_found and drafter.runner.has_hidden_states):
+        raise UsageError(
+            "the gates of the target or the hidden states of the draft were not found, so nothing can be predicted; "
+            "choose another pair"
+        )
+    return drafter.runner
 
 
 def read_windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:
-    """Evenly spread windows of a text's tokens."""
+    """Split a text into evenly spaced windows of tokens."""
     if engine.tokenizer is None:
-        raise UsageError(f"{engine.config.model} ships no tokenizer, so a text cannot be read")
-    ids: list[int] = engine.tokenizer(text, verbose=False)["input_ids"]  # longer than any context is fine here
+        raise UsageError(f"{engine.config.model} has no tokenizer, so text cannot be encoded; choose another model")
+    ids: list[int] = engine.tokenizer(text, verbose=False)["input_ids"]  # may exceed the context; windows do not
     window = min(window, engine.max_model_len, len(ids))
-    if window < 16:
-        raise PromptError(f"the text has {len(ids)} tokens; give one of at least 16")
+    if window < MIN_WINDOW:
+        raise PromptError(f"the text has {len(ids)} tokens; give one with at least {MIN_WINDOW}")
     count = max(1, min(count, len(ids) // window))
     starts = [round(i * (len(ids) - window) / max(1, count - 1)) for i in range(count)]
     return [ids[start : start + window] for start in starts]
 
 
-class _Sums:
-    """Running totals over windows."""
+class _Comparison:
+    """Sums of all metrics over windows."""
 
     def __init__(self, engine: Engine, draft: ModelRunner, span: int) -> None:
         self._engine = engine
@@ -107,30 +116,30 @@ class _Sums:
         self._span = span
         self._draft_depth = draft_depths(engine, draft)
         count, experts = len(self._target.moe), max(engine.store.experts)
-        self._figures = [LayerFigures() for _ in range(count)]
+        self._metrics = [LayerMetrics() for _ in range(count)]
         self._loads = torch.zeros(count, experts)
         self._agreement = self._acceptance = 0.0
         self._tokens = self._windows = 0
 
     def add(self, tokens: list[int]) -> None:
         """Run one window through both models and compare."""
-        draft_taps, draft_logits = run_window(self._draft, tokens)
+        draft_states, draft_logits = run_window(self._draft, tokens)
         self._engine.source.begin_step()
-        target_taps, target_logits = run_window(self._target, tokens)
+        target_states, target_logits = run_window(self._target, tokens)
         draft_logits = pad(draft_logits, (0, target_logits.shape[-1] - draft_logits.shape[-1]), value=float("-inf"))
         self._agreement += float((draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean())
         p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
         self._acceptance += float(torch.minimum(p, q).sum(-1).mean())
-        for layer in range(len(self._figures)):
-            self._compare(layer, draft_taps, target_taps)
+        for layer in range(len(self._metrics)):
+            self._compare(layer, draft_states, target_states)
         self._tokens += len(tokens)
         self._windows += 1
 
     def result(self) -> Predictability:
-        """Means over all windows."""
+        """Return the means over all windows."""
         n = self._windows
-        for layer, one in enumerate(self._figures):
-            for f in fields(LayerFigures):
+        for layer, one in enumerate(self._metrics):
+            for f in fields(LayerMetrics):
                 setattr(one, f.name, getattr(one, f.name) / n)
             one.largest_load = float(self._loads[layer].max()) / self._tokens
         return Predictability(
@@ -140,63 +149,65 @@ class _Sums:
             self._loads.shape[1],
             self._agreement / n,
             self._acceptance / n,
-            self._figures,
+            self._metrics,
         )
 
-    def _compare(self, layer: int, draft_taps: list[Tensor], target_taps: list[Tensor]) -> None:
-        moe_layer, figures, k = self._target.moe[layer], self._figures[layer], self._target.moe[layer].top_k
-        own = target_taps[moe_layer.depth]
-        guess = draft_taps[self._draft_depth[layer]]
-        real = self._target.rank(layer, own)  # [rows, experts], most likely first
-        used = chosen_of(real, k)  # [rows, experts] bool
+    def _compare(self, layer: int, draft_states: list[Tensor], target_states: list[Tensor]) -> None:
+        """Add one MoE layer's metrics of a window."""
+        moe_layer, metrics, k = self._target.moe[layer], self._metrics[layer], self._target.moe[layer].top_k
+        own = target_states[moe_layer.depth]
+        guess = draft_states[self._draft_depth[layer]]
+        actual = self._target.rank(layer, own)  # [rows, experts], most likely first
+        used = top_k_mask(actual, k)  # [rows, experts] bool
         self._loads[layer] += used.sum(0)
-        figures.previous_token += float((used[1:] & used[:-1]).sum()) / (k * max(1, len(used) - 1))
+        metrics.previous_token += float((used[1:] & used[:-1]).sum()) / (k * max(1, len(used) - 1))
         if layer:
-            before = self._target.rank(layer, target_taps[self._target.moe[layer - 1].depth])
-            figures.next_gate_recall += recall_of(used, chosen_of(before, k))
+            next_gate = self._target.rank(layer, target_states[self._target.moe[layer - 1].depth])
+            metrics.next_gate_recall += recall(used, top_k_mask(next_gate, k))
         if self._engine.projection is not None:
             guess = self._engine.projection([layer], guess[None])[0]
         elif self._draft.hidden_size != self._target.hidden_size:
-            return  # nothing of the draft's fits the gate; the figures stay at zero
-        predicted = self._target.rank(layer, guess)
-        said = chosen_of(predicted, k)
-        figures.cosine += float(cosine_similarity(guess.float(), own.float(), dim=-1).mean())
-        figures.top1 += float((predicted[:, 0] == real[:, 0]).float().mean())
-        figures.recall += recall_of(used, said)
-        figures.recall_plus_one += recall_of(used, chosen_of(predicted, min(k + 1, predicted.shape[-1])))
-        together, expected = _union(used, self._span), _union(said, self._span)
-        figures.union_recall += recall_of(together, expected)
-        figures.union_precision += recall_of(expected, together)
+            return  # the gate cannot read the draft's hidden states; the metrics stay 0
+        ranking = self._target.rank(layer, guess)
+        predicted = top_k_mask(ranking, k)
+        metrics.cosine += float(cosine_similarity(guess.float(), own.float(), dim=-1).mean())
+        metrics.top1 += float((ranking[:, 0] == actual[:, 0]).float().mean())
+        metrics.recall += recall(used, predicted)
+        metrics.recall_plus_one += recall(used, top_k_mask(ranking, min(k + 1, ranking.shape[-1])))
+        used_in_span, predicted_in_span = _union(used, self._span), _union(predicted, self._span)
+        metrics.union_recall += recall(used_in_span, predicted_in_span)
+        metrics.union_precision += recall(predicted_in_span, used_in_span)
 
 
 def draft_depths(engine: Engine, draft: ModelRunner) -> list[int]:
-    """For each MoE layer, the draft's decoder layer that predicts it."""
+    """Return, for each MoE layer, the draft's decoder layer that predicts it."""
     at = layers_by_draft_depth(engine.target.layer_depths, engine.target.depth_count, draft.depth_count)
     return [depth for depth, layers in enumerate(at) for _ in layers]
 
 
 def run_window(runner: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], Tensor]:
-    """Every layer's residual stream after attention, and the logits of every position."""
-    taps: list[Tensor] = [torch.empty(0)] * runner.depth_count
+    """Return every decoder layer's residual stream after attention, and the logits of every position."""
+    # -> layers x [rows, hidden], [rows, vocabulary]
+    states: list[Tensor] = [torch.empty(0)] * runner.depth_count
 
-    def keep(depth: int, residual: Tensor) -> None:
-        taps[depth] = residual  # [rows, hidden]
+    def on_hidden_states(depth: int, residual: Tensor) -> None:
+        states[depth] = residual
 
-    logits = runner.forward(tokens, runner.new_kv(len(tokens)), keep=len(tokens), on_hidden_states=keep)
-    return taps, logits
+    logits = runner.forward(tokens, runner.new_kv(len(tokens)), keep=len(tokens), on_hidden_states=on_hidden_states)
+    return states, logits
 
 
-def chosen_of(ranking: Tensor, k: int) -> Tensor:
-    """Which experts are among the first k."""  # [rows, experts] -> [rows, experts] bool
+def top_k_mask(ranking: Tensor, k: int) -> Tensor:
+    """Mark the experts among the first k of a ranking."""  # [rows, experts] -> [rows, experts] bool
     return torch.zeros_like(ranking, dtype=torch.bool).scatter_(1, ranking[:, :k], True)
 
 
-def _union(chosen: Tensor, span: int) -> Tensor:
-    """Experts used by any of `span` tokens in a row."""  # [rows, experts] -> [rows // span, experts]
-    rows = max(span, len(chosen) // span * span)
-    return chosen[:rows].reshape(-1, min(span, len(chosen)), chosen.shape[-1]).any(1)
+def _union(mask: Tensor, span: int) -> Tensor:
+    """Mark the experts of any of `span` consecutive tokens."""  # [rows, experts] -> [rows // span, experts]
+    rows = max(span, len(mask) // span * span)
+    return mask[:rows].reshape(-1, min(span, len(mask)), mask.shape[-1]).any(1)
 
 
-def recall_of(wanted: Tensor, given: Tensor) -> float:
-    """The share of what is wanted that is given."""
+def recall(wanted: Tensor, given: Tensor) -> float:
+    """Return the share of wanted experts that are given."""  # both: bool masks of one shape
     return float((wanted & given).sum()) / max(1, int(wanted.sum()))

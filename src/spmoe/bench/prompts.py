@@ -81,7 +81,7 @@ def parse_prompts(text: str, path: Path) -> PromptSet:
 
 
 def _from_hub(repository: str, file: str) -> Path:
-    from spmoe.models.datasets import dataset_file  # imports the hub's client
+    from spmoe.models.checkpoint import dataset_file  # imports the hub's client
 
     return dataset_file(repository, file)
 

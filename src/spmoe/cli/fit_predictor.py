@@ -1,4 +1,4 @@
-"""`spmoe fit-predictor`: maps from a draft's hidden states to the target's, for drafts of another width or meaning."""
+"""`spmoe fit-predictor`: fit a projection of a draft's hidden states to the target's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 @takes_shared_options_except("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
 def fit_predictor(
     engine: dict[str, Any],
-    text: Annotated[Path, typer.Option(help="Text to fit on, of the kind that the model is to write.")],
-    windows: Annotated[int, typer.Option(min=2, help="Windows of text to run; every fifth is held out.")] = 64,
+    text: Annotated[Path, typer.Option(help="Text file to fit on, similar to the text that the model will generate.")],
+    windows: Annotated[int, typer.Option(min=2, help="Number of windows of the text; every fifth is held out.")] = 64,
     window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
     as_json: Json = False,
 ) -> None:
-    """Fit the maps through which a draft's hidden states go to the target's gates, and keep them for this pair.
+    """Fit a projection of a draft's hidden states, so that the target's gates can predict experts from them.
 
-    From then on every verb uses them, unless told --no-projection. Runs through the offloading engine.
+    It is stored for this pair. Every command then uses it, unless --no-projection is given.
     """
     from spmoe.bench.fit_predictor import fit_predictor as fit
     from spmoe.models.predictors import write_predictor
@@ -40,19 +40,19 @@ def fit_predictor(
     ):
         result = fit(llm.engine, words, window, windows, report)
         draft = llm.engine.draft_checkpoint
-        assert draft is not None  # else there was nothing to fit
+        assert draft is not None  # else `fit` raised UsageError
         facts = {"model": llm.engine.config.model, "draft": draft.name, "text": str(text), **result.to_dict()}
-        path = write_predictor(llm.engine.checkpoint, draft, result.maps, facts)
+        path = write_predictor(llm.engine.checkpoint, draft, result.projection, facts)
     if as_json:
         print(json.dumps({"file": str(path), **result.to_dict()}))
         return
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(_table(result))
-    console.print(f"fitted on {result.tokens} tokens; kept in {path}", soft_wrap=True)
+    console.print(f"fitted on {result.tokens} tokens; written to {path}", soft_wrap=True)
 
 
 def _table(fit: Fit) -> Table:
-    title = f"recall of the experts used, on {fit.held_out} tokens held out; %"
+    title = f"recall of used experts on {fit.held_out} held-out tokens, in %"
     table = Table("layer", "before", "after", "ridge", title=title, title_justify="left", box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"

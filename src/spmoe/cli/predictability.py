@@ -1,4 +1,4 @@
-"""`spmoe predictability`: whether a draft suits a target, before trusting it."""
+"""`spmoe predictability`: measure how well a draft predicts a target's experts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _COLUMNS = {
 }
 
 _LEGEND = (
-    "cosine: of the draft's and the target's hidden states; top-1: the first choice is the target's; recall: of the k "
-    "experts used, those among the k (or k+1) predicted; union: the same over several tokens together, and how much of "
-    "what was predicted was used; next gate: predicted from the target's own previous layer, which the first has not; "
-    "previous token: used by it too; largest load: tokens that use the busiest expert"
+    "cosine: similarity of the draft's and the target's hidden states; top-1: the most likely expert is predicted; "
+    "recall: share of the k used experts that are among the k (or k+1) predicted; union: recall and precision over "
+    "several tokens together; next gate: recall when predicted from the target's own previous MoE layer; previous "
+    "token: share of used experts that the previous token used too; largest load: share of tokens that use the most "
+    "used expert"
 )
 
 
@@ -42,27 +43,35 @@ _LEGEND = (
 def predictability(
     engine: dict[str, Any],
     text: Annotated[
-        Path | None, typer.Option(help="Text to measure on; default: some of this package's own source.")
+        Path | None, typer.Option(help="Text file to measure on. Default: Python source that ships with spmoe.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text to run.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows of the text.")] = 16,
     window: Annotated[int, typer.Option(min=16, help="Tokens per window.")] = 256,
-    span: Annotated[int, typer.Option(min=1, help="Tokens taken together for the union figures, K+1 as a rule.")] = 5,
-    plot: Annotated[Path | None, typer.Option(help="Write the figures by layer as an SVG plot to this file.")] = None,
+    span: Annotated[int, typer.Option(min=1, help="Tokens per union, usually K+1.")] = 5,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a chart by layer to this SVG file (needs spmoe[report]).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure, layer by layer, how well a draft's hidden states predict the target's experts.
 
-    Runs through the offloading engine, so it also works on a model that does not fit.
+    Uses the offloading engine, so it also works for models that do not fit in memory.
     """
     if plot is not None and plot.suffix.lower() != ".svg":
-        raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
+        raise UsageError(
+            f"--plot writes SVG, not {plot.suffix or 'this format'}; name the file {plot.with_suffix('.svg')}"
+        )
     require_writable(plot)
+    if plot is not None:
+        from spmoe.bench.charts import require_report_extra
+
+        require_report_extra()
     from spmoe.bench.predictability import measure_predictability
     from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar
 
     words = read_text_file(text) if text is not None else sample_text()
-    # prefetching would only get in the way of measuring: the draft's guesses are compared, not acted upon
+    # predictions are only measured here, so prefetching would cost time for nothing
     with (
         load({**engine, "prefetch": "on-demand"}, progress=not as_json) as llm,
         progress_bar("Comparing", not as_json and sys.stderr.isatty()) as report,
@@ -83,19 +92,25 @@ def predictability(
 
 
 def _table(result: Predictability) -> Table:
-    title = f"{result.top_k} of {result.experts} experts; union over {result.span} tokens; %"
+    title = f"top-{result.top_k} of {result.experts} experts; union over {result.span} tokens; in %"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     for heading in ("layer", *_COLUMNS.values()):
         table.add_column(heading, justify="right", width=max(5, *map(len, heading.split())))
-    rows = [(str(layer), figures) for layer, figures in enumerate(result.layers)]
-    for name, figures in [*rows, ("mean", result.mean())]:
-        table.add_row(name, *(f"{100 * getattr(figures, column):.1f}" for column in _COLUMNS))
+    rows = [(str(layer), metrics) for layer, metrics in enumerate(result.layers)]
+    for name, metrics in [*rows, ("mean", result.mean())]:
+        table.add_row(name, *(f"{100 * getattr(metrics, column):.1f}" for column in _COLUMNS))
     return table
 
 
 def _write_plot(path: Path, result: Predictability) -> None:
-    from spmoe.bench.plot import line_plot
+    from spmoe.bench.charts import Line, LineChart, svg_document
 
     shown = ("top1", "recall", "recall_plus_one", "union_recall", "next_gate_recall", "previous_token")
-    lines = {_COLUMNS[name]: [getattr(one, name) for one in result.layers] for name in shown}
-    write_text(path, line_plot("Prediction of the target's experts", "MoE layer", lines))
+    lines = tuple(
+        Line(
+            _COLUMNS[name], tuple((layer, 100 * getattr(one, name)) for layer, one in enumerate(result.layers)), colour
+        )
+        for colour, name in enumerate(shown)
+    )
+    chart = LineChart("Prediction of the target's experts", "MoE layer", "%", lines, y_min=0.0, y_max=100.0)
+    write_text(path, svg_document([chart]))

@@ -1,1 +1,1 @@
-"""The seam to transformers, and the only place that knows its model code."""
+"""Everything that depends on transformers: loading, inspecting and running its models."""

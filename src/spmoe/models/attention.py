@@ -1,6 +1,7 @@
-"""Attention over a cache whose length the device knows, plugged into transformers' attention interface.
+"""Attention over a KV cache whose length is stored on the device, registered with transformers' attention interface.
 
-Registered without a mask function, so models make no masks: causality and windows are this function's own.
+A captured CUDA graph cannot change shapes, so it attends up to a length that it reads from device memory. No mask
+function is registered, so models build no masks: this module applies causality and sliding windows itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "spmoe"
-_KNOWN = {"position_ids", "cache_position"}
-_length: Tensor | None = None  # while a forward is recorded: positions its caches hold, on the device
+_SUPPORTED_ARGUMENTS = {"position_ids", "cache_position"}
+_length: Tensor | None = None  # [1] int64, number of cached positions; set while a forward is captured
 
 
 @contextmanager
 def device_length(length: Tensor) -> Iterator[None]:
-    """Inside, caches append at, and attention reads up to, a length that only the device knows."""  # [1] int64
+    """Make KV caches append at, and attention read up to, a length in device memory ([1] int64)."""
     global _length
     _length = length
     try:
@@ -32,17 +33,17 @@ def device_length(length: Tensor) -> Iterator[None]:
 
 
 def current_length() -> Tensor | None:
-    """The device's length, inside `device_length`."""
+    """Return the length in device memory inside `device_length`, else None."""
     return _length
 
 
-def quick_to_start() -> Any:
-    """A context without cuDNN's attention, which takes milliseconds to get ready for every new length."""
+def without_cudnn() -> Any:
+    """Return a context that disables cuDNN attention, which needs milliseconds of set-up for every new length."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def use(model: Any) -> None:
-    """Let a model attend through this file."""
+    """Switch a model to this attention implementation."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
     model.set_attn_implementation(IMPLEMENTATION)
 
@@ -58,27 +59,27 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, rows, heads, value dim]
-    unknown = {k for k, v in kwargs.items() if isinstance(v, (Tensor, float)) and k not in _KNOWN}
-    if attention_mask is not None or unknown:
-        raise NotImplementedError(f"its attention also takes {', '.join(unknown or ['a mask'])}")
+    unsupported = {k for k, v in kwargs.items() if isinstance(v, (Tensor, float)) and k not in _SUPPORTED_ARGUMENTS}
+    if attention_mask is not None or unsupported:
+        raise NotImplementedError(f"its attention needs {', '.join(unsupported or ['a mask'])}, which is unsupported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _length is not None:
         from spmoe.backends.kernels.attention import decode_attention
 
         return decode_attention(query, key, value, _length, scaling, sliding_window), None
-    rows, held = query.shape[2], key.shape[2]
-    mask, cut = None, sliding_window is not None and held > sliding_window
-    if cut or (rows > 1 and held > rows):
-        mask = _mask(rows, held, sliding_window, query.device)
+    rows, positions = query.shape[2], key.shape[2]
+    mask, beyond_window = None, sliding_window is not None and positions > sliding_window
+    if beyond_window or (rows > 1 and positions > rows):
+        mask = _mask(rows, positions, sliding_window, query.device)
     out = scaled_dot_product_attention(
         query, key, value, mask, scale=scaling, is_causal=mask is None and rows > 1, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask(rows: int, held: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the held positions each of the last rows sees."""  # [rows, held] bool
-    row = torch.arange(held - rows, held, device=device)[:, None]
-    position = torch.arange(held, device=device)
-    seen = position <= row
-    return seen if window is None else seen & (position > row - window)
+def _mask(rows: int, positions: int, window: int | None, device: torch.device) -> Tensor:
+    """Build a causal, optionally windowed mask for the last rows; True means visible."""  # [rows, positions] bool
+    row = torch.arange(positions - rows, positions, device=device)[:, None]
+    position = torch.arange(positions, device=device)
+    visible = position <= row
+    return visible if window is None else visible & (position > row - window)

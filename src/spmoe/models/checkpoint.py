@@ -1,4 +1,4 @@
-"""Checkpoints: a directory or hub id becomes a list of safetensors files that are there, whole and consistent."""
+"""Checkpoints and hub files: find a model by directory or hub id, and check its files before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from spmoe.errors import CheckpointError, SpmoeError, reason
+from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.files import model_directory
-from spmoe.models.quantization import Quantization, read_quantization
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Storage format of a checkpoint's weights, as config.json declares it."""
+
+    method: str
+    block: tuple[int, int] = DEFAULT_BLOCK  # (outputs, inputs) that share a scale, for block scales
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files, looked at but not loaded."""
+    """The files of a model, checked but not loaded."""
 
-    name: str  # as the user wrote it
+    name: str  # directory or hub id, as the user wrote it
     directory: Path
     config: Any = field(repr=False)
-    files: dict[str, Path] = field(repr=False)  # tensor name -> the file that holds it
-    fingerprint: str  # changes whenever the checkpoint does
-    quantization: Quantization | None = None  # how weights are stored, if in fewer bits than they are run in
+    files: dict[str, Path] = field(repr=False)  # tensor name -> safetensors file
+    fingerprint: str  # hash of config.json and of the files' names, sizes and times
+    quantization: Quantization | None = None  # None: weights are stored in 16 or 32 bits
 
     @classmethod
     def find(cls, name: str) -> Checkpoint:
-        """Look up a local directory or a hub id; raises with what to do when it cannot be used."""
+        """Find and check a local directory or a hub id."""
         directory = _resolve(name)
         with _readable(directory):
             config, quantization = _read_config(name, directory)
@@ -46,7 +54,7 @@ class Checkpoint:
             return cls(name, directory, config, files, _fingerprint(directory, set(files.values())), quantization)
 
     def dtype(self, wanted: str) -> torch.dtype:
-        """The dtype to run in; `auto` is the one the checkpoint declares, else the one of its weights."""
+        """Return the dtype to run in; `auto` takes the declared dtype, else that of the weights."""
         if wanted != "auto":
             return getattr(torch, wanted)  # type: ignore[no-any-return]
         declared = getattr(self.config, "dtype", None)
@@ -59,7 +67,7 @@ class Checkpoint:
         return declared
 
     def _stored_dtype(self) -> torch.dtype | None:
-        """That of the first weights that are not packed or of eight bits."""
+        """Return the dtype of the first floating-point tensor with at least 16 bits."""
         for name, path in self.files.items():
             with safe_open(path, framework="pt") as file:
                 dtype: torch.dtype = file.get_slice(name)[:1].dtype
@@ -76,34 +84,34 @@ def _resolve(name: str) -> Path:
     except Exception as error:  # the hub client raises anything from a socket error to its own classes
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
-                f"there is no directory {name}, and the hub's cache holds no model of that name; check the spelling, "
-                "or allow a download by unsetting HF_HUB_OFFLINE"
+                f"there is no directory {name}, and the local hub cache has no model of that name; check the "
+                "spelling, or unset HF_HUB_OFFLINE to allow a download"
             ) from error
         raise CheckpointError(
-            f"there is no directory {name}, and the hub does not give a model of that name ({reason(error)}); check "
-            "the spelling, the network and HF_TOKEN"
+            f"there is no directory {name}, and downloading it from the hub failed ({reason(error)}); check the "
+            "spelling, the network and HF_TOKEN"
         ) from error
 
 
 def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is not a model; check the path")
+        raise CheckpointError(f"{directory} has no config.json, so it is not a model directory; check the path")
     declared = _read_json(directory / "config.json")
-    packed = declared.get("quantization_config")
-    quantization = read_quantization(packed)
-    if packed is not None and quantization is None:
-        method = packed.get("quant_method", "unknown") if isinstance(packed, dict) else "unknown"
+    stored = declared.get("quantization_config")
+    quantization = read_quantization(stored)
+    if stored is not None and quantization is None:
+        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else "unknown"
         raise CheckpointError(
-            f"{name} is quantized (by {method}, in a form that spmoe cannot expand); use the 16-bit checkpoint, or one "
+            f"{name} is quantized (by {method}, in a form that spmoe cannot read); use the 16-bit checkpoint, or one "
             "in fp8 or mxfp4"
         )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             if quantization is not None:
-                del config.quantization_config  # weights are expanded as they are read
+                del config.quantization_config  # weights are dequantized as they are read
             return config, quantization
-    except Exception as error:  # an architecture it does not know, or whatever the checks of a config class raise
+    except Exception as error:  # an unknown architecture, or any check of a config class
         if str(declared.get("model_type")) not in CONFIG_MAPPING:
             raise CheckpointError(
                 f"transformers {transformers_version} does not know the architecture of {name} (model_type "
@@ -114,13 +122,43 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
         ) from error
 
 
+def read_quantization(declared: Any) -> Quantization | None:
+    """Parse `quantization_config`; None if spmoe cannot dequantize that format."""
+    if not isinstance(declared, dict):
+        return None
+    method = str(declared.get("quant_method"))
+    if method == "mxfp4":
+        return Quantization(method)
+    if method == "fp8":
+        return _with_block(method, declared.get("weight_block_size"))
+    groups = declared.get("config_groups")
+    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
+        return None
+    weights = [group["weights"] for group in groups.values() if isinstance(group, dict) and "weights" in group]
+    if len(weights) < len(groups) or not all(isinstance(one, dict) for one in weights):
+        return None
+    formats = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in weights}
+    blocks = {str(one.get("block_structure")) for one in weights}
+    if formats != {("float", 8, True)} or len(blocks) > 1:
+        return None
+    return _with_block(method, weights[0].get("block_structure"))
+
+
+def _with_block(method: str, block: Any) -> Quantization | None:
+    if block is None:
+        return Quantization(method)
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        return None
+    return Quantization(method, (block[0], block[1]))
+
+
 def _check_generation_config(directory: Path) -> None:
-    """Refuse a file that transformers would pass over in silence: the model would then not know where to stop."""
+    """Reject an eos_token_id that transformers would silently ignore: generation would then never stop."""
     path = directory / "generation_config.json"
     if path.is_file():
         eos = _read_json(path).get("eos_token_id")
         if not all(type(token) in (int, type(None)) for token in (eos if isinstance(eos, list) else [eos])):
-            raise CheckpointError(f"eos_token_id in {path} is {eos!r}, which is no token id; correct or delete it")
+            raise CheckpointError(f"eos_token_id in {path} is {eos!r}, which is not a token id; correct or delete it")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -134,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Every tensor of the checkpoint and the file it is in; each file's header and length are checked."""
+    """Map every tensor to its file, and check each file's header and length."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = _read_json(index).get("weight_map")
@@ -145,8 +183,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         paths = sorted(directory.glob("*.safetensors"))
         names = {}
     if not paths:
-        others = any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.gguf"))
-        hint = "only safetensors are supported; convert it" if others else "download it again"
+        other_formats = any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.gguf"))
+        hint = "only safetensors files are supported; convert it" if other_formats else "download it again"
         raise CheckpointError(f"{directory} holds no safetensors files; {hint}")
     files: dict[str, Path] = {}
     for path in paths:
@@ -155,15 +193,15 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
                 f"{path.name} is missing from {directory}, though the index names it; download it again"
             )
         try:
-            path.open("rb").close()  # what the system says of a file is clearer than what safetensors makes of it
+            path.open("rb").close()  # the system's error is clearer than that of safetensors
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is truncated or not a safetensors file ({reason(error)}); download it again"
             ) from error
-    if absent := sorted(set(names) - set(files)):
-        raise CheckpointError(f"the index of {directory} names {absent[0]}, which no file holds; download it again")
+    if missing := sorted(set(names) - set(files)):
+        raise CheckpointError(f"the index of {directory} names {missing[0]}, which no file holds; download it again")
     return files
 
 
@@ -177,7 +215,7 @@ def _fingerprint(directory: Path, paths: set[Path]) -> str:
 
 @contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Tell what the system refuses to read."""
+    """Turn OSError into CheckpointError with the file's name."""
     try:
         yield
     except OSError as error:
@@ -188,8 +226,8 @@ def _readable(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def building(checkpoint: Checkpoint) -> Iterator[None]:
-    """Whatever transformers raises while it builds, loads or first tries a network speaks against the checkpoint."""
+def load_errors(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn any exception from transformers into a CheckpointError while a model is built, loaded or first run."""
     try:
         with quiet():
             yield
@@ -203,7 +241,7 @@ def building(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the bars and reports of transformers off the terminal; what is wrong is raised, in our words."""
+    """Silence the progress bars and log messages of transformers; failures are raised as errors of ours."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -214,3 +252,14 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def dataset_file(repository: str, file: str) -> Path:
+    """Return the local path of a file of a hub dataset, downloading it if it is not cached."""
+    try:
+        return Path(hf_hub_download(repository, file, repo_type="dataset"))
+    except Exception as error:  # the hub client raises anything from a socket error to its own classes
+        raise UsageError(
+            f"{file} of the dataset {repository} cannot be had from the hub ({reason(error)}); go online, or pass a "
+            "local file"
+        ) from error

@@ -1,7 +1,7 @@
-"""Families: every MoE architecture that transformers knows, each as a tiny random checkpoint.
+"""Every MoE architecture of the installed transformers, each as a tiny model with random weights.
 
-The list is read from transformers' registries. A tiny configuration is the family's own default with every size brought
-down by rules that go by the setting's name; of each kind of layer that the default has, one is kept.
+The list comes from transformers' registries. A tiny configuration is the family's default with small sizes, chosen by
+rules for each setting's name, and with one layer of each kind that the default has.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["families", "reference_tokens", "save", "tiny_config", "tiny_draft", 
 
 HIDDEN = 32
 VOCABULARY = 96
-WINDOW = 8  # shorter than what is generated, so that rolling back reaches past it
-_FEWEST_LAYERS = 3
+WINDOW = 8  # shorter than the generated text, so that a rollback reaches beyond it
+_MIN_LAYERS = 3
 
-# what a setting of this name becomes, where the default has a number
+# tiny value of each setting that is a number in the default
 _SIZES: dict[str, int] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -64,7 +64,7 @@ _SIZES: dict[str, int] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     # indexed attention
-    "index_n_heads": 32,  # of few, all may be silent about several tokens, and such ties are broken at random
+    "index_n_heads": 32,  # with few heads, several tokens can score 0, and such ties are broken at random
     "index_head_dim": 16,
     "index_topk": 16,
     # linear attention and state spaces
@@ -86,18 +86,21 @@ _SIZES: dict[str, int] = {
     "chunk_size": 16,
     "block_size": 16,
 }
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_INSTEAD_OF_NONE = {
-    **dict.fromkeys(_EXPERTS, 8),
-    **dict.fromkeys(_CHOSEN, 2),
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_REPLACE_NONE = {
+    **dict.fromkeys(_NUM_EXPERTS, 8),
+    **dict.fromkeys(_TOP_K, 2),
     "moe_intermediate_size": 24,
     "head_dim": 8,
 }
 
-_WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": WINDOW}
+_SLIDING_WINDOW = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": WINDOW,
+}
 
-# only what no rule can guess
+# settings that no rule covers
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots1": {"n_shared_experts": 1},
@@ -109,9 +112,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_offset": 0},
-    "laguna": {"num_attention_heads_per_layer": [4, 4, 4], **_WINDOWED},
+    "laguna": {"num_attention_heads_per_layer": [4, 4, 4], **_SLIDING_WINDOW},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mellum": _WINDOWED,
+    "mellum": _SLIDING_WINDOW,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "index_n_heads": 4,  # one per attention head
@@ -136,7 +139,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def families() -> dict[str, Any]:
-    """Causal language models of the installed transformers that have experts behind its seam, by model type."""
+    """Return the causal language models with replaceable experts of the installed transformers, by model type."""
     found: dict[str, Any] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         module = model_type_to_module_name(model_type)
@@ -148,13 +151,13 @@ def families() -> dict[str, Any]:
             continue
         config_class: Any = CONFIG_MAPPING[model_type]
         if "text_config" in getattr(config_class, "sub_configs", {}):
-            continue  # its text model is listed under its own type
+            continue  # the text model is listed under its own model type
         found[model_type] = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     return found
 
 
 def tiny_config(model_type: str) -> Any:
-    """The family's default configuration with every size brought down."""
+    """Return the family's default configuration with small sizes."""
     config_class: Any = CONFIG_MAPPING[model_type]
     default = config_class()
     settings = default.to_dict()
@@ -163,20 +166,20 @@ def tiny_config(model_type: str) -> Any:
         if name not in changes and (size := _size(name, value)) is not None:
             changes[name] = size
     if settings.get("num_key_value_heads") == settings.get("num_attention_heads"):
-        changes["num_key_value_heads"] = changes["num_attention_heads"]  # as latent attention wants it
+        changes["num_key_value_heads"] = changes["num_attention_heads"]  # latent attention needs equal numbers
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return config_class(**{**changes, **tokens, **_OVERRIDES.get(model_type, {}), "dtype": "float32"})
 
 
 def _size(name: str, value: Any) -> int | None:
-    """What a number becomes; None leaves the setting as it is."""
-    if value is None:  # what is off stays off, but no experts would not do
-        return _INSTEAD_OF_NONE.get(name)
+    """Return the tiny value of a setting; None keeps the default."""
+    if value is None:  # a feature that is off stays off, except experts
+        return _REPLACE_NONE.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         return None
-    if name in _EXPERTS:
+    if name in _NUM_EXPERTS:
         return 8
-    if name in _CHOSEN:
+    if name in _TOP_K:
         return min(2, value)
     if name.endswith("intermediate_size"):
         return 24 if "shared" in name or "moe" in name else 40
@@ -184,7 +187,7 @@ def _size(name: str, value: Any) -> int | None:
 
 
 def _layers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of each kind: settings that are lists, one entry per layer, are read together."""
+    """Keep one layer of each kind; a kind is a combination of the settings that are lists with one entry per layer."""
     count = settings.get("num_hidden_layers")
     if not isinstance(count, int):
         return {}
@@ -194,28 +197,28 @@ def _layers(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (list, tuple)) and len(value) == count and count > 2
     }
     if not lists:
-        return {"num_hidden_layers": _FEWEST_LAYERS}
+        return {"num_hidden_layers": _MIN_LAYERS}
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))
-    while len(kinds) < _FEWEST_LAYERS:
+    while len(kinds) < _MIN_LAYERS:
         kinds.append(kinds[-1])
-    columns = zip(*kinds, strict=True)
-    return {"num_hidden_layers": len(kinds), **{n: list(c) for n, c in zip(lists, columns, strict=True)}}
+    values = zip(*kinds, strict=True)
+    return {"num_hidden_layers": len(kinds), **{n: list(v) for n, v in zip(lists, values, strict=True)}}
 
 
 def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """A model of this family with weights that depend on the seed alone, every one of which matters."""
+    """Build a tiny model of a family, with random weights that depend only on the seed and all affect the output."""
     try:
         cls = families()[model_type]
     except KeyError as error:
-        raise UsageError(f"{model_type} is no MoE family that transformers lets an engine take over") from error
+        raise UsageError(f"{model_type} is not an MoE family whose experts transformers lets spmoe replace") from error
     model = _random(cls, tiny_config(model_type), seed)
     if not any(True for _ in experts_modules(model)):
-        raise UsageError(f"the tiny {model_type} has no experts; its default configuration has none")
+        raise UsageError(f"the tiny {model_type} model has no experts, since its default configuration has none")
     return model
 
 
 def tiny_draft(hidden: int, vocabulary: int, seed: int = 1) -> Any:
-    """A dense model of the same width and vocabulary, which knows nothing of the target."""
+    """Build a dense draft with random weights, of the target's hidden size and vocabulary."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -232,11 +235,11 @@ def tiny_draft(hidden: int, vocabulary: int, seed: int = 1) -> Any:
 
 
 def _random(cls: Any, config: Any, seed: int) -> Any:
-    """Weights at a scale where tokens, positions and experts all show in the output."""
+    """Build a model with random weights, at a scale where tokens, positions and experts all affect the output."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = cls(config).eval()
-        biases = ((n, b) for n, b in model.named_buffers() if "bias" in n)  # of routers; other buffers are computed
+        biases = ((n, b) for n, b in model.named_buffers() if "bias" in n)  # of routers; other buffers are derived
         tensors = [*model.named_parameters(), *biases]
         for name, tensor in tensors:
             if not tensor.is_floating_point():
@@ -249,16 +252,16 @@ def _random(cls: Any, config: Any, seed: int) -> Any:
 
 
 def save(model: Any, directory: Path) -> None:
-    """Write a checkpoint as the hub would have it."""
+    """Save a model as a checkpoint directory."""
     with quiet():
         model.save_pretrained(directory)
 
 
 def reference_tokens(directory: Path, prompt: Sequence[int], count: int, device: str = "cpu") -> list[int]:
-    """What transformers' own greedy search makes of a checkpoint, whatever tokens that are."""
+    """Generate `count` tokens greedily with transformers itself, ignoring end-of-text tokens."""
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
-        model.set_experts_implementation("eager")  # others take no float32 on some devices
+        model.set_experts_implementation("eager")  # the other implementations reject float32 on some devices
         model.generation_config.eos_token_id = None
         ids = torch.tensor([list(prompt)], device=device)
         output = model.generate(

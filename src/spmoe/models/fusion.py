@@ -1,4 +1,7 @@
-"""Norms, linear layers, gated MLPs, routers and rotary positions by kernels, wherever that is proved to be the same."""
+"""Fused kernels for norms, linear layers, gated MLPs, routers and rotary positions of a model.
+
+Each module is replaced only after the kernel reproduced its output on random inputs, on this device and dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,30 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
-from spmoe.backends.base import kernel_activation
+from spmoe.backends.base import kernel_name
 from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
 
-_ROWS = 16  # of random states that forms are proved on, and the most that linear layers and routers are fused for
-_SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)
+_ROWS = 16  # rows of the random inputs, and the most rows that fused linear layers and routers take
+_SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)  # of the random inputs
 
-Form = Callable[[Tensor], Any]
+Forward = Callable[[Tensor], Any]
 
 
 def fuse(model: nn.Module) -> Callable[[], None]:
-    """Replace the forward of every module that a kernel reproduces; returns how to undo it.
+    """Replace the forward of every module that a kernel reproduces; return a function to undo it.
 
-    Where kernels cannot run, nothing is replaced. Weights are looked up at each call, as the module itself does.
+    Nothing is replaced on devices without kernels. Weights are looked up at each call, as the modules do.
     """
     fused: list[Any] = []
     rotary = RotaryKernels()
     with torch.inference_mode():
         for module in model.modules():
-            for layer, form in _proved_siblings(module):
-                layer.forward = form
+            for layer, forward in _fused_projections(module):
+                layer.forward = forward
                 fused.append(layer)
-            if (forward := _proved_form(module, rotary)) is not None:
-                module.forward = forward
+            if (fused_forward := _fused_forward(module, rotary)) is not None:
+                module.forward = fused_forward
                 fused.append(module)
 
     def undo() -> None:
@@ -45,14 +48,14 @@ def fuse(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | None:
-    """A forward that is as good as the module's own, and faster for few rows."""
+def _fused_forward(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | None:
+    """Return a verified forward with fused kernels, or None."""
     weight: Any = getattr(module, "weight", next(module.parameters(), None))
     if not _is_plain(weight) or "forward" in vars(module):
         return None
     try:
         if any(True for _ in module.children()):
-            return _gated(module) or rotary.form(module, weight.device, weight.dtype)
+            return _gated(module) or rotary.fused_forward(module, weight.device, weight.dtype)
         if type(module) is nn.Linear:
             return _linear(module)
         if len(list(module.parameters())) > 1:
@@ -61,27 +64,27 @@ def _proved_form(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | Non
             return _norm(module)
         if weight.ndim == 2 and isinstance(getattr(module, "top_k", None), int):
             return _router(module)
-    except Exception:  # whatever a module cannot do with random states, or a device with a kernel
+    except Exception:  # the module rejects random inputs, or the kernel does not run on this device
         return None
     return None
 
 
-def _proved_siblings(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
-    """Linear layers that are fed alike, with forwards of which the first that is called computes all of them."""
+def _fused_projections(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]]:
+    """Return a module's parallel linear layers with verified forwards that compute all of them in one kernel."""
     layers = parallel_linears(module)
     if not layers or not all(_is_plain(layer.weight) for layer in layers):
         return []
     try:
         group, states = FusedProjections(layers), _states(layers[0].weight)
-        found, first = group.merge_prefetches(states), group.merge_prefetches(states[:1])
+        found, first = group.all_results(states), group.all_results(states[:1])
         for number, layer in enumerate(layers):
-            if not torch.equal(group.alone(number, states[:1]), first[number]):
+            if not torch.equal(group.single(number, states[:1]), first[number]):
                 return []
-            if not _linear_is_same(layer, states, found[number], first[number]):
+            if not _linear_matches(layer, states, found[number], first[number]):
                 return []
-    except Exception:  # whatever a device cannot do with a kernel
+    except Exception:  # the kernel does not run on this device
         return []
-    return [(layer, _with_own(layer, _ROWS, group.form(number))) for number, layer in enumerate(layers)]
+    return [(layer, _with_fallback(layer, _ROWS, group.forward_of(number))) for number, layer in enumerate(layers)]
 
 
 def _is_plain(weight: Any) -> bool:
@@ -101,6 +104,7 @@ def _kernels_run_on(weight: Tensor) -> bool:
 
 
 def _norm(module: Any) -> Callable[..., Any] | None:
+    """Fuse an RMS norm."""
     from spmoe.backends.kernels.dense import LONGEST_NORM, rms_norm
 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -108,69 +112,71 @@ def _norm(module: Any) -> Callable[..., Any] | None:
         return None
     states, precision = _states(module.weight), torch.finfo(module.weight.dtype).eps
     found, expected = rms_norm(states, module.weight, eps), module.forward(states)
-    # the last bit of what is multiplied with the weight, and that of the product
+    # two roundings may differ: of the normalized value, and of its product with the weight
     if not _close(found, expected, max(2 * precision, 1e-6) * expected.float().abs() + 1e-6):
         return None
-    return _with_own(module, math.inf, lambda x: rms_norm(x, module.weight, eps))
+    return _with_fallback(module, math.inf, lambda x: rms_norm(x, module.weight, eps))
 
 
 def _linear(module: nn.Linear) -> Callable[..., Any] | None:
+    """Fuse a linear layer for few rows."""
     from spmoe.backends.kernels.dense import skinny_linear
 
-    def form(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         width = module.weight.shape[1]
         return skinny_linear(x.reshape(-1, width), module.weight, module.bias).view(*x.shape[:-1], -1)
 
     states = _states(module.weight)
-    if not _linear_is_same(module, states, form(states), form(states[:1])):
+    if not _linear_matches(module, states, forward(states), forward(states[:1])):
         return None
-    return _with_own(module, _ROWS, form)
+    return _with_fallback(module, _ROWS, forward)
 
 
-def _linear_is_same(module: nn.Linear, states: Tensor, found: Tensor, alone: Tensor) -> bool:
-    """Whether these are the module's results, and the first row's does not depend on the others."""
+def _linear_matches(module: nn.Linear, states: Tensor, found: Tensor, first_alone: Tensor) -> bool:
+    """Whether the results are the module's up to rounding, and the first row's bits do not depend on other rows."""
     expected = module.forward(states)
-    return _close(found, expected, _rounding(states, module.weight, expected)) and torch.equal(alone, found[:1])
+    return _close(found, expected, _rounding(states, module.weight, expected)) and torch.equal(first_alone, found[:1])
 
 
 def _gated(module: Any) -> Callable[..., Any] | None:
-    """An MLP whose gate, activation and product are one kernel."""
+    """Fuse gate, activation and up projection of a gated MLP into one kernel."""
     from spmoe.backends.kernels.dense import gated_linear
 
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    activation = kernel_activation(getattr(module, "act_fn", None))
-    if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in (gate, up, down)):
+    activation = kernel_name(getattr(module, "act_fn", None))
+    if activation is None or any(type(layer) is not nn.Linear or layer.bias is not None for layer in (gate, up, down)):
         return None
     gate, up, down = cast(nn.Linear, gate), cast(nn.Linear, up), cast(nn.Linear, down)
     if gate.weight.shape != up.weight.shape or not (gate.weight.is_contiguous() and up.weight.is_contiguous()):
         return None
 
-    def form(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         y = gated_linear(x.reshape(-1, x.shape[-1]), gate.weight, up.weight, activation)
         return cast(Tensor, down(y.view(*x.shape[:-1], -1)))
 
     states = _states(gate.weight)
-    between = gated_linear(states, gate.weight, up.weight, activation)
+    found = gated_linear(states, gate.weight, up.weight, activation)
     own = module.act_fn(gate.forward(states)) * up.forward(states)
-    if not torch.equal(gated_linear(states[:1], gate.weight, up.weight, activation), between[:1]):
+    if not torch.equal(gated_linear(states[:1], gate.weight, up.weight, activation), found[:1]):
         return None
-    if not _as_exact(between, own, _gated_exactly(states, gate.weight, up.weight, module.act_fn)):
+    if not _as_accurate(found, own, _gated_float64(states, gate.weight, up.weight, module.act_fn)):
         return None
-    # the whole in one piece, so that a module that does more than this is left alone
+    # the whole module must be exactly these steps, so that an MLP that does more keeps its own forward
     if not torch.equal(module.forward(states), down.forward(own)):
         return None
-    return _with_own(module, _ROWS, form, lambda: gate.weight)
+    return _with_fallback(module, _ROWS, forward, lambda: gate.weight)
 
 
-def _gated_exactly(x: Tensor, gate: Tensor, up: Tensor, activation: Form) -> Tensor:
-    """By float64, a slice of the weights at a time."""  # x: [rows, k], gate and up: [n, k] -> [rows, n]
+def _gated_float64(x: Tensor, gate: Tensor, up: Tensor, activation: Forward) -> Tensor:
+    """Compute a gated layer in float64, 1024 outputs at a time to bound memory."""
+    # x: [rows, k], gate and up: [n, k] -> [rows, n]
     wide = x.double()
     slices = zip(torch.split(gate, 1024), torch.split(up, 1024), strict=True)
     return torch.cat([activation(wide @ g.double().T) * (wide @ u.double().T) for g, u in slices], dim=-1)
 
 
-def _as_exact(found: Tensor, own: Tensor, exact: Tensor) -> bool:
-    """Whether no row is further from the truth than twice what the module's own is."""
+def _as_accurate(found: Tensor, own: Tensor, exact: Tensor) -> bool:
+    """Whether no row's error exceeds twice the error of the module's own result."""
     if found.shape != own.shape or found.dtype != own.dtype:
         return False
     errors = [(t.double() - exact).abs().amax(dim=-1) for t in (found, own)]
@@ -179,17 +185,18 @@ def _as_exact(found: Tensor, own: Tensor, exact: Tensor) -> bool:
 
 
 def _router(module: Any) -> Callable[..., Any] | None:
-    """Softmax over a linear layer, of which the best are kept; with their weights adding up to something, or not."""
+    """Fuse a router: linear layer, softmax and top-k, with or without renormalized weights."""
     states = torch.cat([_states(module.weight, seed) for seed in range(4)])
     expected = module.forward(states)
     if not isinstance(expected, tuple) or len(expected) != 3 or not all(isinstance(t, Tensor) for t in expected):
         return None
-    forms = _router_forms(module, expected)
-    form = next((form for form in forms if _same_routes(form, states, expected, module.weight)), None)
-    return form and _with_own(module, _ROWS, form, flat=True)
+    variants = _router_variants(module, expected)
+    forward = next((variant for variant in variants if _same_routing(variant, states, expected, module.weight)), None)
+    return forward and _with_fallback(module, _ROWS, forward, flat=True)
 
 
-def _router_forms(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Form]:
+def _router_variants(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Forward]:
+    """Yield the kernel's variants: with and without renormalization and scaling of the weights."""
     from spmoe.backends.kernels.dense import Answer, route
 
     scales = dict.fromkeys((1.0, float(getattr(module, "routed_scaling_factor", 1.0))))
@@ -198,64 +205,67 @@ def _router_forms(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Form]:
         yield lambda x, answer=answer: route(x, module.weight, module.top_k, answer)  # type: ignore[misc]
 
 
-def _same_routes(form: Form, states: Tensor, expected: tuple[Tensor, ...], weight: Tensor) -> bool:
-    """Whether logits, weights and numbers agree; the latter where the difference of the logits cannot change them."""
-    batches = [form(x) for x in states.view(-1, _ROWS, states.shape[-1])]
-    found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+def _same_routing(forward: Forward, states: Tensor, expected: tuple[Tensor, ...], weight: Tensor) -> bool:
+    """Whether logits, weights and experts agree; experts only where rounding cannot change the selection."""
+    batches = [forward(x) for x in states.view(-1, _ROWS, states.shape[-1])]
+    found = tuple(torch.cat(outputs) for outputs in zip(*batches, strict=True))
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(found, expected, strict=True)):
         return False
     if not _close(found[0], expected[0], _rounding(states, weight, expected[0])):
         return False
     logits, top_k = expected[0].float(), expected[1].shape[-1]
-    moved = 2 * (found[0].float() - logits).abs().amax(dim=-1)
+    error = 2 * (found[0].float() - logits).abs().amax(dim=-1)
     order = functional.pad(logits, (0, 1), value=-math.inf).sort(dim=-1, descending=True).values
-    clear = (order[:, top_k - 1] - order[:, top_k] > moved + 1e-5) & (order[:, 0] - order[:, top_k - 1] < 50)
-    by_number = [(index.sort(dim=-1), weights.float()) for _, weights, index in (found, expected)]
-    numbers = [index.values[clear] for index, _ in by_number]
-    ours, own = (weights.gather(1, index.indices)[clear] for index, weights in by_number)
-    # no weight changes by a larger share than twice what the logits do
-    share = moved[clear, None].expm1() + 4 * torch.finfo(found[1].dtype).eps + 1e-5
-    return float(clear.float().mean()) > 0.25 and torch.equal(*numbers) and _close(ours, own, share * own + 1e-7)
+    clear = (order[:, top_k - 1] - order[:, top_k] > error + 1e-5) & (order[:, 0] - order[:, top_k - 1] < 50)
+    by_expert = [(index.sort(dim=-1), weights.float()) for _, weights, index in (found, expected)]
+    experts = [index.values[clear] for index, _ in by_expert]
+    ours, own = (weights.gather(1, index.indices)[clear] for index, weights in by_expert)
+    # the relative error of a softmax weight is at most the exponential of twice the logits' error, minus 1
+    tolerance = error[clear, None].expm1() + 4 * torch.finfo(found[1].dtype).eps + 1e-5
+    return float(clear.float().mean()) > 0.25 and torch.equal(*experts) and _close(ours, own, tolerance * own + 1e-7)
 
 
 def _states(weight: Tensor, seed: int = 0) -> Tensor:
-    """Random inputs of several scales, some of them far from a mean of zero, some with one that outshines the rest."""
+    """Draw random inputs of several scales, some with a mean far from zero, some with one outlier dimension."""
     rng = torch.Generator(weight.device).manual_seed(seed)
     states = torch.randn(_ROWS, weight.shape[-1], generator=rng, device=weight.device)
     states[3::4] += 2.0
     states[2::4, -1] *= 30.0
     scales = torch.tensor(_SCALES * 2, device=weight.device)
-    return (states * scales[:, None]).to(weight.dtype)
+    return (states * scales[:, None]).to(weight.dtype)  # [_ROWS, k]
 
 
 def _rounding(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-    """What sums of products may differ by when they are added in another order, or rounded before they are added."""
+    """Bound the difference between two orders of summation of `x @ weight.T`."""  # [rows, n]
     length = weight.shape[-1]
-    lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in (x, weight))
-    typical = torch.outer(*lengths) / math.sqrt(length)  # of sums of so many terms of random signs
+    norms = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in (x, weight))
+    typical = torch.outer(*norms) / math.sqrt(length)  # size of a sum of `length` terms with random signs
     precision = torch.finfo(y.dtype).eps
     return (8 * precision + 2.0**-21 * math.sqrt(length)) * typical + 2 * precision * y.float().abs()
 
 
-def _close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
+def _close(found: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    return bool(((found.float() - expected.float()).abs() <= allowed).all())  # what is not a number is not close
+    return bool(((found.float() - expected.float()).abs() <= tolerance).all())  # False for NaN
 
 
-def _with_own(
-    module: Any, most_rows: float, form: Form, weight_of: Callable[[], Tensor] | None = None, flat: bool = False
+def _with_fallback(
+    module: Any, max_rows: float, fused: Forward, weight_of: Callable[[], Tensor] | None = None, flat: bool = False
 ) -> Callable[..., Any]:
-    """The form for what it was proved on: plain tensors of the weight's kind and few rows; else the module's own."""
+    """Return a forward that uses the kernel for plain tensors of few rows, else the module's own forward.
+
+    The kernel was verified only for inputs of the weight's dtype and device; `flat` requires [rows, k].
+    """
     own, weight_of = module.forward, weight_of or (lambda: cast(Tensor, module.weight))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
             (x,), weight = args, weight_of()
-            alike = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
-            few = 0 < x.numel() <= most_rows * x.shape[-1] and (x.ndim == 2 or not flat)
-            if alike and few and not is_functorch_wrapped_tensor(x):
-                return form(x)
+            same_kind = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
+            few_rows = 0 < x.numel() <= max_rows * x.shape[-1] and (x.ndim == 2 or not flat)
+            if same_kind and few_rows and not is_functorch_wrapped_tensor(x):
+                return fused(x)
         return own(*args, **kwargs)
 
     return forward

@@ -1,8 +1,8 @@
-"""Loading: dense weights into memory by transformers' own loader; experts, one at a time, into the expert file.
+"""Load a model: dense weights into memory with transformers' own loader, experts one at a time into the expert file.
 
-The fused expert parameters never exist: a subclass made on the fly drops them while they are still on the meta device,
-and the loader then never reads their tensors. A load holds the dense weights and about three blobs: one expert's source
-tensors, joined, on their way into its blob.
+The fused expert parameters are never allocated: a subclass of the model's class removes them while they are on the meta
+device, so the loader does not read their tensors. A load needs memory for the dense weights and about three blobs: one
+expert's source tensors, the converted tensors, and the blob.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from spmoe.backends.cpu import WHOLE, expert_tensors
+from spmoe.backends.cpu import WHOLE, parts
 from spmoe.config import home
 from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
-from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
-from spmoe.models.stored import StoredTensors
+from spmoe.models.tensors import CheckpointTensors
 from spmoe.types import ExpertKey
 
 
 def load_dense(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """A whole model, as drafts are: everything resident."""
+    """Load a model with all its weights in memory, as drafts are."""
     return _load(checkpoint, *_causal_class(checkpoint), dtype)
 
 
 def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """A model whose experts' weights were left out and whose experts go through (silent) ports."""
+    """Load a model without its experts' weights; its experts return zeros until they are attached to a source."""
     cls, config = _causal_class(checkpoint)
     model = _load(checkpoint, _without_experts(cls), config, dtype)
     _require_experts(checkpoint, model)
@@ -47,16 +47,16 @@ def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def load_dense_skeleton(checkpoint: Checkpoint) -> Any:
-    """A whole model without any weights, on the meta device."""
+    """Build a model without weights, on the meta device."""
     cls, config = _causal_class(checkpoint)
-    with torch.device("meta"), building(checkpoint):
+    with torch.device("meta"), load_errors(checkpoint):
         return cls(config)
 
 
 def load_skeleton(checkpoint: Checkpoint) -> Any:
-    """A target without any weights, on the meta device: enough to look at."""
+    """Build a target without weights, on the meta device, for inspection."""
     cls, config = _causal_class(checkpoint)
-    with torch.device("meta"), building(checkpoint):
+    with torch.device("meta"), load_errors(checkpoint):
         model = _without_experts(cls)(config)
     _require_experts(checkpoint, model)
     take_over(model)
@@ -64,12 +64,12 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
 
 
 def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype) -> StoreSpec:
-    """What the expert file of this checkpoint holds. `paths` are the model's experts modules, in layer order."""
+    """Describe the expert file of a checkpoint; `paths` are those of the experts modules, in layer order."""
     shapes = [model.get_submodule(path).spmoe_shapes for path in paths]
     blobs = [{name: tuple(shape[1:]) for name, shape in one.items()} for one in shapes]
     counts = tuple(next(iter(one.values()))[0] for one in shapes)
     blob = blobs[0]
-    if any(other != blob for other in blobs):  # every blob has room for the largest; a layer finds its own in it
+    if any(other != blob for other in blobs):  # all blobs get the largest layer's size; `parts` splits them
         most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
         width = max(shape[-1] for other in blobs for shape in other.values())
         blob = {WHOLE: (-(-most // width), width)}
@@ -77,15 +77,15 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
 
 
 def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
-    """Where the expert file is cached: one per checkpoint (by hub id or directory) and dtype."""
+    """Return the path of the cached expert file: one per checkpoint (hub id or directory) and dtype."""
     source = str(checkpoint.directory) if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
     tag = hashlib.sha256(source.encode()).hexdigest()[:12]
-    plain = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
-    return home() / "experts" / f"{plain}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
+    label = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
+    return home() / "experts" / f"{label}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
 
 
 def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """The model class and its configuration: of a checkpoint that also sees, or hears, the text model's."""
+    """Return the model class and its configuration; those of the text model for a multimodal checkpoint."""
     config = checkpoint.config
     try:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -102,11 +102,13 @@ def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
     if not any(True for _ in experts_modules(model)):
         raise CheckpointError(
             f"{checkpoint.name} ({checkpoint.config.model_type}) has no experts that transformers "
-            f"{transformers_version} lets an engine take over; a dense model can serve as --draft"
+            f"{transformers_version} lets spmoe replace; a dense model can only be used as --draft"
         )
 
 
 def _without_experts(cls: Any) -> Any:
+    """Return a subclass whose experts modules have no weights, only their shapes in `spmoe_shapes`."""
+
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         for _, module in experts_modules(self):
@@ -119,15 +121,16 @@ def _without_experts(cls: Any) -> Any:
                 module._parameters[name] = None
             module._is_hf_initialized = True  # type: ignore[assignment]
 
-    # transformers looks conversion rules up by class and module name, and refuses them to foreign modules
+    # transformers finds conversion rules by class name, and only for classes of its own modules
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
 
 
 def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    with building(checkpoint), StoredTensors(checkpoint) as tensors:
+    """Load with transformers' loader, and reject weights that do not match config.json or are not finite."""
+    with load_errors(checkpoint), CheckpointTensors(checkpoint) as tensors:
         source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.directory, "local_files_only": True}
-        if tensors.expands:
-            source = {"pretrained_model_name_or_path": None, "state_dict": tensors.lazily()}
+        if tensors.quantized:
+            source = {"pretrained_model_name_or_path": None, "state_dict": tensors.lazy()}
             if (checkpoint.directory / "generation_config.json").is_file():
                 source["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
         model, info = cls.from_pretrained(
@@ -147,11 +150,11 @@ def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> 
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{checkpoint.name} lacks {missing[0]} ({len(missing)} missing in all); the checkpoint is incomplete or "
-            "config.json is not its own: download it again"
+            "config.json does not belong to it: download it again"
         )
-    if strays := _strays(model, info["unexpected_keys"]):
+    if unused := _unused_layer_weights(model, info["unexpected_keys"]):
         raise CheckpointError(
-            f"config.json and the weights of {checkpoint.name} disagree: the file holds {strays[0]} ({len(strays)} "
+            f"config.json and the weights of {checkpoint.name} disagree: the file holds {unused[0]} ({len(unused)} "
             "such), which the config has no place for; use the config that belongs to the weights"
         )
     for name, tensor in model.state_dict().items():
@@ -159,26 +162,29 @@ def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> 
     return model.eval().requires_grad_(False)
 
 
-def _strays(model: Any, unexpected: Iterable[str]) -> list[str]:
-    """Weights of decoder layers that the network would run without, and be another model than was trained."""
+def _unused_layer_weights(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return unexpected decoder-layer weights: without them the model would differ from the one that was trained.
+
+    Left-out experts do not count, nor do next-token-prediction layers after the last one, which decoding does not use.
+    """
     config = model.config.get_text_config(decoder=True)
     depth = config.num_hidden_layers
-    spare = getattr(config, "num_nextn_predict_layers", None) or 0  # layers past the last, which decoding does not use
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
     lists = (path for path, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found) == depth)
     layer = re.compile(rf"{re.escape(next(lists, 'layers'))}\.(\d+)\.")
-    left_out = tuple(f"{path}." for path, _ in experts_modules(model))
+    experts = tuple(f"{path}." for path, _ in experts_modules(model))
     numbered = [(name, match) for name in sorted(unexpected, key=_natural) if (match := layer.match(name))]
-    return [n for n, m in numbered if not n.startswith(left_out) and not depth <= int(m[1]) < depth + spare]
+    return [n for n, m in numbered if not n.startswith(experts) and not depth <= int(m[1]) < depth + extra]
 
 
 class ExpertReader:
-    """Reads one expert's tensors at a time, by transformers' own conversion rules."""
+    """Reads one expert's tensors at a time, with transformers' own conversion rules."""
 
     def __init__(self, checkpoint: Checkpoint, model: Any, paths: list[str]) -> None:
         self._checkpoint = checkpoint
         self._model = model
         self._paths = paths
-        self._tensors = StoredTensors(checkpoint)
+        self._tensors = CheckpointTensors(checkpoint)
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -192,11 +198,11 @@ class ExpertReader:
             if target in sources:
                 sources[target].setdefault(pattern, []).append(name)
         self._sources = sources
-        self._packed = {
+        self._mxfp4 = {
             target for target in wanted if {f"{target}_blocks", f"{target}_scales"} <= checkpoint.files.keys()
         }
         for target, (count, *_) in wanted.items():
-            if target not in self._packed:
+            if target not in self._mxfp4:
                 self._check_sources(target, count)
 
     def __enter__(self) -> ExpertReader:
@@ -206,8 +212,8 @@ class ExpertReader:
         self._tensors.__exit__(*exc)
 
     def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
-        """Write this expert's tensors into the views of a blob."""
-        for name, view in expert_tensors(self._model.get_submodule(self._paths[key.layer]), views).items():
+        """Write an expert's tensors into the views of its blob."""
+        for name, view in parts(self._model.get_submodule(self._paths[key.layer]), views).items():
             target = f"{self._paths[key.layer]}.{name}"
             tensor = self._read(target, key.expert)
             if tensor.shape != view.shape:
@@ -223,24 +229,24 @@ class ExpertReader:
         found = self._sources[target]
         if not found:
             raise CheckpointError(
-                f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json is not its own: "
-                "download it again"
+                f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json does not belong "
+                "to it: download it again"
             )
         for names in found.values():
             if len(names) not in (1, count):
                 raise CheckpointError(
                     f"{self._checkpoint.name} has {len(names)} experts for {target} but config.json says {count}; the "
-                    "checkpoint is incomplete or config.json is not its own: download it again"
+                    "checkpoint is incomplete or config.json does not belong to it: download it again"
                 )
 
     def _read(self, target: str, expert: int) -> Tensor:
-        """One expert's part of a fused parameter."""
-        if target in self._packed:  # four bits an element, with a scale for each 32 of them: every value is a bfloat16
+        """Read one expert's slice of a fused parameter."""
+        if target in self._mxfp4:  # mxfp4: 4 bits per value, one scale per 32 values; bfloat16 holds them exactly
             blocks, scales = (self._read_source([f"{target}_{part}"], expert) for part in ("blocks", "scales"))
             unpacked: Tensor = convert_moe_packed_tensors(blocks, scales)
             return unpacked[0]
         tensors: Any = {pattern: [self._read_source(names, expert)] for pattern, names in self._sources[target].items()}
-        if None in tensors:  # stored as the module holds it
+        if None in tensors:  # stored fused, as the module holds it
             return tensors[None][0][0]  # type: ignore[no-any-return]
         converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
         try:
@@ -254,16 +260,16 @@ class ExpertReader:
                     config=self._model.config,
                     missing_keys=None,
                 )
-            (fused,) = tensors.values()  # [1, ...]: all experts, of which there is one
+            (fused,) = tensors.values()  # [1, ...]: the converter sees one expert
         except (ValueError, RuntimeError, LookupError) as error:
             raise CheckpointError(
-                f"{self._checkpoint.name} lacks a part of {target}, or has it in another shape ({reason(error)}); the "
-                "checkpoint is incomplete or config.json is not its own: download it again"
+                f"{self._checkpoint.name} lacks a part of {target}, or it has another shape ({reason(error)}); the "
+                "checkpoint is incomplete or config.json does not belong to it: download it again"
             ) from error
         return fused[0]  # type: ignore[no-any-return]
 
     def _read_source(self, names: list[str], expert: int) -> Tensor:
-        """An expert's own tensor, or its slice [1, ...] of a tensor that holds all of them."""
+        """Read an expert's own tensor, or its slice [1, ...] of a tensor that holds all experts."""
         return self._tensors.read(names[0], expert) if len(names) == 1 else self._tensors.read(names[expert])
 
 
@@ -276,5 +282,5 @@ def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key under which expert 2 comes before expert 10."""
+    """Sort key that puts expert 2 before expert 10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,7 +1,7 @@
-"""Where LongRoPE exchanges a whole sequence's rotary embeddings, and how to read as transformers does around there.
+"""LongRoPE: the positions where it switches its factors, and how to get the same embeddings as transformers there.
 
-A forward has the embeddings of its last position: the long ones when that lies beyond the change. So a prompt is read
-with those of its end, however it is cut, and no forward that continues a sequence may have rows on both sides.
+transformers chooses the short or long factors of a whole forward by its last position. So a prompt that crosses a
+switch must use the factors of its end in every chunk, and a forward that continues a sequence must not cross a switch.
 """
 
 from __future__ import annotations
@@ -20,69 +20,72 @@ _LENGTH = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """The positions from which on other embeddings hold."""
+    """The positions from which LongRoPE uses other factors; empty for models without LongRoPE."""
 
-    at: tuple[int, ...] = ()  # in order
-    read_again: bool = False  # whether a sequence that grows past one is read anew, with the new embeddings
+    switches: tuple[int, ...] = ()  # in ascending order
+    recomputes: bool = False  # whether `generate` recomputes the KV cache of a sequence that grows past a switch
 
     @classmethod
     def of(cls, model: Any) -> LongRope:
-        """Those of a causal language model."""
-        again = _LENGTH in names_in(type(model).prepare_inputs_for_generation) and hasattr(model.config, _LENGTH)
-        return cls(changes_in(model.config.get_text_config(decoder=True)), again)
+        """Read the positions from a causal language model's configuration."""
+        prepare = type(model).prepare_inputs_for_generation
+        recomputes = _LENGTH in names_used_by(prepare) and hasattr(model.config, _LENGTH)
+        return cls(switch_positions(model.config.get_text_config(decoder=True)), recomputes)
 
-    def between(self, start: int, end: int) -> bool:
-        """Whether a text that begins and ends there has positions on both sides of one."""
-        return any(start < change < end for change in self.at)
+    def crosses(self, start: int, end: int) -> bool:
+        """Whether positions [start, end) lie on both sides of a switch."""
+        return any(start < switch < end for switch in self.switches)
 
-    def invalidate(self, held: int, needed: int) -> bool:
-        """Whether so many positions of a state are worth nothing to a sequence that has become so long."""
-        return self.read_again and any(held <= change < needed for change in self.at)
+    def invalidates(self, cached: int, length: int) -> bool:
+        """Whether `cached` positions of KV must be recomputed for a sequence that has grown to `length` tokens."""
+        return self.recomputes and any(cached <= switch < length for switch in self.switches)
 
-    def until(self, start: int) -> int | None:
-        """Positions from there to the next one."""
-        return next((change - start for change in self.at if change > start), None)
+    def distance(self, start: int) -> int | None:
+        """Return the number of positions from `start` to the next switch; None if there is none."""
+        return next((switch - start for switch in self.switches if switch > start), None)
 
 
-def changes_in(config: Any) -> tuple[int, ...]:
-    """The positions that a configuration names."""
+def switch_positions(config: Any) -> tuple[int, ...]:
+    """Return the positions where LongRoPE switches, from a model's configuration."""
     given = getattr(config, "rope_parameters", None) or {}
-    sets = [given, *(one for one in given.values() if isinstance(one, Mapping))]  # one, or one per type of layer
+    sets = [given, *(one for one in given.values() if isinstance(one, Mapping))]  # one set, or one per layer type
     return tuple(sorted({one[_LENGTH] for one in sets if one.get("rope_type") == "longrope"}))
 
 
 def rotary_modules(model: nn.Module) -> list[Any]:
-    """The modules that make rotary embeddings from positions."""
+    """Return the modules that compute rotary embeddings from positions."""
     return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding") and hasattr(m, "rope_type")]
 
 
-def names_in(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The attributes and globals that a function names, whatever it is wrapped in."""
+def names_used_by(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the attributes and globals that a function's code names, looking through decorators."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code.co_names if code is not None else ()
 
 
 @contextmanager
-def as_if_up_to(model: nn.Module, end: int) -> Iterator[None]:
-    """Inside, rotary embeddings are those of a text that ends there."""
+def rope_for_length(model: nn.Module, length: int) -> Iterator[None]:
+    """Make rotary modules use the factors of a text of `length` tokens, whatever positions a forward has."""
     with ExitStack() as stack:
         for module in rotary_modules(model):
             before = vars(module).get("forward")
-            module.forward = _with_end(module.forward, end)
-            stack.callback(_put_back, module, before)
+            module.forward = _for_length(module.forward, length)
+            stack.callback(_restore, module, before)
         yield
 
 
-def _with_end(own: Callable[..., Any], end: int) -> Callable[..., Any]:
+def _for_length(own: Callable[..., Any], length: int) -> Callable[..., Any]:
+    """Append the last position, which selects the factors, and drop its row of the result."""
+
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        last = torch.full_like(position_ids[..., :1], end - 1)
+        last = torch.full_like(position_ids[..., :1], length - 1)
         found = own(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
         return found[:, :-1] if isinstance(found, Tensor) else tuple(t[:, :-1] for t in found)
 
     return forward
 
 
-def _put_back(module: Any, forward: Callable[..., Any] | None) -> None:
+def _restore(module: Any, forward: Callable[..., Any] | None) -> None:
     if forward is None:
         del module.forward
     else:

@@ -1,4 +1,4 @@
-"""Predictors on disk: the maps fitted for a pair, under a name that only this pair has."""
+"""Fitted predictors on disk: the projection of a draft's hidden states, one file per pair of target and draft."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ FORMAT = "spmoe-predictor-1"
 
 
 def predictor_path(target: Checkpoint, draft: Checkpoint) -> Path:
-    """Where a pair's fitted maps are kept."""
-    text = json.dumps([target.fingerprint, draft.fingerprint])
-    return home() / "predictors" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.safetensors"
+    """Return the path of a pair's predictor; its name is a hash of both checkpoints' fingerprints."""
+    pair = json.dumps([target.fingerprint, draft.fingerprint])
+    return home() / "predictors" / f"{hashlib.sha256(pair.encode()).hexdigest()[:20]}.safetensors"
 
 
 def find_predictor(target: Checkpoint, draft: Checkpoint) -> Path | None:
-    """The file of a pair's fitted maps, if there is one."""
+    """Return the path of a pair's predictor if the file exists."""
     path = predictor_path(target, draft)
     try:
         return path if path.exists() else None
-    except OSError:  # a cache that may not be looked into; whoever needs it will say so
+    except OSError:  # a directory without permission; other code that needs it reports the error
         return None
 
 
 def write_predictor(
     target: Checkpoint, draft: Checkpoint, projection: HiddenStateProjection, facts: dict[str, Any]
 ) -> Path:
-    """Keep the maps fitted for a pair; `facts` go with them, for people to read."""
+    """Write a pair's projection to its file; `facts` are stored in the metadata for people to read."""
     path = predictor_path(target, draft)
     meta = {"format": FORMAT, "target": target.fingerprint, "draft": draft.fingerprint, "facts": json.dumps(facts)}
     tensors = {"weights": projection.weights.cpu().contiguous(), "biases": projection.biases.cpu().contiguous()}
@@ -55,7 +55,7 @@ def write_predictor(
 def read_predictor(
     target: Checkpoint, draft: Checkpoint, model: Target, runner: ModelRunner
 ) -> HiddenStateProjection | None:
-    """The maps fitted for a pair; None where there are none, an error where there is something else in their place."""
+    """Read a pair's projection; None if there is no file. Raises CheckpointError for a file that cannot be used."""
     if (path := find_predictor(target, draft)) is None:
         return None
     wanted = [len(model.moe), runner.hidden_size, model.hidden_size]
@@ -64,12 +64,12 @@ def read_predictor(
             meta = file.metadata() or {}
             for name, value in (("format", FORMAT), ("target", target.fingerprint), ("draft", draft.fingerprint)):
                 if meta.get(name) != value:
-                    raise ValueError(f"it is for another {name}")
+                    raise ValueError(f"it was written for another {name}")
             weights, biases = file.get_tensor("weights"), file.get_tensor("biases")
         if [*weights.shape] != wanted or [*biases.shape] != [wanted[0], 1, wanted[2]]:
-            raise ValueError(f"its maps are {[*weights.shape]} instead of {wanted}")
+            raise ValueError(f"its weights have shape {[*weights.shape]} instead of {wanted}")
         if not (bool(weights.isfinite().all()) and bool(biases.isfinite().all())):
-            raise ValueError("its maps are not finite")
+            raise ValueError("its values are not finite")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"the fitted predictor {path} is not used ({reason(error)}); delete it, or fit it again with `spmoe "

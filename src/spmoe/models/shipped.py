@@ -1,4 +1,4 @@
-"""The pair that ships with the package, a small target and draft trained on Python source, and a text to try it on."""
+"""The model pair that ships with the package: a small target and draft trained on Python source, and a sample text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent / "pair"
 
 
 def shipped_pair() -> tuple[str, str]:
-    """Directories of the target and the draft."""
+    """Return the directories of the target and the draft."""
     return str(ROOT / "target"), str(ROOT / "draft")
 
 
 def sample_text() -> str:
-    """Python source that the pair was not trained on: some of this package's own, as it was when the pair was made."""
+    """Return Python source that the pair was not trained on: part of this package at the time of training."""
     return (ROOT / "sample.txt").read_text(encoding="utf-8")

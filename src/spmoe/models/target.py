@@ -13,8 +13,7 @@ from spmoe.backends.graphs import GraphRecorder
 from spmoe.experts.experts import Experts
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.experts_seam import attach
-from spmoe.models.fused_gates import FusedGates
-from spmoe.models.gates import StackedGates
+from spmoe.models.gates import FusedGates, StackedGates
 from spmoe.models.inspection import MoeLayer
 from spmoe.models.runner import ModelRunner
 from spmoe.types import Routing

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, and refusing a draft that reads other tokens than the target."""
+"""Tokenizers: load them, and check that target and draft share one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The checkpoint's tokenizer; None when it ships none (prompts are then token ids)."""
+    """Load a checkpoint's tokenizer; None if it has none, so that prompts must be token ids."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
     try:
@@ -26,13 +26,13 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:
-    """Refuse a draft whose tokens mean something else. Sizes padded beyond the tokenizer's entries are fine."""
+    """Raise UsageError if a draft's token ids mean other tokens. Embeddings may be padded beyond the vocabulary."""
     if target is None or draft is None:
         sizes = [c.config.get_text_config(decoder=True).vocab_size for c in (checkpoint, other)]
         if (target is None) != (draft is None) or sizes[0] != sizes[1]:
             raise UsageError(
-                f"{checkpoint.name} and {other.name} cannot be shown to share a tokenizer (one ships none, or their "
-                "vocabularies differ in size); choose a draft of the same family"
+                f"{checkpoint.name} and {other.name} cannot be shown to share a tokenizer (one has none, or their "
+                "vocabulary sizes differ); choose a draft of the same family"
             )
         return
     ours = {index: token for token, index in target.get_vocab().items()}

@@ -1,4 +1,4 @@
-"""Tables of rotary embeddings: every position has what the module gives it alone, or there is no table."""
+"""Tables of rotary embeddings: each row equals the module's output for that position alone, or there is no table."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from checkpoints import longrope, mixtral, phimoe, seeded
-from spmoe.models import rotary_table
+from spmoe.models import rotary
 from spmoe.models.attention import device_length
 from spmoe.models.longrope import rotary_modules
-from spmoe.models.rotary_table import make_table, table_bytes, use_tables
+from spmoe.models.rotary import make_table, table_bytes, use_tables
 
-CHANGE = 20
-MAX_NGRAM = 256  # of the models
+SWITCH = 20
+MAX_POSITIONS = 256  # of the models
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PROBE = torch.zeros(1, 1, 1)
 
 
-def rotary(make: Any, parameters: dict[str, Any]) -> Any:
+def rotary_module(make: Any, parameters: dict[str, Any]) -> Any:
     (module,) = rotary_modules(seeded(make, 0, rope_parameters=dict(parameters)))
     return module
 
@@ -32,11 +32,11 @@ def alone(module: Any, position: int) -> tuple[Tensor, ...]:
     return tuple(module(PROBE, torch.tensor([[position]])))
 
 
-@pytest.mark.parametrize("positions", [CHANGE - 5, CHANGE, CHANGE + 1, 100])
-@pytest.mark.parametrize("parameters", [DEFAULT, longrope(CHANGE)], ids=lambda p: p["rope_type"])
+@pytest.mark.parametrize("positions", [SWITCH - 5, SWITCH, SWITCH + 1, 100])
+@pytest.mark.parametrize("parameters", [DEFAULT, longrope(SWITCH)], ids=lambda p: p["rope_type"])
 @pytest.mark.parametrize("make", [phimoe, mixtral])
-def test_every_row_is_the_module_s_own(make: Any, parameters: dict[str, Any], positions: int) -> None:
-    module = rotary(make, parameters)
+def test_every_row_equals_the_modules_output(make: Any, parameters: dict[str, Any], positions: int) -> None:
+    module = rotary_module(make, parameters)
     table = make_table(module, None, PROBE, positions)
     assert table is not None
     for position in range(positions):
@@ -44,42 +44,42 @@ def test_every_row_is_the_module_s_own(make: Any, parameters: dict[str, Any], po
         assert all(torch.equal(a, b) for a, b in zip(rows, alone(module, position), strict=True)), position
 
 
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = rotary(phimoe, longrope(CHANGE))
+def test_block_size_does_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = rotary_module(phimoe, longrope(SWITCH))
     whole = make_table(module, None, PROBE, 100)
-    monkeypatch.setattr(rotary_table, "_BLOCK", 7)
-    pieces = make_table(module, None, PROBE, 100)
+    monkeypatch.setattr(rotary, "_BLOCK", 7)
+    in_blocks = make_table(module, None, PROBE, 100)
     assert whole is not None
-    assert pieces is not None
-    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+    assert in_blocks is not None
+    assert all(torch.equal(a, b) for a, b in zip(whole, in_blocks, strict=True))
 
 
-def test_the_change_is_seen() -> None:
-    table = make_table(rotary(phimoe, longrope(CHANGE)), None, PROBE, 100)
+def test_table_switches_factors() -> None:
+    table = make_table(rotary_module(phimoe, longrope(SWITCH)), None, PROBE, 100)
     assert table is not None
     size = (table[0].square() + table[1].square()).sqrt()  # cosine and sine, times a factor
-    assert torch.allclose(size[:CHANGE], torch.tensor(1.0))
-    assert torch.allclose(size[CHANGE:], torch.tensor(1.7))
+    assert torch.allclose(size[:SWITCH], torch.tensor(1.0))
+    assert torch.allclose(size[SWITCH:], torch.tensor(1.7))
 
 
-def test_what_depends_on_the_longest_text_seen_has_no_table_beyond() -> None:
-    module = rotary(mixtral, DYNAMIC)
+def test_dynamic_rope_has_no_table_beyond_the_models_context() -> None:
+    module = rotary_module(mixtral, DYNAMIC)
     before = module.inv_freq.clone()
-    assert make_table(module, None, PROBE, MAX_NGRAM) is not None
-    assert make_table(module, None, PROBE, 2 * MAX_NGRAM) is None
-    assert torch.equal(module.inv_freq, before), "the module itself was not asked"
-    assert module.max_seq_len_cached == MAX_NGRAM
+    assert make_table(module, None, PROBE, MAX_POSITIONS) is not None
+    assert make_table(module, None, PROBE, 2 * MAX_POSITIONS) is None
+    assert torch.equal(module.inv_freq, before), "the module itself is unchanged"
+    assert module.max_seq_len_cached == MAX_POSITIONS
 
 
 class Drifting(PhimoeRotaryEmbedding):
-    """Depends on how many positions are asked for."""
+    """Its output depends on the number of positions."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         cos, sin = super().forward(x, position_ids)
         return cos + 1e-6 * position_ids.shape[1], sin
 
 
-def test_a_table_that_is_off_by_a_bit_is_none() -> None:
+def test_table_with_a_rounding_difference_is_rejected() -> None:
     module = Drifting(PhimoeConfig(hidden_size=32, num_attention_heads=4, rope_parameters=dict(DEFAULT)))
     assert make_table(module, None, PROBE, 64) is None
 
@@ -89,22 +89,24 @@ def test_a_table_that_is_off_by_a_bit_is_none() -> None:
     [
         (mixtral, DEFAULT, False),
         (mixtral, DYNAMIC, True),
-        (mixtral, longrope(CHANGE), True),
+        (mixtral, longrope(SWITCH), True),
         (phimoe, DEFAULT, True),
-        (phimoe, longrope(CHANGE), True),
+        (phimoe, longrope(SWITCH), True),
     ],
 )
-def test_tables_are_used_where_they_are_needed_and_while_recording(make: Any, parameters: Any, needed: bool) -> None:
+def test_tables_are_used_where_needed_and_only_during_capture(make: Any, parameters: Any, needed: bool) -> None:
     model = seeded(make, 0, rope_parameters=dict(parameters))
     (module,) = rotary_modules(model)
     undo = use_tables(model, 100)
     assert ("forward" in vars(module)) == needed
     assert (table_bytes(model, 100, torch.float32) > 0) == needed
     if needed:
-        positions = torch.tensor([[CHANGE - 2, CHANGE - 1, CHANGE, CHANGE + 1]])
+        positions = torch.tensor([[SWITCH - 2, SWITCH - 1, SWITCH, SWITCH + 1]])
         own = type(module).forward(module, PROBE, positions)
-        assert all(torch.equal(a, b) for a, b in zip(module(PROBE, positions), own, strict=True)), "not recorded"
-        with device_length(torch.tensor([CHANGE - 2])):
+        assert all(torch.equal(a, b) for a, b in zip(module(PROBE, positions), own, strict=True)), (
+            "outside of a capture"
+        )
+        with device_length(torch.tensor([SWITCH - 2])):
             found = module(PROBE, positions)
         expected = [torch.cat(rows, dim=1) for rows in zip(*(alone(module, int(p)) for p in positions[0]), strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -115,13 +117,13 @@ def test_tables_are_used_where_they_are_needed_and_while_recording(make: Any, pa
     assert "forward" not in vars(module)
 
 
-def test_beyond_the_table_nothing_is_read() -> None:
-    table = make_table(rotary(phimoe, DEFAULT), None, PROBE, 8)
+def test_positions_beyond_the_table_get_the_last_row() -> None:
+    table = make_table(rotary_module(phimoe, DEFAULT), None, PROBE, 8)
     assert table is not None
     assert torch.equal(table.rows(torch.tensor([[7, 8, 4000]]))[0][0], table[0][[7, 7, 7]])
 
 
-def test_kinds_of_layers_have_tables_of_their_own() -> None:
+def test_layer_types_have_separate_tables() -> None:
     from transformers.models.mellum.modeling_mellum import MellumRotaryEmbedding
 
     from spmoe.models.families import tiny_config
