@@ -17,8 +17,8 @@ from spmoe.bench.fit_predictor import Fit, fit_predictor
 from spmoe.bench.predictability import measure_predictability
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.predictors import predictor_path, write_predictor
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.policies.on_demand import OnDemand
 
 TEXT = Path(__file__).read_text()
 OTHER_TEXT = (Path(__file__).parents[1] / "checkpoints.py").read_text()
@@ -88,8 +88,8 @@ def fit(pair: Pair, write: bool = True) -> Fit:
         found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
         assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "progress counts up to the total"
         if write:
-            assert llm.engine.draft_checkpoint is not None
-            write_predictor(llm.engine.checkpoint, llm.engine.draft_checkpoint, found.projection, found.to_dict())
+            assert llm.engine.parts.draft_checkpoint is not None
+            write_predictor(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.projection, found.to_dict())
     return found
 
 
@@ -138,21 +138,21 @@ def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
             assert llm.generate([84, 104], params)[0].token_ids == expected
             assert llm.notices == []
             assert isinstance(llm.engine.loop.policy, DraftGate)
-            counters = llm.engine.loop.counters
+            counters = llm.engine.counters
             assert counters.prefetches_requested > 0
-            projection = llm.engine.projection
+            projection = llm.engine.parts.projection
             assert projection is not None
             weights = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
-            assert llm.engine.memory.resident == weights + projection.nbytes
+            assert llm.engine.parts.memory.resident == weights + projection.nbytes
     with build(pair, projection=False) as llm:
-        assert llm.engine.projection is None
+        assert llm.engine.parts.projection is None
 
 
 @pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
 def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
     found = fit(pair)
     with build(pair, prefetch="on-demand") as llm:
-        checkpoint, draft = llm.engine.checkpoint, llm.engine.draft_checkpoint
+        checkpoint, draft = llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint
         assert draft is not None
     path = predictor_path(checkpoint, draft)
     if damage == "other target":
@@ -168,7 +168,7 @@ def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
         found.projection.weights = found.projection.weights[:, :-1]
         write_predictor(checkpoint, draft, found.projection, {})
     with build(pair) as llm:
-        assert llm.engine.projection is None
+        assert llm.engine.parts.projection is None
         assert "is not used" in llm.notices[0]
         assert str(path) in llm.notices[0]
 
@@ -176,8 +176,8 @@ def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
 def test_file_has_metadata(pair: Pair) -> None:
     fit(pair)
     with build(pair) as llm:
-        assert llm.engine.draft_checkpoint is not None
-        path = predictor_path(llm.engine.checkpoint, llm.engine.draft_checkpoint)
+        assert llm.engine.parts.draft_checkpoint is not None
+        path = predictor_path(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint)
     assert path.parent.name == "predictors"
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with safe_open(path, framework="pt") as file:

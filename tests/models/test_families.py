@@ -133,7 +133,7 @@ def test_hidden_states_of_many_draft_families(family: str) -> None:
         layer.mlp.down_proj.weight.data.zero_()  # the feed-forward adds nothing
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     runner.forward(
-        [3, 1, 4], runner.new_kv(3), keep=1, on_hidden_states=lambda depth, residual: states.append(residual)
+        [3, 1, 4], runner.new_kv(3), num_logits=1, on_hidden_states=lambda depth, residual: states.append(residual)
     )
     assert len(states) == config.num_hidden_layers
     assert all(torch.equal(a, b.reshape(a.shape)) for a, b in zip(states, outputs, strict=True))

@@ -148,7 +148,7 @@ def _run_checks(found: dict[str, str], target: str, draft: str, expected: list[i
     with LLM(target, draft, expert_memory="100%", **options) as llm:
         engine = llm.engine
         slots = [engine.target.top_k, max(engine.target.top_k, engine.slots // 2)]
-        budgets = [count * engine.store.layout.nbytes for count in slots]
+        budgets = [count * engine.spec.layout.nbytes for count in slots]
         found["loads"] = OK
         if device != "cpu":
             attempt("captured", _captured, llm)
@@ -163,7 +163,7 @@ def _run_checks(found: dict[str, str], target: str, draft: str, expected: list[i
 
 def _captured(llm: LLM) -> str:
     """Check that forwards of few rows are captured as CUDA graphs."""
-    if llm.engine.target.records:
+    if llm.engine.target.captures:
         return OK
     return next((notice for notice in llm.notices if notice.startswith("forwards of the target")), "not captured")
 
@@ -177,12 +177,12 @@ def _plain(llm: LLM, expected: list[int]) -> str:
 def _speculation(llm: LLM, expected: list[int]) -> str:
     """Check speculative decoding with a bad and a good draft, with and without prefetching."""
     engine = llm.engine
-    if engine.draft is None:
+    if engine.parts.drafter is None:
         return next(iter(llm.notices), "the engine decodes without speculation")
     for prefetch in ("draft-gate", "on-demand"):
         for kind in ("a random draft", "a good draft"):
             engine.reconfigure(prefetch=prefetch, num_speculative_tokens=K)
-            before = engine.loop.counters.copy()
+            before = engine.counters.copy()
             own = engine.loop.drafter
             if kind == "a good draft":
                 engine.loop.drafter = MostlyRightDrafter(own, expected, engine.target.vocab_size)
@@ -192,7 +192,7 @@ def _speculation(llm: LLM, expected: list[int]) -> str:
                 engine.loop.drafter = own
             if answer != OK:
                 return answer
-            counters = engine.loop.counters.minus(before)
+            counters = engine.counters.minus(before)
             if kind == "a good draft" and not 0 < counters.accepted < counters.drafted:
                 return (
                     f"{counters.accepted} of {counters.drafted} draft tokens were accepted, so rollback was not tested"
@@ -232,7 +232,7 @@ def gate_recall(llm: LLM) -> float:
         handles.append(hooked.register_forward_pre_hook(save_residual))
         handles.append(moe_layer.experts.register_forward_pre_hook(save_experts, with_kwargs=True))
     try:
-        target.forward(PROMPT, kv, keep=1)
+        target.forward(PROMPT, kv, num_logits=1)
     finally:
         for handle in handles:
             handle.remove()

@@ -54,7 +54,7 @@ def fit_predictor(
 ) -> Fit:
     """Fit one affine map per MoE layer on evenly spaced windows of a text."""
     draft, target = require_draft_model(engine), engine.target
-    if engine.draft_checkpoint is None:  # the draft is the quantized target itself, which needs no projection
+    if engine.parts.draft_checkpoint is None:  # the draft is the quantized target itself, which needs no projection
         raise UsageError("a projection is fitted for a separate draft model; give one with --draft")
     pieces = read_windows(engine, text, window, windows)
     held_out_numbers = set(range(_HELD_OUT - 1, len(pieces), _HELD_OUT)) or {len(pieces) - 1}
@@ -100,7 +100,7 @@ def fit_predictor(
 def _hidden_states(engine: Engine, draft: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the residual streams of draft and target, by decoder layer."""
     draft_states, _ = run_window(draft, tokens)
-    engine.source.begin_step()
+    engine.experts.step.begin()
     target_states, _ = run_window(engine.target, tokens)
     return draft_states, target_states
 

@@ -95,10 +95,10 @@ def require_draft_model(engine: Engine) -> ModelRunner:
 
 def read_windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:
     """Split a text into evenly spaced windows of tokens."""
-    if engine.tokenizer is None:
+    if engine.parts.tokenizer is None:
         raise UsageError(f"{engine.config.model} has no tokenizer, so text cannot be encoded; choose another model")
-    ids: list[int] = engine.tokenizer(text, verbose=False)["input_ids"]  # may exceed the context; windows do not
-    window = min(window, engine.max_model_len, len(ids))
+    ids: list[int] = engine.parts.tokenizer(text, verbose=False)["input_ids"]  # may exceed the context; windows do not
+    window = min(window, engine.parts.max_model_len, len(ids))
     if window < MIN_WINDOW:
         raise PromptError(f"the text has {len(ids)} tokens; give one with at least {MIN_WINDOW}")
     count = max(1, min(count, len(ids) // window))
@@ -115,7 +115,7 @@ class _Comparison:
         self._draft = draft
         self._span = span
         self._draft_depth = draft_depths(engine, draft)
-        count, experts = len(self._target.moe), max(engine.store.experts)
+        count, experts = len(self._target.moe), max(engine.spec.experts)
         self._metrics = [LayerMetrics() for _ in range(count)]
         self._loads = torch.zeros(count, experts)
         self._agreement = self._acceptance = 0.0
@@ -193,7 +193,7 @@ def run_window(runner: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], Te
     def on_hidden_states(depth: int, residual: Tensor) -> None:
         states[depth] = residual
 
-    logits = runner.forward(tokens, runner.new_kv(len(tokens)), keep=len(tokens), on_hidden_states=on_hidden_states)
+    logits = runner.forward(tokens, runner.new_kv(len(tokens)), num_logits=len(tokens), on_hidden_states=on_hidden_states)
     return states, logits
 
 

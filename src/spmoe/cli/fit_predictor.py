@@ -39,10 +39,10 @@ def fit_predictor(
         progress_bar("Fitting", not as_json and sys.stderr.isatty()) as report,
     ):
         result = fit(llm.engine, words, window, windows, report)
-        draft = llm.engine.draft_checkpoint
+        draft = llm.engine.parts.draft_checkpoint
         assert draft is not None  # else `fit` raised UsageError
         facts = {"model": llm.engine.config.model, "draft": draft.name, "text": str(text), **result.to_dict()}
-        path = write_predictor(llm.engine.checkpoint, draft, result.projection, facts)
+        path = write_predictor(llm.engine.parts.models.checkpoint, draft, result.projection, facts)
     if as_json:
         print(json.dumps({"file": str(path), **result.to_dict()}))
         return

@@ -91,14 +91,14 @@ def profile(
         checked = profile_runs.Check([], []) if check else None
         for memory in memories:
             with _load(engine, memory, lengths) as llm:
-                has_draft, workload = llm.engine.draft is not None, _workload(llm, max_prompts, output_len)
+                has_draft, workload = llm.engine.parts.drafter is not None, _workload(llm, max_prompts, output_len)
                 if found is None:
                     found = profile_runs.measure_profile(llm, lengths[0] if has_draft else 0, workload)
                     if output is not None:
                         found.save(output)  # before the check, which may take long
                 if checked is not None:
                     profile_runs.require_same_subject(found, llm.engine)
-                    swept = _default_depths(len(llm.engine.store.experts)) if depths == [] else depths
+                    swept = _default_depths(len(llm.engine.spec.experts)) if depths == [] else depths
                     part = profile_runs.check_engine(
                         llm, Predictor(found), memory, lengths if has_draft else [0], swept, repeat, workload
                     )

@@ -117,7 +117,7 @@ class Loop:
         k = self.max_draft_tokens
         if self.draft_length is not None:  # sampled text must not depend on how long steps take
             k = self.draft_length.current if sequence.sampling.greedy else min(k, FIRST)
-        rows = self.target.longrope.until(len(sequence.tokens) - 1)  # that use the same RoPE variant
+        rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # that use the same RoPE variant
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
     def _learn_draft_length(
@@ -141,7 +141,7 @@ class Loop:
         if draft and not kv.can_rewind:  # its state goes back to a snapshot only: take one just before the draft
             certain, pending = pending[:-num_logits], pending[-num_logits:]
             while certain:
-                rows = chunk if total_length else min(chunk, self.target.longrope.until(kv.length) or chunk)
+                rows = chunk if total_length else min(chunk, self.target.longrope.distance(kv.length) or chunk)
                 self.target.forward(certain[:rows], kv, 1, total_length=total_length)
                 certain = certain[rows:]
             kv.snapshot()
@@ -155,7 +155,7 @@ class Loop:
     def _kv_of(self, sequence: Sequence) -> KvState:
         """Return the target's KV cache of a sequence; an empty one if it must be read from the start."""
         kv = self._target_kv.get(sequence.id)
-        if kv is not None and self.target.longrope.invalidate(kv.length, len(sequence.tokens)):
+        if kv is not None and self.target.longrope.invalidates(kv.length, len(sequence.tokens)):
             self.target.release_kv(self._target_kv.pop(sequence.id))
             kv = None
         if kv is None:

@@ -16,7 +16,7 @@ from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memor
 from spmoe.config import EngineConfig, format_bytes
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
-from spmoe.models.rotary_table import table_bytes
+from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner, kv_capacity
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`

@@ -14,7 +14,7 @@ from spmoe.config import CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
 from spmoe.engine.prefetching import DraftSide, policy_context
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
-from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
 from spmoe.models.loaded import quantized_experts
@@ -97,7 +97,7 @@ def make_plan(config: EngineConfig) -> Plan:
     """Plan an engine without loading weights."""
     checkpoint, device = Checkpoint.find(config.model), choose_device(config.device)
     dtype = checkpoint.dtype(config.dtype)
-    with building(checkpoint):
+    with load_errors(checkpoint):
         target = Target(load_skeleton(checkpoint))
     spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
@@ -157,7 +157,7 @@ def make_plan(config: EngineConfig) -> Plan:
 
 
 def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:
-    with building(checkpoint):
+    with load_errors(checkpoint):
         model = load_dense_skeleton(checkpoint)
         if any(True for _ in experts_modules(model)):
             take_over(model)  # transformers' own experts cannot run without weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
-from spmoe.backends.base import kernel_name
+from spmoe.backends.base import kernel_activation
 from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
 
@@ -143,7 +143,7 @@ def _gated(module: Any) -> Callable[..., Any] | None:
     from spmoe.backends.kernels.dense import gated_linear
 
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    activation = kernel_name(getattr(module, "act_fn", None))
+    activation = kernel_activation(getattr(module, "act_fn", None))
     if activation is None or any(type(layer) is not nn.Linear or layer.bias is not None for layer in (gate, up, down)):
         return None
     gate, up, down = cast(nn.Linear, gate), cast(nn.Linear, up), cast(nn.Linear, down)

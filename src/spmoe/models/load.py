@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from spmoe.backends.cpu import WHOLE, parts
+from spmoe.backends.cpu import WHOLE, expert_tensors
 from spmoe.config import home
 from spmoe.errors import CheckpointError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
@@ -213,7 +213,7 @@ class ExpertReader:
 
     def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
         """Write an expert's tensors into the views of its blob."""
-        for name, view in parts(self._model.get_submodule(self._paths[key.layer]), views).items():
+        for name, view in expert_tensors(self._model.get_submodule(self._paths[key.layer]), views).items():
             target = f"{self._paths[key.layer]}.{name}"
             tensor = self._read(target, key.expert)
             if tensor.shape != view.shape:

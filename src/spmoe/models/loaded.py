@@ -17,7 +17,7 @@ from spmoe.backends.quantize import QuantizedExperts, Scheme
 from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
-from spmoe.models.checkpoint import Checkpoint, building
+from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.inspection import MoeLayer
 from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
 from spmoe.models.runner import ModelRunner
@@ -62,7 +62,7 @@ class LoadedModels:
     def load_draft(self, checkpoint: Checkpoint) -> ModelRunner:
         """Load a draft in the target's dtype, on its device, widened like the target."""
         model = load_dense(checkpoint, self.dtype if self.shape is None else torch.float32)
-        with building(checkpoint):
+        with load_errors(checkpoint):
             if self.shape is not None:
                 model = widen_draft(model, self.shape, self.dtype, self.device)
             return ModelRunner(model.to(self.device))
@@ -86,7 +86,7 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     """Load a target without its experts."""
     dtype, shape = checkpoint.dtype(config.dtype), wide_shape(config, device)
     small = load_without_experts(checkpoint, dtype if shape is None else torch.float32)
-    with building(checkpoint):
+    with load_errors(checkpoint):
         model = small.to(device) if shape is None else widen_target(small, shape, dtype, device)
         target = Target(model)
     paths = [moe_layer.path for moe_layer in target.moe]

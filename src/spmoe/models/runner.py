@@ -19,8 +19,8 @@ from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind
-from spmoe.models.longrope import LongRope, as_if_up_to
-from spmoe.models.rotary_table import use_tables
+from spmoe.models.longrope import LongRope, rope_for_length
+from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
 if TYPE_CHECKING:
@@ -131,15 +131,15 @@ class ModelRunner:
         `total_length`: full prompt length if these tokens are only a chunk of it; selects the RoPE variant.
         """
         end = max(total_length, kv.length + len(tokens))
-        crosses = self.longrope.between(kv.length, end)
+        crosses = self.longrope.crosses(kv.length, end)
         if on_hidden_states is None and not crosses and (graphs := self._usable_graphs(len(tokens), kv)) is not None:
             return graphs.forward(tokens, kv, num_logits, observer)
         if self._graphs is not None:
             self._graphs.run_ahead.note_launch()
         ids = torch.tensor([tokens], device=self.model.device)
         raw = self._hooks.listen(on_hidden_states) if on_hidden_states is not None else nullcontext()
-        rope = as_if_up_to(self.model, end) if crosses else nullcontext()
-        with torch.inference_mode(), self.observing(observer), raw, rope, attention.quick_to_start():
+        rope = rope_for_length(self.model, end) if crosses else nullcontext()
+        with torch.inference_mode(), self.observing(observer), raw, rope, attention.without_cudnn():
             output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=num_logits)
         kv.length += len(tokens)
         return EagerResult(output.logits[0])
@@ -171,7 +171,7 @@ class ModelRunner:
         `run` with all of these tokens then launches only the rest.
         """
         rows = 1 + k
-        crosses = self.longrope.between(kv.length, kv.length + rows)
+        crosses = self.longrope.crosses(kv.length, kv.length + rows)
         if not crosses and (graphs := self._usable_graphs(rows, kv)) is not None:
             graphs.launch_verify(token, k, kv, observer)
 
