@@ -30,7 +30,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, Phase, Recording
-from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
+from spmoe.backends.kernels import attention, dense, experts, inputs, quantized, rotary
 from spmoe.bench.runs import Bench, Job
 from spmoe.bench.settings import System, settings_of
 from spmoe.config import Cutoff, Size
@@ -166,12 +166,12 @@ class Rerunner:
         recording.pieces += [first, rest] if self._splits else [first]
         return recording, result
 
-    def stage(self, inbox: Tensor, chain: Tensor, other: Tensor, *inputs_: Tensor) -> None:
+    def load_inputs(self, inbox: Tensor, chain: Tensor, other: Tensor, *inputs_: Tensor) -> None:
         if self._replaying and not self._beginning and self._staged is not None:  # the rest of what was begun
             for there, staged in zip((chain, *inputs_), self._staged, strict=True):
                 there.copy_(staged)
             return
-        inputs.stage_plain(inbox, chain, other, *inputs_)
+        inputs.load_inputs_plain(inbox, chain, other, *inputs_)
         if self._beginning:
             self._staged = [tensor.clone() for tensor in (chain, *inputs_)]
 
@@ -223,22 +223,22 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
             f"spmoe.{user}.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
         )
     for user, kernels, names in (
-        ("backends.cuda", experts, ("run_expert_batch", "add_up")),
+        ("backends.cuda", experts, ("run_expert_batch", "reduce_experts")),
         ("backends.cuda", inputs, ("take_batch",)),
-        ("models.decode_graphs", inputs, ("stage", "stage_chained", "go_on")),
-        ("backends.kernels.attention", attention, ("append", "decode_attention")),
-        ("backends.kernels.quantized", quantized, ("run_coded",)),
-        ("backends.kernels.gates", gates, ("route_layers",)),
+        ("models.decode_graphs", inputs, ("load_inputs", "load_chained_inputs", "append_token")),
+        ("backends.kernels.attention", attention, ("append_kv", "decode_attention")),
+        ("backends.kernels.quantized", quantized, ("run_quantized_experts",)),
+        ("backends.kernels.dense", dense, ("norm_and_route_layers",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr("spmoe.models.decode_graphs.stage", it.recorder.stage)
+    monkeypatch.setattr("spmoe.models.decode_graphs.load_inputs", it.recorder.load_inputs)
 
     monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
 
     def make_runtime(config: Any, models: Any, count: int, store: Any = None) -> ExpertRuntime:
         slots = DeviceSlots(count, models.spec, torch.device("cpu"))
-        store = HostStore(models.spec, driver=None, pinned=False)  # type: ignore[arg-type]
+        store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]
         with models.experts() as fill:
             store.fill(fill, lambda done, total: None)
         backend = CudaBackend(slots, it.recorder)  # type: ignore[arg-type]
@@ -289,17 +289,17 @@ def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeyp
     launched: list[tuple[Phase, int]] = []  # and how many rows
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Any = None) -> Tensor:
-        return torch.cat([dense.skinny_linear_plain(row[None], weight, bias) for row in x])  # each by itself
+        return torch.cat([dense.small_batch_linear_plain(row[None], weight, bias) for row in x])  # each by itself
 
     def linears(x: Tensor, weights: Any, biases: Any, tile: Any) -> list[Tensor]:
         launched.append((double.recorder.phase, len(x)))
         return [linear(x, *given) for given in zip(weights, biases, strict=True)]
 
-    for kernels, names in ((dense, ("rms_norm", "gated_linear", "route")), (rotary, ("rotate",))):
+    for kernels, names in ((dense, ("rms_norm", "gated_linear", "route")), (rotary, ("apply_rotary",))):
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr(dense, "skinny_linear", linear)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", linears)
+    monkeypatch.setattr(dense, "small_batch_linear", linear)
+    monkeypatch.setattr(dense, "fused_linears", linears)
     monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
@@ -389,7 +389,7 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, length: int, known: bool
 ) -> None:
     if not known:
-        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+        monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     heard: dict[int, list[Any]] = {}
     monkeypatch.setattr(DraftInformed, "on_prompt", lambda self, layer, *said: heard.setdefault(layer, []).append(said))
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
@@ -497,7 +497,7 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     if not known:
-        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+        monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     transfers, waiting = list[CudaTransfer](), {True: 0, False: 0}  # before a wait is over, and after it
 
     class Unhurried(Passed):
@@ -573,7 +573,7 @@ def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
 
 
 def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert double.recorder.replayed
@@ -582,7 +582,7 @@ def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkey
 def test_experts_that_the_kernels_do_not_know_are_foretold_too(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}

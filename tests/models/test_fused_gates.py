@@ -36,10 +36,10 @@ def moe_layers() -> Sequence[MoeLayer]:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernel | None], None]:
     """Put a function in the kernel's place; none: its definition in plain PyTorch."""
-    gates = pytest.importorskip("spmoe.backends.kernels.gates")
+    gates = pytest.importorskip("spmoe.backends.kernels.dense")
 
     def put(function: Kernel | None) -> None:
-        monkeypatch.setattr(gates, "route_layers", function or gates.route_layers_plain)
+        monkeypatch.setattr(gates, "norm_and_route_layers", function or gates.norm_and_route_layers_plain)
 
     put(None)
     return put
@@ -123,14 +123,14 @@ def test_gates_of_another_kind_are_logged(
 def test_a_kernel_that_is_wrong_is_logged(
     moe_layers: Sequence[MoeLayer], kernel: Callable[[Kernel | None], None], logged: Callable[[], list[str]]
 ) -> None:
-    from spmoe.backends.kernels.gates import route_layers_plain
+    from spmoe.backends.kernels.dense import norm_and_route_layers_plain
 
     def off_by_one(*args: Any) -> tuple[Tensor, Tensor]:
-        experts, scores = route_layers_plain(*args)
+        experts, scores = norm_and_route_layers_plain(*args)
         return (experts + 1) % 8, scores
 
     def too_few(*args: Any) -> tuple[Tensor, Tensor]:
-        experts, scores = route_layers_plain(*args)
+        experts, scores = norm_and_route_layers_plain(*args)
         return experts[..., :1], scores[..., :1]
 
     for wrong in (off_by_one, too_few):

@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="no triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from spmoe.backends.kernels import dense, fused_qkv  # noqa: E402
+from spmoe.backends.kernels import dense  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -59,7 +59,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, one, several = Launches(), dense.skinny_linear, fused_qkv.skinny_linears
+    counted, one, several = Launches(), dense.small_batch_linear, dense.fused_linears
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         counted.alone += 1
@@ -69,18 +69,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         counted.together += 1
         return several(*args, **kwargs)
 
-    monkeypatch.setattr(dense, "skinny_linear", alone)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", together)
+    monkeypatch.setattr(dense, "small_batch_linear", alone)
+    monkeypatch.setattr(dense, "fused_linears", together)
     return counted
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own arithmetic, in which rows may depend on each other: nothing can be proved by it."""
-    monkeypatch.setattr(dense, "skinny_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
+    monkeypatch.setattr(dense, "small_batch_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
     monkeypatch.setattr(
-        fused_qkv,
-        "skinny_linears",
+        dense,
+        "fused_linears",
         lambda x, weights, biases, tile: [functional.linear(x, *given) for given in zip(weights, biases, strict=True)],
     )
 
@@ -341,7 +341,7 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     def faulty(x: Tensor, weights: list[Any], biases: list[Any], tile: Any = None) -> list[Tensor]:
         if fault == "raises":
             raise RuntimeError("out of resources")
-        results = [dense.skinny_linear(x, *given, tile=tile) for given in zip(weights, biases, strict=True)]
+        results = [dense.small_batch_linear(x, *given, tile=tile) for given in zip(weights, biases, strict=True)]
         if fault == "is off":
             results[-1][-1, -1] += 0.1
         elif fault == "is not a number":
@@ -350,10 +350,10 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
             results[1] *= 1 + 1e-6
         return results
 
-    monkeypatch.setattr(fused_qkv, "skinny_linears", faulty)
+    monkeypatch.setattr(dense, "fused_linears", faulty)
     module = Attention().to(DEVICE)
     fuse(module)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", None)
+    monkeypatch.setattr(dense, "fused_linears", None)
     x = states()
     with torch.inference_mode():
         for name in COUNTS:

@@ -322,7 +322,7 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     def faulty(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fault == "raises":
             raise RuntimeError("out of resources")
-        y = dense.skinny_linear_plain(x, weight, bias)
+        y = dense.small_batch_linear_plain(x, weight, bias)
         if fault == "is off":
             y[-1, -1] += 0.1
         elif fault == "is not a number":
@@ -331,7 +331,7 @@ def test_a_kernel_that_fails_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
             y *= 1 + 1e-6
         return y
 
-    monkeypatch.setattr(dense, "skinny_linear", faulty)
+    monkeypatch.setattr(dense, "small_batch_linear", faulty)
     assert not replaced(fused(made(lambda: nn.Linear(32, 8))))
 
 

@@ -16,7 +16,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder, Phase
-from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_expert_batch
+from spmoe.backends.kernels.experts import ExpertLayout, ExpertScratch, ScratchBuffer, reduce_experts, run_expert_batch
 from spmoe.backends.kernels.inputs import take_batch
 from spmoe.experts.batches import ExpertBatch, PinnedLayer
 from spmoe.experts.source import ExpertSource
@@ -103,7 +103,7 @@ class CudaBackend:
         self._places = self._ring.numpy()
         self._posted = 0
         self.put_off: tuple[int, list[Callable[[], None]]] = (-1, [])  # a layer, and what it had noted
-        self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and part
+        self._scratches: dict[tuple[int, int], ScratchBuffer] = {}  # by top-k and part
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
     def port(self, layer: int, source: ExpertSource) -> ExpertsForward:
@@ -134,10 +134,10 @@ class CudaBackend:
             self.slots.table[key] = slot
         self.all_resident = True
 
-    def scratch(self, rows: int, top_k: int, geometry: Geometry, part: int = 0) -> Scratch:
+    def scratch(self, rows: int, top_k: int, expert_layout: ExpertLayout, part: int = 0) -> ExpertScratch:
         """Places for what experts compute of a part of the rows. Layers run one after the other and share them."""
         if (top_k, part) not in self._scratches:
-            self._scratches[top_k, part] = Places(top_k, geometry, self.dtype, self.slots.arena.device)
+            self._scratches[top_k, part] = ScratchBuffer(top_k, expert_layout, self.dtype, self.slots.arena.device)
         return self._scratches[top_k, part].scratch(rows)
 
     @contextmanager
@@ -157,13 +157,13 @@ class CudaBackend:
             self._chosen[key] = pinned_zeros(rows, top_k)
         return self._chosen[key]
 
-    def geometry(self, experts: Any) -> Geometry | None:
+    def expert_layout(self, experts: Any) -> ExpertLayout | None:
         """Where the grouped kernels find an expert's weights in a blob; None where they cannot run such experts."""
         fields = {field.name: field for field in self.slots.layout.fields}
         if fields.keys() != {"gate_up_proj", "down_proj"} or gate_activation(experts) is None:
             return None
         gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
-        return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
+        return ExpertLayout(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
 
 
 class CudaExperts:
@@ -174,25 +174,27 @@ class CudaExperts:
         self._source = source
         self._backend = backend
         self._table = backend.slots.table[layer]  # [experts]
-        self._geometry: Geometry | None = None
+        self._expert_layout: ExpertLayout | None = None
         self._looked = False
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if not self._looked:
-            self._geometry, self._looked = self._backend.geometry(experts), True
-        geometry, (rows, top_k) = self._geometry, index.shape
+            self._expert_layout, self._looked = self._backend.expert_layout(experts), True
+        expert_layout, (rows, top_k) = self._expert_layout, index.shape
         backend, recorder = self._backend, self._backend.recorder
-        if geometry is None or rows > (
+        if expert_layout is None or rows > (
             kernel_rows(backend.slots.layout.nbytes) if recorder.phase is Phase.EAGER else MOST_ROWS
         ):
             return self._run_plain(experts, hidden, index, weights)
         parts = [slice(start, min(start + MOST_ROWS, rows)) for start in range(0, rows, MOST_ROWS)]
-        scratches = [backend.scratch(p.stop - p.start, top_k, geometry, at) for at, p in enumerate(parts)]
+        scratches = [backend.scratch(p.stop - p.start, top_k, expert_layout, at) for at, p in enumerate(parts)]
         activation, arena, out = str(kernel_name(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
 
         def run(table: Tensor) -> None:
             for part, scratch in zip(parts, scratches, strict=True):
-                run_expert_batch(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
+                run_expert_batch(
+                    hidden[part], index[part], weights[part], table, arena, expert_layout, activation, scratch
+                )
 
         def run_next_batch() -> None:
             backend.take_batch()
@@ -214,7 +216,7 @@ class CudaExperts:
             here, known = chosen.view(-1).numpy(), recorder.new_event()
             recorder.split_around(run_next_batch, lambda submit, notes: self._run_ahead(submit, here, known, notes))
         for part, scratch in zip(parts, scratches, strict=True):
-            add_up(scratch, out[part])
+            reduce_experts(scratch, out[part])
         return out
 
     def _wait_for_choice(self, index: Tensor) -> tuple[list[int], list[float]]:

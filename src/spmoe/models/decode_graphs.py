@@ -18,7 +18,15 @@ from torch import Tensor
 
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder
-from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, pending_tokens, stage, stage_chained
+from spmoe.backends.kernels.inputs import (
+    append_token,
+    chain_tokens,
+    load_chained_inputs,
+    load_inputs,
+    new_token_chain,
+    pending_tokens,
+    set_chain_length,
+)
 from spmoe.models.attention import device_length
 from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
@@ -62,7 +70,7 @@ class DecodeGraphs:
         self.leader: DecodeGraphs | None = (
             None  # whose chains these forwards may take tokens from; before any is recorded
         )
-        self.chain = new_chain(model.device)
+        self.chain = new_token_chain(model.device)
         self._chain_here = pinned_zeros(len(self.chain))
         self._arrived = recorder.new_event()
         self._chained = (-1, 0)  # the turn in which a chain was last begun, and its length
@@ -141,7 +149,7 @@ class DecodeGraphs:
                 self.recorder.be_patient(False)
             kv.advance(len(tokens) + len(chain) - 1)
             self.recorder.wait_and_pump(self._arrived)
-            self._found = chosen(self._chain_here, len(chain))
+            self._found = chain_tokens(self._chain_here, len(chain))
             return list(self._found)
 
         return fetch
@@ -176,9 +184,9 @@ class DecodeGraph:
         def forward() -> Tensor:
             self._chunks.clear()
             if key.place:
-                stage_chained(owner.chain, ids, positions, length)
+                load_chained_inputs(owner.chain, ids, positions, length)
             else:
-                stage(self._inbox, owner.chain, (owner.leader or owner).chain, ids, positions, length)
+                load_inputs(self._inbox, owner.chain, (owner.leader or owner).chain, ids, positions, length)
             on_layers = self._capture_chunk(observer is not None and observer.at_once)
             with torch.inference_mode(), device_length(length), owner.observing(observer, on_layers):
                 output = model(
@@ -190,13 +198,13 @@ class DecodeGraph:
                 )
                 logits: Tensor = output.logits[0]
                 if key.choices is not None:
-                    go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
+                    append_token(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
                 elif self._argmax is not None:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
             return logits
 
         if key.place:  # else it is rehearsed where the last chain ended, which may be amid what this state holds
-            go_on_from(owner.chain, kv.length)
+            set_chain_length(owner.chain, kv.length)
         self._recording, self.logits = self._recorder.record(forward)
 
     def begin(self, tokens: list[int] | None, length: int) -> None:

@@ -73,10 +73,10 @@ class FusedGates:
 
     def __call__(self, layers: range, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts, best first, and their shares."""  # residual: [layers, rows, hidden] -> 2 x [.., top_k]
-        from spmoe.backends.kernels.gates import route_layers
+        from spmoe.backends.kernels.dense import norm_and_route_layers
 
         own = slice(layers.start, layers.stop)
-        return route_layers(residual, self._norms[own], self._eps, self._routers[own], self._top_k)
+        return norm_and_route_layers(residual, self._norms[own], self._eps, self._routers[own], self._top_k)
 
 
 def _alike(own: Tensor, weights: Tensor, experts: Tensor, scores: Tensor) -> bool:

@@ -42,12 +42,12 @@ class RotaryKernels:
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
-    from spmoe.backends.kernels.rotary import rotate
+    from spmoe.backends.kernels.rotary import apply_rotary
 
     @wraps(own)
     def turn(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 4 and _as_proved(*args):
-            return rotate(*args)
+            return apply_rotary(*args)
         return own(*args, **kwargs)
 
     return turn
@@ -67,7 +67,7 @@ def _as_proved(query: Any, key: Any, cos: Any, sin: Any) -> bool:
 
 def prove(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether random queries and keys, laid out as models do, come out the same in every bit."""
-    from spmoe.backends.kernels.rotary import rotate
+    from spmoe.backends.kernels.rotary import apply_rotary
 
     rng = torch.Generator(device).manual_seed(0)
 
@@ -77,7 +77,7 @@ def prove(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> 
     for dim in (16, 12):
         query, key = random(1, 5, 4, dim).transpose(1, 2), random(1, 5, 2, dim).transpose(1, 2)
         angles = random(1, 5, dim), random(1, 5, dim)
-        for ours, its in zip(rotate(query, key, *angles), own(query, key, *angles), strict=True):
+        for ours, its in zip(apply_rotary(query, key, *angles), own(query, key, *angles), strict=True):
             if ours.dtype != its.dtype or not torch.equal(ours, its):
                 return False
     return True
