@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmoe.backends.quantize import QuantizedExperts, Scheme
+from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.config import EngineConfig
 from spmoe.draft.self_quantized import QuantizedSelfRunner
 from spmoe.errors import UsageError
@@ -88,7 +88,7 @@ def load_draft(models: LoadedModels, checkpoint: Checkpoint) -> ModelRunner:
 def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], name: str) -> QuantizedExperts:
     """What a target's quantized experts will be; nothing is read."""
     transposed: Any = moe[0].experts.is_transposed
-    return QuantizedExperts(spec, Scheme.named(name), transposed)
+    return QuantizedExperts(spec, QuantizationScheme.from_name(name), transposed)
 
 
 def load_self(config: EngineConfig, models: LoadedModels, name: str) -> QuantizedSelfRunner:

@@ -17,7 +17,7 @@ import torch
 
 from spmoe.config import home
 from spmoe.experts.source import ExpertSource
-from spmoe.files import replacing
+from spmoe.files import atomic_write
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
@@ -50,7 +50,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Keep a profile. A cache directory that cannot be written only means measuring again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as place:
+        with atomic_write(path) as place:
             place.write_text(json.dumps(asdict(profile), indent=2))
     except OSError:
         pass
