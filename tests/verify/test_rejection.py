@@ -127,7 +127,7 @@ def simulate(
 ) -> Outcome:
     """Decode K + 1 tokens speculatively, RUNS times."""
     sequence = Sequence(0, [START], 1, sampling, torch.Generator().manual_seed(seed), capacity=1000)
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     tokens = range(VOCABULARY)
     cumulative = draft.cumsum(axis=1).tolist()
     draft_probs = torch.from_numpy(draft).float()
@@ -137,7 +137,7 @@ def simulate(
         while len(text) <= max(k, 1) + 1:
             context = text[-1:]
             for _ in range(k):
-                context += dice.choices(tokens, cum_weights=cumulative[context[-1]])
+                context += rng.choices(tokens, cum_weights=cumulative[context[-1]])
             proposed = Draft(context[1:], draft_probs[context[:-1]])
             result = verifier.verify(sequence, proposed, logits[context])
             if len(text) == 1:
@@ -244,14 +244,14 @@ class NumpyVerifier:
     """Rejection sampling in numpy; wrong verifiers override one of its methods."""
 
     def __init__(self) -> None:
-        self._dice = np.random.default_rng(71)
+        self._rng = np.random.default_rng(71)
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
         assert draft.probs is not None
         target = self.target(sequence, logits)
         for position, token in enumerate(draft.tokens):
             p, q = target[position + self.row_offset], draft.probs[position].double().numpy()
-            if self._dice.random() >= self.acceptance(p[token], q[token]):
+            if self._rng.random() >= self.acceptance(p[token], q[token]):
                 return VerifyResult(position, self.draw(self.recovered(p, q)))
         return VerifyResult(len(draft.tokens), self.draw(self.bonus(target, draft)))
 
@@ -271,7 +271,7 @@ class NumpyVerifier:
 
     def draw(self, weights: np.ndarray) -> int:
         edges = np.cumsum(weights)
-        return int(np.searchsorted(edges, self._dice.random() * edges[-1], side="right"))
+        return int(np.searchsorted(edges, self._rng.random() * edges[-1], side="right"))
 
 
 class RecoversFromTarget(NumpyVerifier):
