@@ -1,4 +1,4 @@
-"""The collector of cycles is held off until the last who holds it off is done."""
+"""Garbage collection is paused until the last pause ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from spmoe.gc_pause import gc_paused
 
 
-def test_inside_each_other() -> None:
+def test_pauses_nest() -> None:
     with gc_paused():
         with gc_paused():
             assert not gc.isenabled()
@@ -21,7 +21,7 @@ def test_inside_each_other() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_it_was() -> None:
+def test_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:
         with gc_paused():
@@ -31,7 +31,7 @@ def test_it_stays_off_where_it_was() -> None:
         gc.enable()
 
 
-def test_another_thread_that_is_done_does_not_turn_it_on() -> None:
+def test_pause_outlasts_that_of_another_thread() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:

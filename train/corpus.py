@@ -187,7 +187,7 @@ def named_licence(text: str) -> str | None:
 
 
 def licence_from_text(text: str) -> str | None:
-    """The licence of a full licence text: decided by its beginning, since later parts may speak of bundled files."""
+    """Identify a full licence text by its beginning, since later parts may concern bundled files."""
     words = " ".join(text.split()).lower()
     if COPYLEFT.search(words[:300]):
         return None
@@ -195,7 +195,7 @@ def licence_from_text(text: str) -> str | None:
 
 
 def expression_is_permissive(expression: str) -> bool:
-    """Whether an SPDX expression can be satisfied with permissive licences alone."""
+    """Return whether an SPDX expression can be satisfied with permissive licences only."""
     # The exception is that of compiler run-time libraries bundled as binaries: no Python source falls under it.
     plain = re.sub(r"GPL-3\.0[a-z-]*\s+WITH\s+GCC-exception-3\.1", "0BSD", expression, flags=re.I)
     alternatives = re.split(r"\s+OR\s+", plain.replace("(", " ").replace(")", " "), flags=re.I)
@@ -206,7 +206,7 @@ def expression_is_permissive(expression: str) -> bool:
 
 
 def licence_of(wheel: zipfile.ZipFile) -> tuple[str, bool]:
-    """The licence a wheel declares and whether it is permissive."""
+    """Return the licence that a wheel declares, and whether it is permissive."""
     names = wheel.namelist()
     metadata_name = next(n for n in names if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
     metadata = HeaderParser().parsestr(wheel.read(metadata_name).decode("utf-8", "replace"))
@@ -239,7 +239,7 @@ def licence_of(wheel: zipfile.ZipFile) -> tuple[str, bool]:
 
 
 def open_sources(pins: Sequence[Pin], wheels: dict[tuple[str, str], Path]) -> tuple[list[Source], dict[str, str]]:
-    """The usable packages (held-out ones first, then the standard library) and the refused ones with the reason."""
+    """Return the usable packages (held-out, standard library, others), and the refused ones with reasons."""
     sources: list[Source] = []
     refused: dict[str, str] = {}
     for pin in pins:
@@ -306,7 +306,7 @@ TEST_PATH = re.compile(
 )
 
 SHINGLE = 8  # tokens in a shingle
-SAMPLE = 4  # one shingle in so many is kept, chosen by its hash
+SAMPLE = 4  # one shingle in so many is kept, selected by its hash
 
 
 def read_stdlib(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -327,7 +327,7 @@ def in_random_order(paths: Iterable[str]) -> list[str]:
 
 
 def normalise(text: str) -> str:
-    """Unix line ends, no trailing blanks, no tabs in indentations, no legal comments, at most two empty lines."""
+    """Normalize line ends and indentation; remove trailing blanks, legal comments and more than two empty lines."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x0c", "").lstrip("\ufeff")
     lines = [line.rstrip() for line in text.split("\n")]
     for number, line in enumerate(lines):
@@ -342,7 +342,7 @@ def normalise(text: str) -> str:
 
 
 def literal_lines(tree: ast.Module) -> int:
-    """Lines of the large tables (lists, dictionaries, ...) assigned in the module and in its classes."""
+    """Count the lines of large tables (lists, dictionaries, ...) assigned in the module and in its classes."""
     total = 0
     pending: list[ast.stmt] = list(tree.body)
     while pending:
@@ -362,7 +362,7 @@ def literal_lines(tree: ast.Module) -> int:
 
 
 def import_lines(tree: ast.Module) -> int:
-    """Lines of the imports of a module and of its ``__all__``."""
+    """Count the lines of a module's imports and of its ``__all__``."""
     total = 0
     for node in tree.body:
         names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
@@ -372,7 +372,7 @@ def import_lines(tree: ast.Module) -> int:
 
 
 def rejection(text: str) -> str | None:
-    """Why a file with this normalised text is left out, or None."""
+    """Return the reason to leave out a file with this normalized text, or None."""
     lines = text.split("\n")
     if len(text) / len(lines) > 80 or max(map(len, lines)) > 400:
         return "long lines"
@@ -401,7 +401,7 @@ def rejection(text: str) -> str | None:
 
 
 def shingles_of(text: str, cache: dict[str, int]) -> npt.NDArray[np.uint64]:
-    """Sampled 64-bit hashes of the runs of SHINGLE tokens, whatever the layout of the text."""
+    """Return sampled 64-bit hashes of all runs of SHINGLE tokens, independent of the text's layout."""
     ids = []
     for token in TOKEN.findall(text):
         number = cache.get(token)
@@ -421,10 +421,10 @@ def shingles_of(text: str, cache: dict[str, int]) -> npt.NDArray[np.uint64]:
 
 
 def read_source(source: Source, foreign: frozenset[str], limit: float) -> tuple[list[File], Counter[str]]:
-    """The acceptable files of a package and the counts of what was left out; ``foreign`` names are skipped folders.
+    """Return a package's accepted files and the counts of files left out; folders named in ``foreign`` are skipped.
 
-    Of a large package only a random part is looked at: about ``limit`` characters, and a quarter of that of tests. Of
-    the standard library it is three times as much.
+    Only a random part of a large package is read: about ``limit`` characters, and a quarter of that of tests. The limit
+    is three times as high for the standard library.
     """
     warnings.simplefilter("ignore")
     gc.disable()  # syntax trees have no cycles, and collections make parsing much slower
@@ -502,9 +502,9 @@ def total_size(files: Iterable[File]) -> int:
 
 
 def without_duplicates(files: Sequence[File], limit: float) -> tuple[list[File], Counter[str]]:
-    """Drop exact copies and files of whose shingles more than ``limit`` occur in files before them.
+    """Drop exact copies, and files that share more than ``limit`` of their shingles with all earlier files together.
 
-    The comparison is with all the files before, not with one of them: that also thins out files made from a template.
+    Comparing with all earlier files, not with one at a time, also thins out files made from a template.
     """
     counts: Counter[str] = Counter()
     seen: set[bytes] = set()
@@ -527,7 +527,7 @@ def without_duplicates(files: Sequence[File], limit: float) -> tuple[list[File],
 
 
 def without_heldout(training: Sequence[File], heldout: Sequence[File], limit: float) -> tuple[list[File], int]:
-    """Drop training files that share more than ``limit`` of their shingles, or of a held-out file's, with that file."""
+    """Drop training files that share more than ``limit`` of their own or of a held-out file's shingles with it."""
     hashes = np.concatenate([file.shingles for file in heldout])
     owner = np.repeat(np.arange(len(heldout)), [len(file.shingles) for file in heldout])
     hashes, first = np.unique(hashes, return_index=True)
@@ -546,10 +546,10 @@ def without_heldout(training: Sequence[File], heldout: Sequence[File], limit: fl
 
 
 def select(files: Sequence[File], budget: float, share: float, test_share: float) -> list[File]:
-    """About ``budget`` characters: the standard library, and of each package in proportion to the root of its size.
+    """Select about ``budget`` characters: the standard library, and packages in proportion to the root of their size.
 
-    No package makes up more than ``share`` of the whole, and tests no more than ``test_share`` of a package. Within a
-    package the choice is random.
+    No package exceeds ``share`` of the total, and tests do not exceed ``test_share`` of a package. Files of a package
+    are selected at random.
     """
     chance = random.Random(SEED)
     packages: dict[str, list[File]] = {}
@@ -626,7 +626,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, files: Sequence[File]) -> tuple[npt.NDArray[np.uint16], list[int]]:
-    """The ids of the files, an end-of-text id after each, and the numbers of ids; checks the lossless round trip."""
+    """Return the token ids of all files, each followed by end-of-text, and their counts; check the round trip."""
     parts: list[npt.NDArray[np.uint16]] = []
     for start in range(0, len(files), 1000):
         batch = [file.text for file in files[start : start + 1000]]
@@ -655,7 +655,7 @@ def write_xz(path: Path, ids: npt.NDArray[np.uint16]) -> int:
 
 
 def packages_page(manifest: dict[str, Any]) -> str:
-    """The table of the packages used, as Markdown."""
+    """Return the table of packages as Markdown."""
     totals = manifest["splits"]
     lines = [
         "# Packages",

@@ -1,6 +1,6 @@
-"""How well a pair suits: loss, agreement, acceptance and prediction on held-out text, a table per layer.
+"""Evaluate a target and draft pair on held-out text: loss, agreement, acceptance, and expert prediction per layer.
 
-`spmoe predictability` measures the same through the engine, for any pair; this is the quick form for a training run.
+`spmoe predictability` measures this for any pair with the engine; this script is a quick check of a training run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from train import BATCH, WINDOW, load, read_tokens
 
-SPAN = 5  # tokens whose experts are looked at together, as one verification does
+SPAN = 5  # tokens whose routed experts are united, as in one verification
 
 
 def evaluate(draft: Decoder, target: Decoder, tokens: Tensor, windows: int) -> dict[str, Any]:
-    """Means over evenly spread windows; per-layer figures as lists."""
+    """Return means over evenly spaced windows; figures per layer are lists."""
     shape = target.shape
     sums: dict[str, list[Tensor]] = {}
 
@@ -56,7 +56,7 @@ def evaluate(draft: Decoder, target: Decoder, tokens: Tensor, windows: int) -> d
 
 
 def _compare(truth: Tensor, guess: Tensor, k: int) -> dict[str, Tensor]:
-    """Figures of one layer."""  # truth, guess: [batch, length, experts] probabilities
+    """Return the figures of one layer."""  # truth, guess: [batch, length, experts] probabilities
 
     def hot(probs: Tensor, n: int) -> Tensor:
         return torch.zeros_like(probs).scatter(-1, probs.topk(n, dim=-1).indices, 1.0)

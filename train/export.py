@@ -25,7 +25,7 @@ END_OF_TEXT = 0
 
 
 def to_transformers(model: Decoder) -> PreTrainedModel:
-    """The same function in the published architecture: Mistral, Mixtral or, with a shared expert, Qwen2-MoE."""
+    """Convert to the equivalent transformers model: Mistral, Mixtral or, with a shared expert, Qwen2-MoE."""
     s = model.shape
     common = {
         "vocab_size": s.vocab,

@@ -1,4 +1,4 @@
-"""Muon: momentum whose step is the nearest orthogonal matrix, for the matrices inside a decoder; AdamW for the rest."""
+"""The Muon optimizer (momentum with orthogonalized steps) for the matrices of a decoder, and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Singular values to about one, by a Newton-Schulz iteration of fifth order."""  # [n, a, b]
+    """Set all singular values to about one, with a fifth-order Newton-Schulz iteration."""  # [n, a, b]
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -25,7 +25,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps for stacks of matrices; parameters of one shape are orthogonalised in one batch."""
+    """Muon for stacks of matrices; parameters of equal shape are orthogonalized in one batch."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "decay": decay})
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for attention and feed-forward matrices, AdamW for embeddings, routers, norms and biases."""
+    """Return Muon for attention and feed-forward matrices, and AdamW for embeddings, routers, norms and biases."""
     inner, outer = [], []
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim >= 2 and not name.startswith("embed") and not name.endswith(("router", "shared_weight"))

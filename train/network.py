@@ -1,8 +1,8 @@
-"""The networks as they are trained: plain PyTorch, with every expert computed for every token.
+"""The models for training, in PyTorch, with every expert computed for every token.
 
-The experts are small, so computing all of them as one wide feed-forward and weighting each expert's activations by its
-routing weight (zero where it was not chosen) is faster on a GPU than sorting tokens, and is the same function. Names
-and shapes are chosen for training speed; `export.py` writes them in the layout of the published architectures.
+The experts are small. On a GPU it is faster to compute all of them as one wide feed-forward, and to multiply each
+expert's activations by its routing weight (zero if it is not routed), than to sort tokens; the function is equal. Names
+and shapes suit training speed; `export.py` converts them to the published architectures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `experts = 0` is dense; then `ffn` is the width of its feed-forward, else that of one expert."""
+    """Sizes of a decoder, dense if `experts` is 0; `ffn` is the intermediate size of it or of one expert."""
 
     vocab: int = 4096
     hidden: int = 160
@@ -28,15 +28,15 @@ class Shape:
     ffn: int = 160
     experts: int = 0
     top_k: int = 2
-    shared: int = 0  # width of a shared expert that sees every token, gated per token
-    renormalise: bool = True  # whether the chosen experts' weights are made to sum to one
+    shared: int = 0  # intermediate size of a shared expert, which runs for every token and is gated per token
+    renormalise: bool = True  # the weights of the routed experts sum to one
     attention_bias: bool = False
     rope_theta: float = 10_000.0
     eps: float = 1e-5
 
 
 def rotary(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position."""  # 2 x [length, head_dim]
+    """Return the cosines and sines of every position."""  # 2 x [length, head_dim]
     inverse = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim)
     angles = torch.outer(torch.arange(length, device=device).float(), inverse)
     angles = torch.cat((angles, angles), dim=-1)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward; with experts, all of them side by side."""
+    """Gated feed-forward layer, dense or with all experts stacked."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
             self.shared_weight = nn.Parameter(torch.empty(1, shape.hidden))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and the load-balancing loss of this layer (zero when dense)."""
+        """Return the output, and the load-balancing loss of this layer (zero if dense)."""
         h = F.silu(F.linear(x, self.gate.flatten(0, 1))) * F.linear(x, self.up.flatten(0, 1))
         if not self.shape.experts:
             return h @ self.down.flatten(0, 1).to(h.dtype), x.new_zeros(())
@@ -105,13 +105,13 @@ class FeedForward(nn.Module):
         if s.shared:
             common = F.silu(F.linear(x, self.shared_gate[0])) * F.linear(x, self.shared_up[0])
             out = out + torch.sigmoid(F.linear(x, self.shared_weight)) * (common @ self.shared_down[0].to(common.dtype))
-        # share of choices per expert times mean probability per expert, as in Switch Transformers: 1 when balanced
+        # fraction of tokens times mean probability per expert, as in Switch Transformers: 1 if balanced
         balance = s.experts * (chosen.mean(dim=(0, 1)) / s.top_k * probs.mean(dim=(0, 1))).sum()
         return out, balance
 
 
 def route(x: Tensor, router: Tensor) -> Tensor:
-    """Routing probabilities, in float32."""  # x: [..., hidden] -> [..., experts]
+    """Return routing probabilities in float32."""  # x: [..., hidden] -> [..., experts]
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.float(), router.float()).softmax(dim=-1)
 
@@ -127,22 +127,22 @@ class Layer(nn.Module):
         self.ffn = FeedForward(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual stream after the layer, the load-balancing loss, and the stream after attention."""
+        """Return the hidden states after the layer, the load-balancing loss, and the hidden states after attention."""
         x = x + self.attention(self.norm1(x), cos, sin)
         out, balance = self.ffn(self.norm2(x))
         return x + out, balance, x
 
 
 class Output(NamedTuple):
-    """What a forward gives."""
+    """Outputs of a forward pass."""
 
     logits: Tensor  # [batch, length, vocabulary]
-    balance: Tensor  # the load-balancing loss, mean over layers
-    taps: list[Tensor]  # per layer, the residual stream after attention, which prediction feeds to a target's gate
+    balance: Tensor  # load-balancing loss, mean over layers
+    taps: list[Tensor]  # per layer, the hidden states after attention, which prediction feeds to a target's router
 
 
 class Decoder(nn.Module):
-    """A language model with tied embeddings."""
+    """Language model with tied embeddings."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -153,13 +153,13 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 std = 0.02 if name.startswith("embed") else shape.hidden**-0.5
-                small = name.endswith(("attention.o.weight", "down"))  # what writes to the residual stream
+                small = name.endswith(("attention.o.weight", "down"))  # projections that write to the residual stream
                 nn.init.normal_(parameter, std=std / (2 * shape.layers) ** 0.5 if small else std)
             elif "norm" not in name:
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Output:
-        """Run whole windows."""  # tokens: [batch, length]
+        """Run the model on complete windows."""  # tokens: [batch, length]
         cos, sin = rotary(self.shape, tokens.shape[1], tokens.device)
         x = self.embed(tokens)
         balances, taps = [], []

@@ -1,9 +1,9 @@
-"""Train the models: `python train/train.py base target fine draft`. Seeded, and resumable at every stage.
+"""Train the models: `python train/train.py base target fine draft`. Seeded; every stage can be resumed.
 
-The targets start as the dense base with each expert a noisy copy of its feed-forward (the fine-grained one: a noisy
-copy of a part of it), then train on with a load-balancing loss. The draft is the base, distilled from both targets: it
-learns to say what they say, and to hold its residual stream near theirs. Checkpoints go to `--runs`; a stage that finds
-its own goes on from there, and one that is complete does nothing.
+The targets start from the dense base: each expert is a noisy copy of its feed-forward layer (of a part of it in the
+fine-grained target). They are trained with a load-balancing loss. The draft is the base, distilled from both targets:
+it learns their next-token distributions, and to keep its hidden states close to theirs. Checkpoints are saved in
+`--runs`; a stage resumes from its own checkpoint, and a complete stage is skipped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 DENSE = Shape()
 EIGHT = replace(DENSE, experts=8, top_k=2)
-# 8 of 64 experts and a shared one are as wide, together, as the draft's feed-forward
+# 8 routed experts of 64 and the shared one have, together, the intermediate size of the draft
 FINE = replace(DENSE, experts=64, top_k=8, ffn=12, shared=64, attention_bias=True)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One training run."""
+    """Settings of one training stage."""
 
     shape: Shape
     steps: int
@@ -48,18 +48,18 @@ STAGES = {
     "draft": Stage(DENSE, 1800, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
 }
 BATCH, WINDOW = 64, 1024
-NOISE = 0.4  # of an expert's start, in standard deviations of the weights it is copied from
-BALANCE = 0.16  # weight of the load-balancing loss, which is a mean over 16 layers: 0.01 for each
-ALIGN = 1.0  # weight, in distillation, of the distance between residual streams
+NOISE = 0.4  # added to the copied weights of an expert, in standard deviations of these weights
+BALANCE = 0.16  # weight of the load-balancing loss, a mean over 16 layers: 0.01 per layer
+ALIGN = 1.0  # weight of the distance between hidden states in distillation
 
 
 def read_tokens(path: Path, device: str) -> Tensor:
-    """A split of the corpus."""  # [tokens] int32
+    """Read a split of the corpus."""  # [tokens] int32
     return torch.from_numpy(np.frombuffer(lzma.decompress(path.read_bytes()), np.uint16).astype(np.int32)).to(device)
 
 
 def batch(tokens: Tensor, generator: torch.Generator, size: int, window: int) -> tuple[Tensor, Tensor]:
-    """Random windows and the tokens that follow each of theirs."""  # 2 x [size, window]
+    """Return random windows of tokens, and their next tokens."""  # 2 x [size, window]
     starts = torch.randint(len(tokens) - window - 1, (size, 1), generator=generator, device=tokens.device)
     rows = tokens[starts + torch.arange(window + 1, device=tokens.device)].long()
     return rows[:, :-1], rows[:, 1:]
@@ -67,7 +67,7 @@ def batch(tokens: Tensor, generator: torch.Generator, size: int, window: int) ->
 
 @torch.no_grad()
 def upcycle(draft: Decoder, shape: Shape) -> Decoder:
-    """A sparse model that begins as the draft with noise on its experts."""
+    """Return a sparse model whose experts are noisy copies of the dense model's feed-forward layers."""
     model = Decoder(shape).to(draft.embed.weight.device)
     known = draft.state_dict()
     model.load_state_dict({k: v for k, v in known.items() if ".ffn." not in k}, strict=False)
@@ -78,7 +78,7 @@ def upcycle(draft: Decoder, shape: Shape) -> Decoder:
         for name in ("gate", "up", "down"):
             weight = getattr(theirs.ffn, name).data[0]  # [ffn, hidden]
             if shape.shared:
-                # the gate of the shared expert starts at one half, and eight experts' weights sum to one
+                # the gate of the shared expert starts at one half, and the routing weights sum to one
                 scale = 2.0 if name == "down" else 1.0
                 getattr(ours.ffn, f"shared_{name}").data[0] = scale * weight[: shape.shared]
                 weight = weight[shape.shared :] * (shape.top_k if name == "down" else 1.0)
@@ -88,7 +88,7 @@ def upcycle(draft: Decoder, shape: Shape) -> Decoder:
 
 
 def load(name: str, runs: Path, device: str) -> Decoder:
-    """A finished stage's model."""
+    """Load the model of a complete stage."""
     saved = torch.load(runs / f"{name}.pt", map_location=device, weights_only=True)
     if saved["step"] != saved["steps"]:
         raise SystemExit(f"stage '{name}' is not complete; run it first")
@@ -99,7 +99,7 @@ def load(name: str, runs: Path, device: str) -> Decoder:
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, tokens: Tensor, device: str, windows: int = 256) -> float:
-    """Mean cross-entropy on windows spread evenly over the held-out split."""
+    """Return the mean cross-entropy of windows spaced evenly over the held-out split."""
     starts = torch.linspace(0, len(tokens) - WINDOW - 2, windows).long()
     losses = []
     for part in starts.split(BATCH):
@@ -111,7 +111,7 @@ def held_out_loss(model: torch.nn.Module, tokens: Tensor, device: str, windows: 
 
 
 def distillation_loss(student: Output, teacher: Output) -> Tensor:
-    """How far the student's next-token distribution and its residual streams are from the teacher's."""
+    """Return the distance of the student's next-token distribution and hidden states from the teacher's."""
     ours = F.log_softmax(student.logits.float(), dim=-1)
     theirs = F.log_softmax(teacher.logits.float(), dim=-1)
     divergence = F.kl_div(ours.flatten(0, 1), theirs.flatten(0, 1), reduction="batchmean", log_target=True)
@@ -120,7 +120,7 @@ def distillation_loss(student: Output, teacher: Output) -> Tensor:
 
 
 def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
-    """What a stage starts from."""
+    """Return the initial model of a stage."""
     if stage.parent is None:
         return Decoder(stage.shape).to(device)
     parent = load(stage.parent, runs, device)
@@ -128,7 +128,7 @@ def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
 
 
 def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_every: int) -> None:
-    """Run a stage to its end, from wherever it stopped."""
+    """Run a stage to its end; resume it if it has a checkpoint."""
     path = runs / f"{name}.pt"
     runs.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     taught = [torch.compile(teacher) if device == "cuda" else teacher for teacher in teachers]
     started, first = time.perf_counter(), done
     for step in range(done, stage.steps):
-        # a schedule and a batch that depend on the step alone, so that a resumed run sees the same ones
+        # the schedule and the batch depend on the step only, so that a resumed run repeats them
         warm, rest = min(1.0, (step + 1) / 100), 1 - step / stage.steps
         factor = min(warm, min(1.0, rest / 0.5))
         for stepper, own in zip(steppers, rates, strict=True):
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for name in args.stages:
-        torch.compiler.reset()  # so that what earlier stages compiled does not count against this one's limit
+        torch.compiler.reset()  # compilations of earlier stages must not count towards this stage's limit
         stage = STAGES[name] if args.steps is None else replace(STAGES[name], steps=args.steps)
         train(name, stage, args.data, args.runs, args.device, args.save_every)
 

@@ -1,41 +1,41 @@
-"""Every failure spmoe reports on purpose. A message says what is wrong and what to do, in one line."""
+"""Exceptions of spmoe. A message says in one line what is wrong and what to do."""
 
 
 class SpmoeError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the command line returns for it."""
+    """Base class; `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
 
 class UsageError(SpmoeError):
-    """The request itself cannot be served as asked: an option, a prompt or a combination of them."""
+    """Invalid option, prompt or combination of them."""
 
     exit_code = 2
 
 
 class BudgetError(UsageError):
-    """A memory budget that cannot hold what one layer needs at once."""
+    """Memory budget below the needs of one layer."""
 
 
 class PromptError(UsageError):
-    """A prompt that is empty, too long, or holds tokens the model does not have."""
+    """Prompt that is empty, too long, or has tokens outside the vocabulary."""
 
 
 class CheckpointError(SpmoeError):
-    """A checkpoint that is missing, truncated, contradictory, non-finite or of an unsupported kind."""
+    """Checkpoint that is missing, truncated, inconsistent, non-finite or unsupported."""
 
 
 class StoreError(SpmoeError):
-    """The expert file cannot be built, opened or trusted."""
+    """Expert file that cannot be built or opened, or is damaged."""
 
 
 class TransferError(SpmoeError):
-    """An expert could not be brought into its slot."""
+    """Failed transfer of an expert to its slot."""
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of somebody else's says, as one short line to quote in a message of ours."""
+    """Return the message of another library's exception as one line of at most 200 characters, to quote in ours."""
     text = " ".join(str(error).split())
-    if " " not in text:  # a KeyError, or no words at all
+    if " " not in text:  # a KeyError, or no message
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and read to the last byte; and directories that models are in."""
+"""Atomic writes, complete reads, and lookup of model directories."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what is to be this file: beside it, to take its place when everything has been written.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same directory, which replaces `path` when the block ends without an exception.
 
-    A pipe or a device, and a file in a directory that takes no other, is written as it is. A link keeps pointing there.
+    Pipes, devices, and files in a read-only directory are written directly. A symbolic link keeps its target.
     """
-    place = path.resolve()
-    if path.exists() and not (path.is_file() and os.access(place.parent, os.W_OK)):
+    target = path.resolve()
+    if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
         yield path
         return
-    beside = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        yield beside
-        if place.exists():
-            shutil.copymode(place, beside)
-        beside.replace(place)
+        yield partial
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that somebody asked for, or say why it cannot be."""
+    """Write an output file atomically; raise UsageError if that fails."""
     try:
-        with replacing(path) as place:
-            place.write_text(text, encoding="utf-8")
+        with atomic_write(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
 
 
 def model_directory(name: str) -> Path | None:
-    """The directory that a model is said to be in; None where that can only be a hub id. Says why it can be neither."""
+    """Return the model's directory, or None for a hub id; raise UsageError if the name can be neither."""
     try:
         path = Path(name).expanduser()
         if path.is_dir():
             return path.resolve()
         exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, a directory that is locked
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown user, no permission
         why = getattr(error, "strerror", None) or reason(error)
         shown = name if len(name) <= 100 else f"{name[:97]}..."
-        raise UsageError(f"the path {shown} cannot be used ({why}); check it") from error
+        raise UsageError(f"cannot use the path {shown} ({why}); check it") from error
     if exists:
         raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
     if not _HUB_ID.fullmatch(name):
@@ -62,7 +62,7 @@ def model_directory(name: str) -> Path | None:
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from `offset` on, however many reads that takes; how much of it, which is less at a file's end."""
+    """Read from `offset` until the buffer is full or the file ends; return the bytes read."""
     done = 0
     while done < len(buffer) and (count := os.preadv(fd, [buffer[done:]], offset + done)):
         done += count

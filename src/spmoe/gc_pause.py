@@ -1,4 +1,4 @@
-"""Python's collector of cycles, held off where it would do harm."""
+"""Pause of Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _PauseState:
-    """How many hold it off now, and whether it ran before the first of them did."""
+    """Number of active pauses, and whether the collector was enabled before the first."""
 
     lock = threading.Lock()
     count = 0
@@ -18,10 +18,7 @@ class _PauseState:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without the collector inside, whoever else leaves such a block meanwhile.
-
-    What is freed at once when nobody refers to it is freed as ever.
-    """
+    """Pause cyclic garbage collection (re-entrant, thread-safe). Reference counting frees objects as usual."""
     with _PauseState.lock:
         if not _PauseState.count:
             _PauseState.enabled = gc.isenabled()

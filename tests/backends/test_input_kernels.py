@@ -1,105 +1,98 @@
-"""Tokens, chains and batches against their plain twins, on CUDA or, with TRITON_INTERPRET=1, on the CPU."""
+"""Kernels of graph inputs against their PyTorch references."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from kernel_helpers import DEVICE, INTERPRETED, KERNEL_MARKS
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytest.importorskip("triton", reason="no triton")
-if not (INTERPRETED or torch.cuda.is_available()):
-    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+from spmoe.backends.kernels import inputs
 
-from spmoe.backends.kernels import inputs  # noqa: E402
-
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = KERNEL_MARKS
 
 
 def host(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Memory that the device can read where it is."""
+    """Return values in host memory that the device can read."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor if INTERPRETED else tensor.pin_memory()
 
 
 def blank(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, positions and length, all nonsense."""
+    """Return ids, positions and length with invalid values."""
     return tuple(torch.full(size, -7, device=DEVICE) for size in ((1, rows), (1, rows), (1,)))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_stage_spreads_the_inbox_and_begins_a_chain(rows: int) -> None:
-    inbox = host([*range(100, 100 + rows), 4000])
-    chains = [inputs.new_chain(DEVICE).fill_(9) for _ in range(2)]
+def test_load_inputs_writes_the_inputs_and_restarts_the_chain(rows: int) -> None:
+    host_inputs = host([*range(100, 100 + rows), 4000])
+    chains = [inputs.new_token_chain(DEVICE).fill_(9) for _ in range(2)]
     found, expected = blank(rows), blank(rows)
-    other = inputs.new_chain(DEVICE).fill_(8)
-    inputs.stage(inbox, chains[0], other, *found)
-    inputs.stage_plain(inbox, chains[1], other, *expected)
-    for ours, theirs in zip((*found, chains[0]), (*expected, chains[1]), strict=True):
-        assert torch.equal(ours, theirs)
+    other = inputs.new_token_chain(DEVICE).fill_(8)
+    inputs.load_inputs(host_inputs, chains[0], other, *found)
+    inputs.load_inputs_plain(host_inputs, chains[1], other, *expected)
+    for got, want in zip((*found, chains[0]), (*expected, chains[1]), strict=True):
+        assert torch.equal(got, want)
     assert found[0].tolist() == [list(range(100, 100 + rows))]
     assert found[1].tolist() == [list(range(4000, 4000 + rows))]
 
 
-@pytest.mark.parametrize("following", [1, 4, 15])
-def test_an_inbox_may_leave_tokens_to_another_chain(following: int) -> None:
-    other, chain = inputs.new_chain(DEVICE).fill_(9), inputs.new_chain(DEVICE)
-    inputs.stage(host([5, 30]), other, other, *blank(1))
-    said = [50 + 7 * place for place in range(following)]
-    for token in said:
-        inputs.go_on(other, torch.tensor(token, device=DEVICE), rows=1)
-    inbox = host([77, *inputs.pending_tokens(following), 31])
-    found, expected = blank(1 + following), blank(1 + following)
-    inputs.stage(inbox, chain, other, *found)
-    inputs.stage_plain(inbox, inputs.new_chain(DEVICE), other, *expected)
-    assert found[0].tolist() == expected[0].tolist() == [[77, *said]]
-    assert found[1].tolist() == expected[1].tolist() == [list(range(31, 32 + following))]
+@pytest.mark.parametrize("count", [1, 4, 15])
+def test_pending_tokens_are_read_from_another_chain(count: int) -> None:
+    other, chain = inputs.new_token_chain(DEVICE).fill_(9), inputs.new_token_chain(DEVICE)
+    inputs.load_inputs(host([5, 30]), other, other, *blank(1))
+    tokens = [50 + 7 * i for i in range(count)]
+    for token in tokens:
+        inputs.append_token(other, torch.tensor(token, device=DEVICE), rows=1)
+    host_inputs = host([77, *inputs.pending_tokens(count), 31])
+    found, expected = blank(1 + count), blank(1 + count)
+    inputs.load_inputs(host_inputs, chain, other, *found)
+    inputs.load_inputs_plain(host_inputs, inputs.new_token_chain(DEVICE), other, *expected)
+    assert found[0].tolist() == expected[0].tolist() == [[77, *tokens]]
+    assert found[1].tolist() == expected[1].tolist() == [list(range(31, 32 + count))]
     assert int(found[2]) == int(chain[1]) == 31
-    assert inputs.chosen(other.cpu(), following) == said, "the other chain stays as it is"
+    assert inputs.chain_tokens(other.cpu(), count) == tokens, "the other chain is not changed"
 
 
-def test_a_chain_hands_tokens_and_lengths_on() -> None:
-    chain = inputs.new_chain(DEVICE).fill_(9)
+def test_chain_passes_tokens_and_lengths_to_the_next_forward() -> None:
+    chain = inputs.new_token_chain(DEVICE).fill_(9)
     ids, positions, length = blank(2)
-    inputs.stage(host([5, 6, 30]), chain, chain, ids, positions, length)
-    said = [11, 3, 70]
-    inputs.go_on(chain, torch.tensor(said[0], device=DEVICE), rows=2)
-    for place, token in enumerate(said[1:]):
+    inputs.load_inputs(host([5, 6, 30]), chain, chain, ids, positions, length)
+    tokens = [11, 3, 70]
+    inputs.append_token(chain, torch.tensor(tokens[0], device=DEVICE), rows=2)
+    for i, token in enumerate(tokens[1:]):
         one = blank(1)
-        inputs.stage_chained(chain, *one)
-        assert [t.flatten().tolist() for t in one] == [[said[place]], [32 + place], [32 + place]]
-        inputs.go_on(chain, torch.tensor(token, device=DEVICE), rows=1)
-    assert inputs.chosen(chain.cpu(), 3) == said
+        inputs.load_chained_inputs(chain, *one)
+        assert [t.flatten().tolist() for t in one] == [[tokens[i]], [32 + i], [32 + i]]
+        inputs.append_token(chain, torch.tensor(token, device=DEVICE), rows=1)
+    assert inputs.chain_tokens(chain.cpu(), 3) == tokens
 
 
-def test_a_chain_goes_on_as_its_twin_does() -> None:
-    ours, twin = inputs.new_chain(DEVICE), inputs.new_chain(DEVICE)
-    for token in range(inputs.MOST_CHAINED + 3):  # more than are kept: the last place is overwritten, nothing else
-        inputs.go_on(ours, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
-        inputs.go_on_plain(twin, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
-        assert torch.equal(ours, twin)
-        after, twins = blank(1), blank(1)
-        inputs.stage_chained(ours, *after)
-        inputs.stage_chained_plain(twin, *twins)
-        assert all(torch.equal(a, b) for a, b in zip(after, twins, strict=True))
+def test_append_token_matches_reference() -> None:
+    found, expected = inputs.new_token_chain(DEVICE), inputs.new_token_chain(DEVICE)
+    for token in range(inputs.MAX_CHAINED_TOKENS + 3):  # beyond the maximum only the last entry is overwritten
+        inputs.append_token(found, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
+        inputs.append_token_plain(expected, torch.tensor(token, device=DEVICE), rows=1 + token % 2)
+        assert torch.equal(found, expected)
+        loaded, want = blank(1), blank(1)
+        inputs.load_chained_inputs(found, *loaded)
+        inputs.load_chained_inputs_plain(expected, *want)
+        assert all(torch.equal(a, b) for a, b in zip(loaded, want, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 8, 60, 130])
-def test_waves_are_taken_in_turn_around_the_ring(count: int) -> None:
+def test_batches_are_taken_from_the_ring_in_order(count: int) -> None:
     rows = [
-        [-1 if (place + expert) % 3 == 0 else 1000 * place + expert for expert in range(count)] for place in range(3)
+        [-1 if (entry + expert) % 3 == 0 else 1000 * entry + expert for expert in range(count)] for entry in range(3)
     ]
     ring = host(rows, torch.int32)
     cursors = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    around = [torch.full((count + 8,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    tables = [whole[4:-4] for whole in around]  # as aligned as the real one
+    padded = [torch.full((count + 8,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    tables = [tensor[4:-4] for tensor in padded]  # aligned as in the engine
     for turn in range(7):
         inputs.take_batch(ring, cursors[0], tables[0])
         inputs.take_batch_plain(ring, cursors[1], tables[1])
-        assert torch.equal(around[0], around[1])
-        assert around[0].tolist() == [*[-7] * 4, *rows[turn % 3], *[-7] * 4], "the batch, and nothing beside it"
+        assert torch.equal(padded[0], padded[1])
+        assert padded[0].tolist() == [*[-7] * 4, *rows[turn % 3], *[-7] * 4], "writes outside the table"
         assert cursors[0].tolist() == cursors[1].tolist() == [turn + 1]
     assert ring.tolist() == rows

@@ -1,4 +1,4 @@
-"""Quantized experts: errors that are bounded, codes that survive the disk, and the arithmetic over them."""
+"""Quantized experts: quantization errors, the file on disk, and results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from spmoe.backends.quantize import QuantizedExperts, Scheme
+from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.errors import StoreError
 from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
 from spmoe.types import ExpertKey
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 40, 24, 3
-SCHEMES = [Scheme(8), Scheme(4), Scheme(4, group=64)]
+SCHEMES = [QuantizationScheme(8), QuantizationScheme(4), QuantizationScheme(4, group=64)]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -39,8 +39,8 @@ MATRICES = {
 }
 
 
-def within_half_a_step(scheme: Scheme, weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
-    """No weight is further from what its code stands for than half a step of its group."""
+def within_half_a_step(scheme: QuantizationScheme, weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    """Return whether every weight is within half a step of its group of its dequantized value."""
     found = scheme.dequantize(codes, scales, weight.shape[1], torch.float32)
     steps = scales[..., 0].float().T.repeat_interleave(scheme.group, dim=1)[:, : weight.shape[1]]
     rounding = 4 * torch.finfo(torch.float32).eps * weight.abs().max()
@@ -49,7 +49,7 @@ def within_half_a_step(scheme: Scheme, weight: Tensor, codes: Tensor, scales: Te
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("name", MATRICES)
-def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, name: str) -> None:
+def test_quantization_error_is_at_most_half_a_step(scheme: QuantizationScheme, name: str) -> None:
     weight = MATRICES[name]
     codes, scales = scheme.quantize(weight)
     groups = -(-weight.shape[1] // scheme.group)
@@ -60,20 +60,20 @@ def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, name: str) ->
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("name", ["normal", "not a whole number of groups", "one outlier", "all positive"])
-def test_steps_are_no_coarser_than_the_spread_of_a_group_asks_for(scheme: Scheme, name: str) -> None:
+def test_step_is_at_most_the_range_of_a_group_over_the_number_of_codes(scheme: QuantizationScheme, name: str) -> None:
     weight = MATRICES[name]
     _, scales = scheme.quantize(weight)
     for row, parts in zip(weight, scales[..., 0].float().T, strict=True):
         for group, step in zip(row.split(scheme.group), parts, strict=True):
             padded = torch.cat([group, torch.zeros(-len(group) % scheme.group)])
-            spread = float(padded.max() - padded.min()) + 2**-7 * float(padded.abs().max())
-            assert float(step) <= 1.02 * spread / (2**scheme.bits - 1)
+            value_range = float(padded.max() - padded.min()) + 2**-7 * float(padded.abs().max())
+            assert float(step) <= 1.02 * value_range / (2**scheme.bits - 1)
 
 
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_a_wrong_scale_does_not_pass(scheme: Scheme, part: int) -> None:
-    """The bound above is tight enough to notice scales that are off by little, or belong to the next group."""
+def test_error_bound_detects_wrong_scales(scheme: QuantizationScheme, part: int) -> None:
+    """The bound is tight enough to detect scales that are off by 10 %, or that belong to the next group."""
     weight = MATRICES["normal"] * (1 + torch.arange(96) // 32)
     codes, scales = scheme.quantize(weight)
     for change in (1.1, 0.9):
@@ -86,33 +86,35 @@ def test_a_wrong_scale_does_not_pass(scheme: Scheme, part: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_codes_lie_in_words_as_kernels_read_them(scheme: Scheme) -> None:
+def test_codes_are_packed_in_the_order_that_kernels_read(scheme: QuantizationScheme) -> None:
     weight = torch.arange(float(scheme.group)).repeat(2, 2) % (1 << scheme.bits)  # two outputs, two groups
-    weight[:, -1] = scheme.largest  # every group is spread from 0 to the largest code, so that they are the weights
-    weight[:, scheme.group - 1] = scheme.largest
+    weight[:, -1] = scheme.max_code  # groups range from 0 to the largest code: codes equal weights
+    weight[:, scheme.group - 1] = scheme.max_code
     codes, _ = scheme.quantize(weight)
     words = codes.view(torch.int32)  # [groups, out, words]
-    places = torch.arange(0, 32, scheme.bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, scheme.bits, dtype=torch.int32)
     for group, row in ((0, 0), (0, 1), (1, 0), (1, 1)):
         found = [
-            int(words[group, row, w]) >> int(place) & scheme.largest for place in places for w in range(words.shape[-1])
+            int(words[group, row, w]) >> int(shift) & scheme.max_code
+            for shift in shifts
+            for w in range(words.shape[-1])
         ]
         wanted = weight[row].split(scheme.group)[group]
-        assert max(abs(a - float(b)) for a, b in zip(found, wanted, strict=True)) <= 0.02 * scheme.largest
-        assert sorted(found) == found or scheme.group > scheme.largest
+        assert max(abs(a - float(b)) for a, b in zip(found, wanted, strict=True)) <= 0.02 * scheme.max_code
+        assert sorted(found) == found or scheme.group > scheme.max_code
 
 
-def test_eight_bits_are_sixteen_times_as_fine_as_four() -> None:
+def test_error_of_8_bits_is_a_sixteenth_of_that_of_4_bits() -> None:
     weight = MATRICES["normal"]
     errors = [float((s.dequantize(*s.quantize(weight), 96, torch.float32) - weight).norm()) for s in SCHEMES[:2]]
     assert 12 < errors[1] / errors[0] < 20
 
 
-# ---- all of a target's
+# ---- all experts of a target
 
 
 class Gated(SimpleNamespace):
-    """What an experts module says about itself."""
+    """Attributes of a gated experts module."""
 
     has_gate = True
 
@@ -135,7 +137,7 @@ def weights_of(key: ExpertKey, transposed: bool, bias: bool) -> dict[str, Tensor
 def make(tmp_path: Path, bits: int, transposed: bool, bias: bool) -> tuple[QuantizedExperts, ExpertFile]:
     shapes = {name: tuple(t.shape) for name, t in weights_of(ExpertKey(0, 0), transposed, bias).items()}
     spec = StoreSpec("fingerprint", BlobLayout.of(shapes, torch.float32), (EXPERTS, EXPERTS))
-    experts = QuantizedExperts(spec, Scheme(bits), transposed)
+    experts = QuantizedExperts(spec, QuantizationScheme(bits), transposed)
 
     def read(key: ExpertKey, views: dict[str, Tensor]) -> None:
         for name, tensor in weights_of(key, transposed, bias).items():
@@ -148,7 +150,7 @@ def make(tmp_path: Path, bits: int, transposed: bool, bias: bool) -> tuple[Quant
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 5, 30])
-def test_experts_come_back_from_disk_and_add_up(
+def test_experts_loaded_from_disk_compute_the_weighted_sum(
     tmp_path: Path, bits: int, transposed: bool, bias: bool, rows: int
 ) -> None:
     experts, file = make(tmp_path, bits, transposed, bias)
@@ -161,42 +163,52 @@ def test_experts_come_back_from_disk_and_add_up(
     weights = normal(rows, 2, seed=78).softmax(-1)
     for layer in range(2):
         plain = [weights_of(ExpertKey(layer, e), transposed, bias) for e in range(EXPERTS)]
-        coarse = [dict(experts.tensors(layer, e)) for e in range(EXPERTS)]
-        for ours, theirs in zip(coarse, plain, strict=True):
-            assert ours.keys() == theirs.keys()
-            for name, tensor in theirs.items():
-                assert ours[name].shape == tensor.shape
+        dequantized = [dict(experts.tensors(layer, e)) for e in range(EXPERTS)]
+        for found, exact in zip(dequantized, plain, strict=True):
+            assert found.keys() == exact.keys()
+            for name, tensor in exact.items():
+                assert found[name].shape == tensor.shape
                 if tensor.ndim == 1:
-                    assert torch.equal(ours[name], tensor)
+                    assert torch.equal(found[name], tensor)
                 else:
-                    assert float((ours[name] - tensor).norm() / tensor.norm()) < (0.01 if bits == 8 else 0.12)
+                    assert float((found[name] - tensor).norm() / tensor.norm()) < (0.01 if bits == 8 else 0.12)
         expected = torch.zeros(rows, HIDDEN)
         for row in range(rows):
-            for choice in range(2):
-                mine = {n: t.T if transposed and t.ndim == 2 else t for n, t in coarse[int(index[row, choice])].items()}
-                inner = module._apply_gate(linear(hidden[row], mine["gate_up_proj"], mine.get("gate_up_proj_bias")))
-                expected[row] += weights[row, choice] * linear(inner, mine["down_proj"], mine.get("down_proj_bias"))
-        for run in (experts.run, experts._run_at_once):  # on devices, few choices are run at once
+            for position in range(2):
+                tensors = {
+                    n: t.T if transposed and t.ndim == 2 else t
+                    for n, t in dequantized[int(index[row, position])].items()
+                }
+                inner = module._apply_gate(
+                    linear(hidden[row], tensors["gate_up_proj"], tensors.get("gate_up_proj_bias"))
+                )
+                expected[row] += weights[row, position] * linear(
+                    inner, tensors["down_proj"], tensors.get("down_proj_bias")
+                )
+        for run in (experts.run, experts._run_dequantized):  # on the CPU, and on a GPU without kernels
             torch.testing.assert_close(run(layer, module, hidden, index, weights), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_a_damaged_code_is_noticed(tmp_path: Path) -> None:
+def test_damaged_code_fails_its_checksum(tmp_path: Path) -> None:
     experts, file = make(tmp_path, 4, transposed=False, bias=False)
-    place = file.offset(ExpertKey(1, 1)) + 5
+    offset = file.offset(ExpertKey(1, 1)) + 5
     file.close()
     with file.path.open("r+b") as damaged:
-        damaged.seek(place)
+        damaged.seek(offset)
         byte = damaged.read(1)
-        damaged.seek(place)
+        damaged.seek(offset)
         damaged.write(bytes([byte[0] ^ 1]))
-    pinned = ExpertFile.open(file.path)
+    reopened = ExpertFile.open(file.path)
     with pytest.raises(StoreError, match=r"expert 1 of layer 1 .* checksum"):
-        experts.load(pinned, CPU)
-    pinned.close()
+        experts.load(reopened, CPU)
+    reopened.close()
 
 
-def test_schemes_have_files_of_their_own(tmp_path: Path) -> None:
+def test_every_scheme_has_its_own_fingerprint(tmp_path: Path) -> None:
     spec = StoreSpec("f", BlobLayout.of({"down_proj": (8, 64)}, torch.float32), (2,))
-    made = [QuantizedExperts(spec, scheme, transposed=False).spec for scheme in (Scheme(8), Scheme(4), Scheme(4, 64))]
+    made = [
+        QuantizedExperts(spec, scheme, transposed=False).spec
+        for scheme in (QuantizationScheme(8), QuantizationScheme(4), QuantizationScheme(4, 64))
+    ]
     assert len({(one.fingerprint, one.layout) for one in made}) == 3
     assert spec.fingerprint not in {one.fingerprint for one in made}

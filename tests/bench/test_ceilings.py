@@ -51,9 +51,9 @@ def test_a_commit_is_that_of_this_checkout_only(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ceilings_of_a_device() -> None:
-    from spmoe.backends.devices import forget_freed, link_bandwidth
+    from spmoe.backends.devices import empty_device_cache, link_bandwidth
 
     device = torch.device("cuda", 0)
     link, memory = link_bandwidth(device, 100 * 2**20), memory_bandwidth(device)
-    forget_freed(device)
+    empty_device_cache(device)
     assert 1e9 < link < memory

@@ -1,4 +1,4 @@
-"""The expert file: what is in it, when it is rebuilt, and that nothing half-made is ever left or trusted."""
+"""The expert file: contents, rebuilding, and failures while it is written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where an expert file shall be."""
+    """Path of the expert file."""
     return tmp_path / "cache" / "model.safetensors"
 
 
-class Filling:
-    """Counts the experts it was asked for; fails at one of them if told to."""
+class RecordingFill:
+    """Fill function that records its keys and can fail at one of them."""
 
     def __init__(self, fail_at: int | None = None, error: Exception | None = None) -> None:
         self.keys: list[ExpertKey] = []
@@ -52,24 +52,24 @@ class Filling:
 
 
 def build(path: Path, spec: StoreSpec | None = None) -> list[ExpertKey]:
-    """Ensure the file and check all that is in it; which experts had to be written."""
-    spec, filling = spec or spec_of(), Filling()
+    """Open or build the file, check its contents, and return the experts that were written."""
+    spec, filling = spec or spec_of(), RecordingFill()
     file = ensure_expert_file(path, spec, filling)
     try:
         assert file.spec == spec
-        assert read_all(file) == {key: blob_of(key) for key in every(spec)}
+        assert read_all(file) == {key: blob_of(key) for key in all_keys(spec)}
     finally:
         file.close()
     assert leftovers(path.parent) == [path.name]
     return filling.keys
 
 
-def every(spec: StoreSpec) -> list[ExpertKey]:
+def all_keys(spec: StoreSpec) -> list[ExpertKey]:
     return [ExpertKey(layer, e) for layer, count in enumerate(spec.experts) for e in range(count)]
 
 
 def read_all(file: ExpertFile) -> dict[ExpertKey, bytes]:
-    blobs = {key: os.pread(file.fd, file.spec.layout.nbytes, file.offset(key)) for key in every(file.spec)}
+    blobs = {key: os.pread(file.fd, file.spec.layout.nbytes, file.offset(key)) for key in all_keys(file.spec)}
     for key, blob in blobs.items():
         file.check(key, memoryview(blob))
     return blobs
@@ -87,7 +87,7 @@ def read_all(file: ExpertFile) -> dict[ExpertKey, bytes]:
     ),
     dtype=st.sampled_from(DTYPES),
 )
-def test_a_layout_gives_back_what_was_put_in(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+def test_layout_round_trip(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
     layout = BlobLayout.of(shapes, dtype)
     assert layout.nbytes % ALIGNMENT == 0
     assert BlobLayout.from_json(json.loads(json.dumps(asdict(layout)))) == layout
@@ -95,29 +95,29 @@ def test_a_layout_gives_back_what_was_put_in(shapes: dict[str, tuple[int, ...]],
     tensors = {name: (100 * torch.rand(shape)).to(dtype) for name, shape in shapes.items()}
     for name, view in layout.views(blob).items():
         view.copy_(tensors[name])
-    for name, view in layout.views(blob.clone()).items():  # read back from the bytes alone
+    for name, view in layout.views(blob.clone()).items():  # read back from the bytes
         assert view.dtype == dtype
         assert torch.equal(view, tensors[name]), "fields overlap"
     assert list(layout.views(blob)) == list(shapes)
 
 
-def test_blobs_are_laid_out_one_after_the_other() -> None:
+def test_spec_counts_experts_of_all_layers() -> None:
     spec = spec_of((2, 0, 3))
-    assert list(spec.keys()) == every(spec)
+    assert list(spec.keys()) == all_keys(spec)
     assert spec.count == 5
     assert spec.nbytes == 5 * LAYOUT.nbytes
 
 
-# ---- what is in the file
+# ---- contents
 
 
-def test_the_file_is_a_plain_safetensors_file(path: Path) -> None:
+def test_file_is_a_safetensors_file(path: Path) -> None:
     spec = spec_of((2, 3))
-    assert build(path, spec) == every(spec)
+    assert build(path, spec) == all_keys(spec)
     with safe_open(path, framework="pt") as file:
-        assert set(file.keys()) == {f"layers.{layer}.experts.{expert}" for layer, expert in every(spec)}
+        assert set(file.keys()) == {f"layers.{layer}.experts.{expert}" for layer, expert in all_keys(spec)}
         assert file.metadata()["fingerprint"] == "one"
-        for key in every(spec):
+        for key in all_keys(spec):
             blob = file.get_tensor(f"layers.{key.layer}.experts.{key.expert}")
             assert blob.numpy().tobytes() == blob_of(key)
             for name, tensor in spec.layout.views(blob.clone()).items():
@@ -126,26 +126,26 @@ def test_the_file_is_a_plain_safetensors_file(path: Path) -> None:
 
 def test_blobs_are_aligned_in_the_file(path: Path) -> None:
     file = ensure_expert_file(path, spec_of(), fill)
-    assert [file.offset(key) % ALIGNMENT for key in every(file.spec)] == [0] * file.spec.count
+    assert [file.offset(key) % ALIGNMENT for key in all_keys(file.spec)] == [0] * file.spec.count
     file.close()
     file.close()
     assert file.fd == -1
 
 
-def test_a_current_file_is_opened_and_not_rebuilt(path: Path) -> None:
+def test_current_file_is_not_rebuilt(path: Path) -> None:
     assert build(path) != []
     before = path.stat().st_ino, path.stat().st_mtime_ns
     assert build(path) == []
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
 
 
-def test_progress_is_told_from_nothing_to_all(path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    ensure_expert_file(path, spec_of((2, 2)), fill, lambda done, total: told.append((done, total))).close()
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+def test_progress_is_reported_from_zero_to_all(path: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    ensure_expert_file(path, spec_of((2, 2)), fill, lambda done, total: reported.append((done, total))).close()
+    assert reported == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-# ---- when it is rebuilt
+# ---- rebuilding
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_progress_is_told_from_nothing_to_all(path: Path) -> None:
     ],
     ids=["fingerprint", "layout", "fewer experts", "more layers", "other layers"],
 )
-def test_a_file_of_something_else_is_rebuilt(path: Path, other: StoreSpec) -> None:
+def test_file_of_another_spec_is_rebuilt(path: Path, other: StoreSpec) -> None:
     ensure_expert_file(path, other, lambda key, views: None).close()
-    assert build(path) == every(spec_of())
+    assert build(path) == all_keys(spec_of())
     assert build(path) == []
 
 
 def rewrite_header(path: Path, change: Callable[[dict], object]) -> None:
-    """Replace the header by a changed one of the same length where that is possible."""
+    """Replace the header by a changed one, padded to the old length."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -200,28 +200,28 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_file_is_refused_and_rebuilt(path: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_file_is_rejected_and_rebuilt(path: Path, damage: Callable[[Path], object]) -> None:
     build(path)
     damage(path)
     with pytest.raises(StoreError, match="not a usable expert file") as caught:
         ExpertFile.open(path)
     assert str(path) in str(caught.value)
-    assert build(path) == every(spec_of())
+    assert build(path) == all_keys(spec_of())
 
 
-def test_a_missing_file_is_a_store_error(path: Path) -> None:
+def test_missing_file_is_a_store_error(path: Path) -> None:
     with pytest.raises(StoreError, match="not a usable expert file"):
         ExpertFile.open(path)
 
 
-def test_a_flipped_bit_is_found_when_its_blob_is_checked(path: Path) -> None:
+def test_flipped_bit_fails_the_checksum(path: Path) -> None:
     build(path)
     bad = ExpertKey(1, 1)
     file = ExpertFile.open(path)
     data = bytearray(path.read_bytes())
     data[file.offset(bad) + 100] ^= 4
     path.write_bytes(data)
-    for key in every(file.spec):
+    for key in all_keys(file.spec):
         blob = memoryview(os.pread(file.fd, LAYOUT.nbytes, file.offset(key)))
         if key == bad:
             for _ in range(2):
@@ -236,37 +236,37 @@ def test_a_flipped_bit_is_found_when_its_blob_is_checked(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 5])
-def test_a_failing_fill_leaves_nothing_behind(path: Path, at: int) -> None:
+def test_failed_build_leaves_no_file(path: Path, at: int) -> None:
     with pytest.raises(RuntimeError, match="no such tensor"):
-        ensure_expert_file(path, spec_of(), Filling(fail_at=at))
+        ensure_expert_file(path, spec_of(), RecordingFill(fail_at=at))
     assert leftovers(path.parent) == []
-    assert build(path) == every(spec_of()), "and the lock is free again"
+    assert build(path) == all_keys(spec_of()), "the lock is free again"
 
 
-def test_a_failing_rebuild_leaves_the_file_that_was_there(path: Path) -> None:
+def test_failed_rebuild_keeps_the_previous_file(path: Path) -> None:
     build(path, spec_of(fingerprint="old"))
     before = path.read_bytes()
     with pytest.raises(RuntimeError, match="no such tensor"):
-        ensure_expert_file(path, spec_of(), Filling(fail_at=4))
+        ensure_expert_file(path, spec_of(), RecordingFill(fail_at=4))
     assert leftovers(path.parent) == [path.name]
     assert path.read_bytes() == before
 
 
-def test_no_file_is_there_under_its_name_until_it_is_whole(path: Path) -> None:
-    def look(key: ExpertKey, views: dict[str, Tensor]) -> None:
+def test_file_appears_when_it_is_complete(path: Path) -> None:
+    def check_and_fill(key: ExpertKey, views: dict[str, Tensor]) -> None:
         assert not path.exists()
         assert len(leftovers(path.parent)) == 1
         fill(key, views)
 
-    ensure_expert_file(path, spec_of(), look, lambda done, total: None).close()
+    ensure_expert_file(path, spec_of(), check_and_fill, lambda done, total: None).close()
     assert leftovers(path.parent) == [path.name]
 
 
-def test_what_a_killed_build_left_is_removed(path: Path) -> None:
+def test_partial_file_of_a_killed_build_is_removed(path: Path) -> None:
     path.parent.mkdir()
     (path.parent / f".{path.name}.99999.partial").write_bytes(b"half")
     other = path.parent / ".other.safetensors.99999.partial"
-    other.write_bytes(b"somebody else's")
+    other.write_bytes(b"another file")
     ensure_expert_file(path, spec_of(), fill).close()
     assert leftovers(path.parent) == [other.name, path.name]
 
@@ -287,7 +287,7 @@ def slow_fill(key, views):
         log.write(f"{name} {key.layer} {key.expert}\\n")
     until = time.monotonic() + 60
     while len(list(logs.glob("calling-*"))) < 2 and time.monotonic() < until:
-        time.sleep(0.01)  # the other one is at the door by then
+        time.sleep(0.01)  # until both processes have started
     fill(key, views)
 
 (logs / f"calling-{name}").touch()
@@ -300,7 +300,7 @@ print("good")
 """
 
 
-def test_of_two_processes_one_builds_and_both_have_a_good_file(path: Path, tmp_path: Path) -> None:
+def test_one_of_two_processes_builds_and_both_read_the_file(path: Path, tmp_path: Path) -> None:
     builders = [
         subprocess.Popen(
             [sys.executable, "-c", BUILDER, str(path), name, str(Path(__file__).parent)],
@@ -321,11 +321,11 @@ def test_of_two_processes_one_builds_and_both_have_a_good_file(path: Path, tmp_p
             builder.wait()
     lines = [line.split() for line in (tmp_path / "built").read_text().splitlines()]
     assert len({name for name, _, _ in lines}) == 1, "only one builds"
-    assert [ExpertKey(int(layer), int(expert)) for _, layer, expert in lines] == every(spec_of())
+    assert [ExpertKey(int(layer), int(expert)) for _, layer, expert in lines] == all_keys(spec_of())
     assert leftovers(path.parent) == [path.name]
 
 
-# ---- storage that fails
+# ---- storage failures
 
 
 @contextlib.contextmanager
@@ -338,13 +338,13 @@ def full_disk_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("writes", [0, 3])
-def test_a_disk_that_fills_up_is_one_clear_error(
+def test_disk_that_fills_up_is_a_one_line_error(
     path: Path, monkeypatch: pytest.MonkeyPatch, writes: int, code: int
 ) -> None:
     write, done = os.write, []
 
     def fill_up(fd: int, data: memoryview) -> int:
-        if len(data) >= LAYOUT.nbytes:  # nobody else writes so much at once
+        if len(data) >= LAYOUT.nbytes:  # only blobs are written in such sizes
             done.append(len(data))
             if len(done) > writes:
                 raise OSError(code, os.strerror(code))
@@ -358,25 +358,25 @@ def test_a_disk_that_fills_up_is_one_clear_error(
     build(path)
 
 
-def test_writes_that_take_only_a_part_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
     build(path)
 
 
-def test_a_disk_with_too_little_room_is_not_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_too_little_space_is_not_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(path.parent.parent)
-    filling = Filling()
-    monkeypatch.setattr(shutil, "disk_usage", lambda where: usage._replace(free=spec_of().nbytes - 1))
+    filling = RecordingFill()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=spec_of().nbytes - 1))
     with full_disk_error():
         ensure_expert_file(path, spec_of(), filling)
     assert filling.keys == []
     assert leftovers(path.parent) == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda where: usage._replace(free=spec_of().nbytes))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=spec_of().nbytes))
     build(path)
 
 
-def test_a_directory_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
+def test_file_in_place_of_the_directory_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(StoreError, match="SPMOE_HOME") as caught:
         ensure_expert_file(tmp_path / "cache" / "model.safetensors", spec_of(), fill)
@@ -384,8 +384,8 @@ def test_a_directory_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[None]:
-    """Without the rights of root, for whom no directory is closed."""
+def without_root() -> Iterator[None]:
+    """Drop root privileges, which override directory permissions."""
     if os.geteuid() != 0:
         yield
         return
@@ -397,14 +397,14 @@ def nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000], ids=["not writable", "not searchable"])
-def test_a_closed_directory_is_one_clear_error(mode: int) -> None:
-    directory = Path(tempfile.mkdtemp())  # not below pytest's own, which is closed to others
-    filling = Filling()
+def test_inaccessible_directory_is_a_one_line_error(mode: int) -> None:
+    directory = Path(tempfile.mkdtemp())  # not below pytest's own, which other users cannot enter
+    filling = RecordingFill()
     try:
         directory.chmod(mode)
 
         def attempt() -> None:
-            with nobody(), pytest.raises(StoreError, match=r"cannot write the expert file.*SPMOE_HOME") as caught:
+            with without_root(), pytest.raises(StoreError, match=r"cannot write the expert file.*SPMOE_HOME") as caught:
                 ensure_expert_file(directory / "model.safetensors", spec_of(), filling)
             assert "\n" not in str(caught.value)
 

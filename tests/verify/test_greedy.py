@@ -1,4 +1,4 @@
-"""Greedy verification: what comes out is what plain greedy decoding would have written."""
+"""Greedy verification gives the output of greedy decoding without a draft."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ def sequence(tokens: list[int] | None = None) -> Sequence:
     return Sequence(0, tokens, len(tokens), SamplingParams(), torch.Generator().manual_seed(0), capacity=1000)
 
 
-def verify(draft: list[int], choices: list[int], vocabulary: int = 8) -> VerifyResult:
-    """The verdict when the target's most likely tokens are `choices`."""
-    logits = torch.nn.functional.one_hot(torch.tensor(choices), vocabulary).float()
+def verify(draft: list[int], argmax: list[int], vocabulary: int = 8) -> VerifyResult:
+    """Verify a draft against a target whose argmax tokens are `argmax`."""
+    logits = torch.nn.functional.one_hot(torch.tensor(argmax), vocabulary).float()
     return GreedyVerifier().verify(sequence(), Draft(draft), logits)
 
 
-def test_all_kept_and_the_bonus_token_follows() -> None:
+def test_accepts_all_and_adds_the_bonus_token() -> None:
     assert verify([3, 1, 4], [3, 1, 4, 5]) == VerifyResult(accepted=3, next_token=5)
 
 
-def test_the_first_wrong_token_is_replaced_by_the_targets() -> None:
+def test_replaces_the_first_wrong_token_by_the_targets() -> None:
     assert verify([3, 1, 4], [3, 2, 4, 5]) == VerifyResult(accepted=1, next_token=2)
     assert verify([3, 1, 4], [6, 1, 4, 5]) == VerifyResult(accepted=0, next_token=6)
     assert verify([3, 1, 4], [3, 1, 7, 5]) == VerifyResult(accepted=2, next_token=7)
 
 
-def test_without_a_draft_the_next_token_is_the_targets() -> None:
+def test_empty_draft_returns_the_targets_token() -> None:
     assert verify([], [6]) == VerifyResult(accepted=0, next_token=6)
 
 
-def test_tokens_that_agree_again_after_a_wrong_one_are_not_kept() -> None:
-    # after a wrong token the target's logits are those of another text
+def test_rejects_matching_tokens_after_a_wrong_one() -> None:
+    # the target's logits after a wrong token belong to another text
     assert verify([1, 2, 2, 2], [1, 3, 2, 2, 2]) == VerifyResult(accepted=1, next_token=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_logits_the_lowest_token_wins(dtype: torch.dtype) -> None:
+def test_lowest_token_wins_a_tie(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 7.0]], dtype=dtype)
     verifier = GreedyVerifier()
     assert verifier.verify(sequence(), Draft([1, 0]), logits) == VerifyResult(2, 3)
@@ -55,50 +55,50 @@ def test_of_equal_logits_the_lowest_token_wins(dtype: torch.dtype) -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(0, 6), st.integers(1, 4))
-def test_keeps_the_longest_matching_prefix(data: st.DataObject, k: int, vocabulary: int) -> None:
+def test_accepts_the_longest_matching_prefix(data: st.DataObject, k: int, vocabulary: int) -> None:
     token = st.integers(0, vocabulary - 1)
     draft = data.draw(st.lists(token, min_size=k, max_size=k))
-    choices = data.draw(st.lists(token, min_size=k + 1, max_size=k + 1))
-    result = verify(draft, choices, vocabulary)
-    longest = max(n for n in range(k + 1) if draft[:n] == choices[:n])
-    assert result == VerifyResult(longest, choices[longest])
+    argmax = data.draw(st.lists(token, min_size=k + 1, max_size=k + 1))
+    result = verify(draft, argmax, vocabulary)
+    longest = max(n for n in range(k + 1) if draft[:n] == argmax[:n])
+    assert result == VerifyResult(longest, argmax[longest])
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 7])
 @pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
-def test_generation_is_that_of_plain_decoding(k: int, quality: float) -> None:
-    """A toy target whose logits depend on the last two tokens; a draft that is right with chance `quality`."""
+def test_generation_equals_decoding_without_a_draft(k: int, quality: float) -> None:
+    """Decode a toy target whose logits depend on the last two tokens, with a draft of accuracy `quality`."""
     rng = torch.Generator().manual_seed(21)
-    table = torch.randint(0, 5, (6, 6, 6), generator=rng).float()  # small whole numbers: many ties
+    table = torch.randint(0, 5, (6, 6, 6), generator=rng).float()  # small integers, so that there are many ties
 
-    def plain(tokens: list[int]) -> int:
+    def next_token(tokens: list[int]) -> int:
         return int(table[tokens[-2], tokens[-1]].argmax())
 
     expected = [0, 1]
     while len(expected) < 60:
-        expected.append(plain(expected))
+        expected.append(next_token(expected))
 
-    written, steps = [0, 1], 0
-    while len(written) < 60:
+    output, steps = [0, 1], 0
+    while len(output) < 60:
         draft: list[int] = []
         for _ in range(k):
             right = float(torch.rand((), generator=rng)) < quality
-            draft.append(plain(written + draft) if right else int(torch.randint(0, 6, (), generator=rng)))
-        text = written + draft
-        logits = torch.stack([table[text[i - 1], text[i]] for i in range(len(written) - 1, len(text))])
-        result = GreedyVerifier().verify(sequence(written), Draft(draft), logits)
-        written = [*written, *draft[: result.accepted], result.next_token]
+            draft.append(next_token(output + draft) if right else int(torch.randint(0, 6, (), generator=rng)))
+        text = output + draft
+        logits = torch.stack([table[text[i - 1], text[i]] for i in range(len(output) - 1, len(text))])
+        result = GreedyVerifier().verify(sequence(output), Draft(draft), logits)
+        output = [*output, *draft[: result.accepted], result.next_token]
         steps += 1
-    assert written[:60] == expected
+    assert output[:60] == expected
     if quality == 1.0:
-        assert steps == -(-58 // (k + 1))  # every step wrote k + 1 tokens
+        assert steps == -(-58 // (k + 1))  # every step emits k + 1 tokens
 
 
 @pytest.mark.parametrize("row", [0, 2])
-def test_logits_that_are_not_numbers_are_refused(row: int) -> None:
+def test_nan_logits_raise_an_error(row: int) -> None:
     logits = torch.randn(3, 8)
     logits[row, 5] = float("nan")
-    with pytest.raises(SpmoeError, match="not a number"):
+    with pytest.raises(SpmoeError, match="contain NaN"):
         GreedyVerifier().verify(sequence(), Draft([1, 2]), logits)
-    with pytest.raises(SpmoeError, match="not a number"):
+    with pytest.raises(SpmoeError, match="contain NaN"):
         RejectionVerifier().verify(sequence(), Draft([1, 2], torch.full((2, 8), 0.125)), logits)

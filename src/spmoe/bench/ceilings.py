@@ -14,7 +14,7 @@ import torch
 
 import spmoe
 from spmoe.backends.cuda_memory import available_memory
-from spmoe.backends.devices import device_facts, forget_freed, free_memory, link_bandwidth, memory_bandwidth
+from spmoe.backends.devices import device_facts, empty_device_cache, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
 from spmoe.engine.memory import MemoryPlan
 from spmoe.experts.slots import MemorySlots
@@ -38,7 +38,7 @@ class Ceilings:
 def measure_ceilings(engine: Engine) -> Ceilings:
     """Time the link, unless it is emulated, and the device's own memory."""
     memory = memory_bandwidth(engine.device)
-    forget_freed(engine.device)  # recorded forwards cannot take back what is cached
+    empty_device_cache(engine.device)  # recorded forwards cannot take back what is cached
     if engine.config.link_gbps is not None:
         return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
     if engine.device.type == "cuda":

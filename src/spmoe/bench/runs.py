@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe.backends.devices import forget_freed
+from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.rehearsal import Rehearsals
@@ -190,7 +190,7 @@ class Bench:
         self._work_on_engine(work, memory, {**self.job.engine, **options})
         gc.collect()  # the engine is out of scope by now; a closed one still holds what its forwards were recorded over
         if self.facts is not None:
-            forget_freed(self.facts.device)
+            empty_device_cache(self.facts.device)
 
     def _work_on_engine(self, work: Callable[[LLM, Size], None], memory: Size, options: dict[str, Any]) -> None:
         most = max(max_draft_tokens(setting.draft_tokens) for setting in self.job.settings)

@@ -1,4 +1,4 @@
-"""From token ids to text, as it is generated: whole characters only, and stop strings wherever they fall."""
+"""Streaming detokenization: complete characters only, and stop strings across token boundaries."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 
 class TextStream:
-    """Turns one sequence's tokens into text that never has to be taken back.
+    """Detokenizes one sequence incrementally; released text is final.
 
-    Text that may be the beginning of a stop string, or half a character, is held back until it is known not to be.
+    Text that may be the start of a stop string, and incomplete characters, are held back until that is decided.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self.text = ""  # all that was released
+        self.text = ""  # all released text
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
-        self._ids = list(prompt[-6:])  # context, since what a token reads as can depend on the one before
-        self._shown = len(self._ids)  # ids whose text is in `_held` or released
+        self._ids = list(prompt[-6:])  # context: a token's text can depend on the tokens before it
+        self._decoded = len(self._ids)  # ids whose text is in `_held` or released
         self._context = 0  # first id that decoding still needs
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token; the text that it releases."""
+        """Append a token; return the text that it releases."""
         self._ids.append(token)
-        new = self._unshown()
+        new = self._undecoded()
         if not new or new.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        self._context, self._decoded = self._decoded, len(self._ids)
         return self._release(new)
 
     def finish(self) -> str:
-        """No more tokens: the text that was still held back."""
+        """End the stream; return the text that was still held back."""
         if self.stopped:
             return ""
-        new, self._shown = self._unshown(), len(self._ids)
+        new, self._decoded = self._undecoded(), len(self._ids)
         released = self._release(new)
         if not self.stopped:
             released += self._held
@@ -43,24 +43,27 @@ class TextStream:
             self._held = ""
         return released
 
-    def _unshown(self) -> str:
-        """The text of the ids that are not shown yet."""
-        before = self._decode(self._ids[self._context : self._shown])
+    def _undecoded(self) -> str:
+        """Return the text of the ids that are not decoded yet."""
+        before = self._decode(self._ids[self._context : self._decoded])
         after = self._decode(self._ids[self._context :])
         if not after.startswith(before):
-            before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # a character that the prompt began is whole now
+            before = before.rstrip(
+                "\N{REPLACEMENT CHARACTER}"
+            )  # the new ids complete a character that the prompt started
         return after[len(before) :]
 
     def _release(self, new: str) -> str:
+        """Append new text; return it up to a stop string, or up to a possible start of one."""
         self._held += new
-        hits = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if hits:
+        found = [start for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if found:
             self.stopped = True
-            released, self._held = self._held[: min(hits)], ""
+            released, self._held = self._held[: min(found)], ""
         else:
-            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-            cut = len(self._held) - keep
-            released, self._held = self._held[:cut], self._held[cut:]
+            overlap = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            end = len(self._held) - overlap
+            released, self._held = self._held[:end], self._held[end:]
         self.text += released
         return released
 
@@ -72,5 +75,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is a beginning of `stop`."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

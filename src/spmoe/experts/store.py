@@ -1,8 +1,8 @@
-"""The store on disk: every expert of a checkpoint, one contiguous blob each, in one expert file.
+"""The store on disk: all experts of a checkpoint as contiguous blobs in one expert file.
 
-The file is a cache. It is a plain safetensors file (one U8 tensor per blob, aligned for direct reads) whose metadata
-holds the fingerprint of the checkpoint it was made from, the layout of a blob and a checksum of each. It appears under
-its name only when complete, so a process sees either none or a whole one.
+The file is a cache. It is a safetensors file with one U8 tensor per blob, aligned for direct reads. Its metadata holds
+the checkpoint's fingerprint, the layout of a blob and a checksum of each blob. The file is written atomically, so a
+process sees either no file or a complete one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.files import replacing
+from spmoe.files import atomic_write
 from spmoe.types import ExpertKey
 
 FORMAT = "spmoe-experts-1"
-ALIGNMENT = 4096  # of blobs in the file
-_FIELD_ALIGNMENT = 256  # of tensors in a blob
+ALIGNMENT = 4096  # bytes; start of blobs in the file
+_FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
 
 
 @dataclass(frozen=True, slots=True)
 class BlobField:
-    """One tensor of an expert and where in the blob it lies."""
+    """Name, shape and position in the blob of one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class BlobField:
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """How one expert's tensors lie in its blob."""
+    """Arrangement of an expert's tensors in its blob."""
 
     dtype: str  # a torch dtype's name
     fields: tuple[BlobField, ...]
@@ -54,51 +54,51 @@ class BlobLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Self:
-        """Lay out tensors of these shapes one after the other."""
-        placed, offset = [], 0
+        """Arrange tensors of these shapes one after the other."""
+        fields, offset = [], 0
         for name, shape in shapes.items():
             nbytes = dtype.itemsize * torch.Size(shape).numel()
-            placed.append(BlobField(name, tuple(shape), offset, nbytes))
+            fields.append(BlobField(name, tuple(shape), offset, nbytes))
             offset = _round_up(offset + nbytes, _FIELD_ALIGNMENT)
-        return cls(str(dtype).removeprefix("torch."), tuple(placed), _round_up(offset, ALIGNMENT))
+        return cls(str(dtype).removeprefix("torch."), tuple(fields), _round_up(offset, ALIGNMENT))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `asdict`."""
-        placed = tuple(BlobField(f["name"], tuple(f["shape"]), f["offset"], f["nbytes"]) for f in data["fields"])
-        return cls(data["dtype"], placed, data["nbytes"])
+        """Parse the result of `asdict`."""
+        fields = tuple(BlobField(f["name"], tuple(f["shape"]), f["offset"], f["nbytes"]) for f in data["fields"])
+        return cls(data["dtype"], fields, data["nbytes"])
 
     def views(self, blob: Tensor) -> dict[str, Tensor]:
-        """The expert's tensors as views of a blob's bytes."""  # blob: [nbytes] uint8
+        """Return the expert's tensors as views of its blob."""  # blob: [nbytes] uint8
         dtype = getattr(torch, self.dtype)
         return {f.name: blob[f.offset : f.offset + f.nbytes].view(dtype).view(f.shape) for f in self.fields}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """What an expert file must hold to be the one asked for."""
+    """Required contents of an expert file."""
 
     fingerprint: str
     layout: BlobLayout
-    experts: tuple[int, ...]  # experts of each layer
+    experts: tuple[int, ...]  # per layer
 
     @property
     def count(self) -> int:
-        """Experts of all layers."""
+        """Number of experts of all layers."""
         return sum(self.experts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blobs."""
+        """Size of all blobs in bytes."""
         return self.count * self.layout.nbytes
 
     def keys(self) -> Iterator[ExpertKey]:
-        """Every expert, in file order."""
+        """Iterate over all experts in file order."""
         return (ExpertKey(layer, e) for layer, count in enumerate(self.experts) for e in range(count))
 
 
 class ExpertFile:
-    """An open expert file. Reading is left to a `Transfer`; this says where a blob is and whether it is sound."""
+    """Open expert file: offsets and checksums of blobs. A `Transfer` reads them."""
 
     def __init__(self, path: Path, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class ExpertFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a complete file; raises StoreError when it is not one."""
+        """Open a file; raise StoreError if it is incomplete or not an expert file."""
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
@@ -135,11 +135,11 @@ class ExpertFile:
         return cls(path, spec, 8 + length, checksums)
 
     def offset(self, key: ExpertKey) -> int:
-        """Where in the file the expert's blob begins."""
+        """Return the byte offset of an expert's blob in the file."""
         return self._data_start + self._ordinal(key) * self.spec.layout.nbytes
 
     def check(self, key: ExpertKey, blob: memoryview) -> None:
-        """Compare a blob with its checksum, the first time it is read."""
+        """Compare a blob with its checksum when it is read for the first time."""
         ordinal = self._ordinal(key)
         if not self._checked[ordinal]:
             if zlib.crc32(blob) != self._checksums[ordinal]:
@@ -150,7 +150,7 @@ class ExpertFile:
             self._checked[ordinal] = 1
 
     def close(self) -> None:
-        """Give the file descriptor back."""
+        """Close the file descriptor; idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -159,32 +159,33 @@ class ExpertFile:
         return self._first[key.layer] + key.expert
 
 
-FillBlob = Callable[[ExpertKey, dict[str, Tensor]], None]
+FillBlob = Callable[[ExpertKey, dict[str, Tensor]], None]  # writes an expert's tensors into the given views
 
 
 def ensure_expert_file(
     path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> ExpertFile:
-    """Open the expert file at `path`, building it first unless it is whole and of this spec.
+    """Open the expert file at `path`; build it first if it is missing, damaged or of another spec.
 
-    `fill` writes one expert's tensors into the views it is given. Only one process builds; others wait for it.
+    One process builds, others wait for it. `on_progress` receives the experts written and their total.
     """
     with _storage_errors(path, spec):
-        if found := _open_if_current(path, spec):
-            return found
+        if file := _open_if_current(path, spec):
+            return file
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if found := _open_if_current(path, spec):
-                return found
+            if file := _open_if_current(path, spec):
+                return file
             for leftover in path.parent.glob(f".{path.name}.*.partial"):
                 leftover.unlink(missing_ok=True)
             _require_space(path, spec)
-            with replacing(path) as partial:
+            with atomic_write(path) as partial:
                 _write(partial, spec, fill, on_progress)
     return ExpertFile.open(path)
 
 
 def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
+    """Open the file if it is complete and matches the spec."""
     if not path.exists():
         return None
     try:
@@ -202,9 +203,9 @@ def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[i
     views = spec.layout.views(blob)
     view = memoryview(blob.numpy())  # type: ignore[arg-type]
     checksums: list[int] = []
-    blank = _header(spec, [0] * spec.count)
+    placeholder = _header(spec, [0] * spec.count)
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(blank))
+        _write_all(file.fileno(), memoryview(placeholder))
         for done, key in enumerate(spec.keys()):
             on_progress(done, spec.count)
             fill(key, views)
@@ -217,7 +218,7 @@ def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[i
 
 
 def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
-    """A safetensors header whose length does not depend on the checksums."""
+    """Return a safetensors header; its length does not depend on the checksums."""
     size = spec.layout.nbytes
     header: dict[str, Any] = {
         "__metadata__": {
@@ -252,6 +253,7 @@ def _require_space(path: Path, spec: StoreSpec) -> None:
 
 @contextmanager
 def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
+    """Turn OSError into a StoreError that says what to do."""
     try:
         yield
     except OSError as error:

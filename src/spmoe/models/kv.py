@@ -46,9 +46,9 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if (length := current_length()) is not None:
-            from spmoe.backends.kernels.attention import append
+            from spmoe.backends.kernels.attention import append_kv
 
-            append(self.keys, self.values, key_states, value_states, length)
+            append_kv(self.keys, self.values, key_states, value_states, length)
             return self.keys, self.values
         end = self.length + key_states.shape[-2]
         if end > self.capacity:  # torch would write one row into no space without an error

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from spmoe.config import home
 from spmoe.errors import CheckpointError, UsageError, reason
-from spmoe.files import replacing
+from spmoe.files import atomic_write
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -45,7 +45,7 @@ def write_predictor(
     tensors = {"weights": projection.weights.cpu().contiguous(), "biases": projection.biases.cpu().contiguous()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as place:
+        with atomic_write(path) as place:
             save_file(tensors, place, meta)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"cannot write {path} ({reason(error)}); point SPMOE_HOME at a writable directory") from error

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from spmoe.errors import UsageError
-from spmoe.files import replacing
+from spmoe.files import atomic_write
 
 FORMAT = "spmoe trace"
 VERSION = 1
@@ -168,7 +168,7 @@ class Trace:
         header = {"format": FORMAT, "version": VERSION, "shape": asdict(self.shape), "about": self.about}
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         try:
-            with replacing(path) as place, place.open("wb") as file:
+            with atomic_write(path) as place, place.open("wb") as file:
                 np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
         except OSError as error:
             raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error

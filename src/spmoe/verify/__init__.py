@@ -1,1 +1,1 @@
-"""Which draft tokens the target keeps."""
+"""Verification of draft tokens by the target's logits."""

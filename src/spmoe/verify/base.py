@@ -1,4 +1,4 @@
-"""The contract of verification: which draft tokens the target keeps, and what follows them."""
+"""Interface of verifiers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from spmoe.types import Draft, Sequence, VerifyResult
 
 
 class Verifier(Protocol):
-    """Judges one sequence's draft. The tokens that come of it are distributed exactly as the target's."""
+    """Accepts or rejects one sequence's draft tokens, so that the output follows the target's distribution exactly."""
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        """`logits` are the target's at the last token and at each draft token."""  # [K + 1, vocabulary]
+        """Return the number of accepted draft tokens and the token that follows them.
+
+        `logits` are the target's at the last token and at each draft token.
+        """
+        # logits: [K + 1, vocabulary]
         ...

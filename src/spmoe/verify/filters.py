@@ -1,4 +1,4 @@
-"""From logits to the distribution a token is drawn from. Target and draft go through the same function."""
+"""Sampling filters: from logits to probabilities, for both target and draft."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spmoe.errors import SpmoeError
 
 
 def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Temperature, then top-k, top-p and min-p, then normalised: float32, rows sum to one; on the host, as dice are."""
+    """Apply temperature, top-k, top-p and min-p; return float32 rows that sum to one, in host memory."""
     # logits: [rows, vocabulary]
-    # further out float32 overflows, and the distribution is that of the argmax, or uniform, long before
+    # float32 overflows outside these bounds; well inside them the result is already the argmax, or uniform
     scores = logits.to("cpu", torch.float32) / min(max(sampling.temperature, 1e-30), 1e30)
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < least, float("-inf"))
+        smallest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
     if sampling.top_p < 1.0:
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         ordered = ordered.softmax(dim=-1)
-        drop = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the mass ahead of each token is enough without it
+        drop = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the tokens before it already have enough mass
         drop[..., 0] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
     probs = scores.softmax(dim=-1)
@@ -33,12 +33,12 @@ def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return probs
 
 
-def require_numbers(values: Iterable[float]) -> None:
-    """Refuse what came of logits that are not numbers."""
+def check_not_nan(values: Iterable[float]) -> None:
+    """Raise an error if any value computed from the target's logits is NaN."""
     if any(math.isnan(value) for value in values):
-        raise SpmoeError("the target's output is not a number; its weights overflow this dtype: try another --dtype")
+        raise SpmoeError("the target's logits contain NaN: its activations overflow this dtype; try another --dtype")
 
 
 def draw(probs: Tensor, rng: torch.Generator) -> int:
-    """One token from one row."""  # probs: [vocabulary]
+    """Draw a token from probabilities or unnormalized weights."""  # probs: [vocabulary]
     return int(torch.multinomial(probs, 1, generator=rng))

@@ -1,4 +1,4 @@
-"""Greedy verification: the longest prefix of the draft that the target would have chosen itself."""
+"""Greedy verification: accept the longest prefix of the draft that equals the target's argmax."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ import torch
 from torch import Tensor
 
 from spmoe.types import Draft, Sequence, VerifyResult
-from spmoe.verify.filters import require_numbers
+from spmoe.verify.filters import check_not_nan
 
-RowArgmax = tuple[list[float], list[int]]  # the largest of each row, and its place
+RowArgmax = tuple[list[float], list[int]]  # largest logit and its token, per row
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """The largest of each row, and its place, as one tensor to be read at once: a double holds every token id."""
+    """Return the largest logit and its token of each row in one tensor, to be copied at once.
+
+    float64 represents every token id exactly.
+    """
     # [rows, vocabulary] -> [2, rows] float64
     return torch.stack([part.double() for part in logits.max(dim=-1)])
 
 
 def read_argmax(rows: Tensor) -> RowArgmax:
-    """What `argmax_rows` found, on whatever device."""
-    largest, places = rows.tolist()
-    return largest, [int(place) for place in places]
+    """Read the result of `argmax_rows` from any device."""
+    largest, tokens = rows.tolist()
+    return largest, [int(token) for token in tokens]
 
 
 class GreedyVerifier:
-    """Keeps draft tokens as long as each is the target's most likely one."""
+    """Accepts draft tokens up to the first that is not the target's argmax.
 
-    def __init__(self, known: Callable[[Tensor], RowArgmax | None] = lambda logits: None) -> None:
-        self._known = known  # where what is best of some logits need not be looked for
+    `cached_argmax` returns the argmax of logits for which it is already known on the host, otherwise None.
+    """
+
+    def __init__(self, cached_argmax: Callable[[Tensor], RowArgmax | None] = lambda logits: None) -> None:
+        self._cached_argmax = cached_argmax
 
     def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        largest, choices = self._known(logits) or read_argmax(argmax_rows(logits))  # [K + 1] each
-        require_numbers(largest)
+        largest, tokens = self._cached_argmax(logits) or read_argmax(argmax_rows(logits))  # [K + 1] each
+        check_not_nan(largest)
         accepted = 0
-        while accepted < len(draft.tokens) and draft.tokens[accepted] == choices[accepted]:
+        while accepted < len(draft.tokens) and draft.tokens[accepted] == tokens[accepted]:
             accepted += 1
-        return VerifyResult(accepted, choices[accepted])
+        return VerifyResult(accepted, tokens[accepted])

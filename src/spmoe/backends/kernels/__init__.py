@@ -1,1 +1,1 @@
-"""Triton kernels, each beside a plain PyTorch twin that defines it; imported only where there is a CUDA device."""
+"""Triton kernels, each with a PyTorch reference (`*_plain`); import them only where Triton is installed."""

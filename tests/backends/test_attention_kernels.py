@@ -1,0 +1,216 @@
+"""Kernels of attention and rotary embedding against their PyTorch references and float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_helpers import DEVICE, KERNEL_MARKS, close, dtypes, needs_cuda, prepare_kernel_test
+from torch import Tensor
+
+from spmoe.backends.kernels import attention
+from spmoe.backends.kernels.rotary import apply_rotary, apply_rotary_plain
+
+pytestmark = KERNEL_MARKS
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_kernel_test(monkeypatch)
+
+
+class Context:
+    """KV cache with NaN beyond its length, and the queries, keys and values of new rows."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        length: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        value_dim: int,
+        capacity: int = 576,
+    ) -> None:
+        def random_rows(heads: int, dim: int) -> Tensor:  # not contiguous, as the projections return them
+            return torch.randn(1, rows, heads, dim).to(DEVICE, dtype).transpose(1, 2)
+
+        self.query, self.new_keys = random_rows(heads, dim), random_rows(kv_heads, dim)
+        self.new_values = random_rows(kv_heads, value_dim)
+        self.keys = torch.full((1, kv_heads, capacity, dim), math.nan, dtype=dtype, device=DEVICE)
+        self.values = torch.full((1, kv_heads, capacity, value_dim), math.nan, dtype=dtype, device=DEVICE)
+        self.keys[:, :, :length].normal_()
+        self.values[:, :, :length].normal_()
+        self.length = torch.tensor([length], device=DEVICE, dtype=torch.int32 if length % 2 else torch.int64)
+        self.scaling = 1.5 / math.sqrt(dim)
+
+    def append(self) -> None:
+        """Append the new rows to the cache."""
+        attention.append_kv(self.keys, self.values, self.new_keys, self.new_values, self.length)
+
+    def attend(self, window: int | None = None) -> Tensor:
+        """Run the kernel."""
+        return attention.decode_attention(self.query, self.keys, self.values, self.length, self.scaling, window)
+
+    def reference(self, window: int | None = None) -> Tensor:
+        """Compute attention in float64, row by row and head by head."""
+        query, keys, values = self.query.double(), self.keys.double(), self.values.double()
+        (_, heads, rows, _), start = query.shape, int(self.length)
+        out = query.new_full((1, rows, heads, values.shape[-1]), math.nan)
+        for row in range(rows):
+            end = start + row + 1
+            visible = slice(0 if window is None else max(0, end - window), end)
+            for head in range(heads):
+                kv = head * keys.shape[1] // heads
+                share = (keys[0, kv, visible] @ query[0, head, row] * self.scaling).softmax(0)
+                out[0, row, head] = share @ values[0, kv, visible]
+        return out
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 500])
+@pytest.mark.parametrize(("rows", "window"), [(1, None), (5, None), (5, 3)])
+def test_attention_of_every_length(length: int, rows: int, window: int | None) -> None:
+    check_attention(Context(torch.float16, rows, length, 5, 1, 32, 32), window)
+
+
+@pytest.mark.parametrize(("length", "window"), [(17, None), (500, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim", "dtype"),
+    [
+        (5, 1, 32, 32, torch.float32),
+        (8, 2, 16, 16, torch.bfloat16),
+        (4, 4, 16, 16, torch.float16),
+        (2, 2, 80, 80, torch.float16),
+        (4, 1, 128, 128, torch.bfloat16),
+        (2, 1, 192, 128, torch.bfloat16),
+        (1, 1, 192, 128, torch.float32),
+        (2, 1, 256, 256, torch.bfloat16),
+        (1, 1, 512, 512, torch.float32),
+    ],
+)
+def test_attention_of_every_shape(
+    length: int,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    check_attention(Context(dtype, 5, length, heads, kv_heads, dim, value_dim), window)
+
+
+def check_attention(context: Context, window: int | None) -> None:
+    """Compare the kernel and its reference with float64; the cache holds NaN at positions that must not be read."""
+    context.append()
+    out, want = context.attend(window), context.reference(window)
+    plain = attention.decode_attention_plain(
+        context.query, context.keys, context.values, context.length, context.scaling, window
+    )
+    assert out.shape == plain.shape == want.shape
+    assert close(out, want)
+    assert close(plain, want)
+
+
+@pytest.mark.parametrize("window", [1, 2, 64, 65, 600])
+def test_window_includes_the_row_itself(window: int) -> None:
+    for length in (0, 64, 130):
+        context = Context(torch.float32, 4, length, 1, 1, 16, 16)
+        context.append()
+        out = context.attend(window)
+        assert close(out, context.reference(window), torch.float32)
+        for wrong in {max(1, window - 1), window + 1} - {window}:
+            same = min(wrong, window) >= length + 4  # both windows include all positions
+            assert close(out, context.reference(wrong), torch.float32) == same
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dtype"), [(16, 4, torch.bfloat16), (64, 2, torch.bfloat16), (17, 4, torch.float32)]
+)
+def test_attention_of_many_rows(rows: int, heads: int, dtype: torch.dtype) -> None:
+    check_attention(Context(dtype, rows, 100, heads, 1, 16, 16), 20)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 65])
+@pytest.mark.parametrize(("rows", "heads"), [(6, 3), (16, 8)])  # one block of queries, and several
+def test_attention_is_batch_invariant(dtype: torch.dtype, window: int | None, rows: int, heads: int) -> None:
+    # the new rows' positions lie on both sides of a block boundary, and so does the start of their windows
+    context = Context(dtype, rows, 126, heads, 1, 16, 16, capacity=160)
+    context.append()
+    full, query = context.attend(window), context.query
+    for row in (0, 1, 2, 3, rows - 1):
+        context.query = query[:, :, row : row + 1]
+        context.length.fill_(126 + row)
+        assert torch.equal(context.attend(window), full[:, row : row + 1])
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "length"), [(1, 0), (5, 17), (64, 512)])
+def test_append_writes_the_new_rows_only(dtype: torch.dtype, rows: int, length: int) -> None:
+    context = Context(dtype, rows, length, 4, 2, 80, 32)
+    keys, values = context.keys.clone(), context.values.clone()
+    attention.append_kv_plain(keys, values, context.new_keys, context.new_values, context.length)
+    context.append()
+    for got, want in ((context.keys, keys), (context.values, values)):
+        assert torch.equal(got[:, :, : length + rows], want[:, :, : length + rows])
+        assert got[:, :, length + rows :].isnan().all()
+
+
+def test_append_drops_rows_beyond_the_capacity() -> None:
+    context = Context(torch.float32, 4, 574, 1, 1, 32, 32)
+    heads = torch.full((1, 2, 576, 32), math.nan, device=DEVICE)
+    context.keys = heads[:, :1]  # rows written past the end would show up in the second head
+    context.append()
+    assert context.keys[0, 0, 574:].equal(context.new_keys[0, 0, :2])
+    assert heads[:, 1].isnan().all()
+
+
+def test_number_of_splits_follows_from_the_shape() -> None:
+    assert attention.num_kv_splits(8, 8192, 64) == 32
+    assert attention.num_kv_splits(16, 8192, 64) == 16
+    assert attention.num_kv_splits(1, 64, 64) == 1
+    assert attention.num_kv_splits(1000, 8192, 64) == 1
+
+
+@needs_cuda
+def test_one_captured_graph_serves_every_length() -> None:
+    context = Context(torch.bfloat16, 5, 0, 8, 2, 128, 128)
+    context.append()
+    context.attend()  # warm-up: compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        context.append()
+        out = context.attend()
+    for start in range(0, 570, 5):
+        context.length.fill_(start)
+        context.query.normal_()
+        context.new_keys.normal_()
+        graph.replay()
+        if start % 95 == 0:
+            assert close(out, context.reference(), torch.bfloat16)
+
+
+# ---- rotary embedding
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("batch", "angles", "rows", "heads", "kv_heads", "dim"),
+    [(1, 1, 1, 4, 2, 16), (1, 1, 5, 3, 3, 12), (2, 2, 7, 2, 1, 64), (3, 1, 2, 1, 1, 2)],
+)
+def test_rotary_is_bit_equal_to_reference(
+    dtype: torch.dtype, batch: int, angles: int, rows: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    cos, sin = (torch.randn(angles, rows, dim).to(DEVICE, dtype) for _ in range(2))
+    for contiguous in (False, True):  # as the projections return them, and as a norm after them does
+        query = torch.randn(batch, rows, heads, dim).to(DEVICE, dtype).transpose(1, 2)
+        key = torch.randn(batch, rows, kv_heads, dim).to(DEVICE, dtype).transpose(1, 2)
+        if contiguous:
+            query, key = query.contiguous(), key.contiguous()
+        found, expected = apply_rotary(query, key, cos, sin), apply_rotary_plain(query, key, cos, sin)
+        for rotated, want, original in zip(found, expected, (query, key), strict=True):
+            assert torch.equal(rotated, want)
+            assert rotated.stride() == original.stride()
