@@ -40,7 +40,6 @@ from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.access import ExpertBatch, PinnedLayer
 from spmoe.experts.eviction import make_eviction
-from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
 from spmoe.observe.ledger import Counters

@@ -202,7 +202,7 @@ def test_more_than_64_rows_are_rejected() -> None:
 def test_scratch_buffer_fits_the_memory_plan(hidden: int, ffn: int, top_k: int) -> None:
     """engine/memory.py plans two float32 rows of the widest field per (row, top-k position) pair."""
     buffer = ScratchBuffer(top_k, ExpertLayout(hidden, ffn, 0, 0), torch.bfloat16, "meta")
-    assert buffer.nbytes <= 4 * max(2 * ffn, hidden) * 2 * top_k * experts.MOST_ROWS
+    assert buffer.nbytes <= 4 * max(2 * ffn, hidden) * 2 * top_k * experts.MAX_KERNEL_ROWS
 
 
 def test_expert_tiles_are_equal_for_1_to_16_rows() -> None:

@@ -12,7 +12,7 @@ from kernel_helpers import DEVICE, KERNEL_MARKS, needs_cuda, prepare_kernel_test
 from torch import Tensor, nn
 
 from spmoe.backends import quantize
-from spmoe.backends.base import gate_activation
+from spmoe.backends.base import gated_activation
 from spmoe.backends.kernels import quantized
 from spmoe.backends.kernels.dense import ACTIVATIONS
 from spmoe.backends.kernels.experts import ExpertTile, ExpertTiles
@@ -186,13 +186,13 @@ def test_kernels_run_supported_experts_of_few_rows_only(tmp_path: Path, monkeypa
 
 
 def test_gate_activation_is_none_for_experts_that_kernels_cannot_run() -> None:
-    assert gate_activation(Gated()) == "silu"
-    assert gate_activation(Gated(nn.ReLU())) == "relu"
-    assert gate_activation(Gated(limit=10.0)) is None
-    assert gate_activation(Gated(nn.Mish())) is None
+    assert gated_activation(Gated()) == "silu"
+    assert gated_activation(Gated(nn.ReLU())) == "relu"
+    assert gated_activation(Gated(limit=10.0)) is None
+    assert gated_activation(Gated(nn.Mish())) is None
     biased = Gated()
     biased.has_bias = True
-    assert gate_activation(biased) is None
+    assert gated_activation(biased) is None
 
 
 @needs_cuda

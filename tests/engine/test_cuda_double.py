@@ -38,11 +38,11 @@ from spmoe.engine import build
 from spmoe.engine.llm import Generation
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
-from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.eviction.draft_informed import DraftInformed
+from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.experts_seam import attach
-from spmoe.models.gates import FusedGates
 from spmoe.models.fusion import fuse
+from spmoe.models.gates import FusedGates
 from spmoe.predict.draft_length import LENGTHS, DraftLength
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -228,7 +228,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
         ("models.decode_graphs", inputs, ("stage", "stage_chained", "go_on")),
         ("backends.kernels.attention", attention, ("append", "decode_attention")),
         ("backends.kernels.quantized", quantized, ("run_coded",)),
-        ("backends.kernels.gates", gates, ("route_layers",)),
+        ("backends.kernels.dense", gates, ("norm_and_route_layers",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
@@ -289,17 +289,17 @@ def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeyp
     launched: list[tuple[Phase, int]] = []  # and how many rows
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Any = None) -> Tensor:
-        return torch.cat([dense.skinny_linear_plain(row[None], weight, bias) for row in x])  # each by itself
+        return torch.cat([dense.small_batch_linear_plain(row[None], weight, bias) for row in x])  # each by itself
 
     def linears(x: Tensor, weights: Any, biases: Any, tile: Any) -> list[Tensor]:
         launched.append((double.recorder.phase, len(x)))
         return [linear(x, *given) for given in zip(weights, biases, strict=True)]
 
-    for kernels, names in ((dense, ("rms_norm", "gated_linear", "route")), (rotary, ("rotate",))):
+    for kernels, names in ((dense, ("rms_norm", "gated_linear", "route")), (rotary, ("apply_rotary",))):
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr(dense, "skinny_linear", linear)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", linears)
+    monkeypatch.setattr(dense, "small_batch_linear", linear)
+    monkeypatch.setattr(fused_qkv, "fused_linears", linears)
     monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import VirtualTransfer
-from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters

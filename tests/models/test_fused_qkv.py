@@ -59,7 +59,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, single, fused = Launches(), dense.skinny_linear, fused_qkv.skinny_linears
+    counted, single, fused = Launches(), dense.small_batch_linear, fused_qkv.fused_linears
 
     def count_single(*args: Any, **kwargs: Any) -> Any:
         counted.single += 1
@@ -69,18 +69,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         counted.fused += 1
         return fused(*args, **kwargs)
 
-    monkeypatch.setattr(dense, "skinny_linear", count_single)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", count_fused)
+    monkeypatch.setattr(dense, "small_batch_linear", count_single)
+    monkeypatch.setattr(fused_qkv, "fused_linears", count_fused)
     return counted
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the kernels by PyTorch, whose results may depend on the other rows, so `fuse` would reject them."""
-    monkeypatch.setattr(dense, "skinny_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
+    monkeypatch.setattr(dense, "small_batch_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
     monkeypatch.setattr(
         fused_qkv,
-        "skinny_linears",
+        "fused_linears",
         lambda x, weights, biases, tile: [functional.linear(x, *given) for given in zip(weights, biases, strict=True)],
     )
 
@@ -341,7 +341,7 @@ def test_faulty_fused_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     def faulty(x: Tensor, weights: list[Any], biases: list[Any], tile: Any = None) -> list[Tensor]:
         if fault == "raises":
             raise RuntimeError("out of resources")
-        results = [dense.skinny_linear(x, *given, tile=tile) for given in zip(weights, biases, strict=True)]
+        results = [dense.small_batch_linear(x, *given, tile=tile) for given in zip(weights, biases, strict=True)]
         if fault == "wrong value":
             results[-1][-1, -1] += 0.1
         elif fault == "NaN":
@@ -350,10 +350,10 @@ def test_faulty_fused_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
             results[1] *= 1 + 1e-6
         return results
 
-    monkeypatch.setattr(fused_qkv, "skinny_linears", faulty)
+    monkeypatch.setattr(fused_qkv, "fused_linears", faulty)
     module = Attention().to(DEVICE)
     fuse(module)
-    monkeypatch.setattr(fused_qkv, "skinny_linears", None)
+    monkeypatch.setattr(fused_qkv, "fused_linears", None)
     x = states()
     with torch.inference_mode():
         for name in COUNTS:

@@ -187,11 +187,11 @@ def of_mixtral(kind: type[nn.Module]) -> nn.Module:
 def apply_rotary_pos_emb(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs of neighbouring dimensions instead of halves."""
 
-    def rotate(x: Tensor) -> Tensor:
+    def apply_rotary(x: Tensor) -> Tensor:
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         return x * cos[:, None] + rotated * sin[:, None]
 
-    return rotate(query), rotate(key)
+    return apply_rotary(query), apply_rotary(key)
 
 
 class Interleaved(nn.Module):
@@ -322,7 +322,7 @@ def test_faulty_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) 
     def faulty(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fault == "raises":
             raise RuntimeError("out of resources")
-        y = dense.skinny_linear_plain(x, weight, bias)
+        y = dense.small_batch_linear_plain(x, weight, bias)
         if fault == "wrong value":
             y[-1, -1] += 0.1
         elif fault == "NaN":
@@ -331,7 +331,7 @@ def test_faulty_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) 
             y *= 1 + 1e-6
         return y
 
-    monkeypatch.setattr(dense, "skinny_linear", faulty)
+    monkeypatch.setattr(dense, "small_batch_linear", faulty)
     assert not replaced(fused(build(lambda: nn.Linear(32, 8))))
 
 

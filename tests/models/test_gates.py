@@ -83,10 +83,10 @@ def moe_layers() -> Sequence[MoeLayer]:
 @pytest.fixture
 def set_kernel(monkeypatch: pytest.MonkeyPatch) -> SetKernel:
     """Replace the kernel by a function; None stands for its definition in plain PyTorch."""
-    gates = pytest.importorskip("spmoe.backends.kernels.gates")
+    gates = pytest.importorskip("spmoe.backends.kernels.dense")
 
     def put(function: Kernel | None) -> None:
-        monkeypatch.setattr(gates, "route_layers", function or gates.route_layers_plain)
+        monkeypatch.setattr(gates, "norm_and_route_layers", function or gates.norm_and_route_layers_plain)
 
     put(None)
     return put
@@ -167,14 +167,14 @@ def test_unsupported_gates_are_logged(
 def test_wrong_kernel_is_not_used_and_logged(
     moe_layers: Sequence[MoeLayer], set_kernel: SetKernel, debug_messages: Callable[[], list[str]]
 ) -> None:
-    from spmoe.backends.kernels.gates import route_layers_plain
+    from spmoe.backends.kernels.dense import norm_and_route_layers_plain
 
     def off_by_one(*args: Any) -> tuple[Tensor, Tensor]:
-        experts, scores = route_layers_plain(*args)
+        experts, scores = norm_and_route_layers_plain(*args)
         return (experts + 1) % 8, scores
 
     def too_few(*args: Any) -> tuple[Tensor, Tensor]:
-        experts, scores = route_layers_plain(*args)
+        experts, scores = norm_and_route_layers_plain(*args)
         return experts[..., :1], scores[..., :1]
 
     for wrong in (off_by_one, too_few):

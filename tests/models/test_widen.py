@@ -23,7 +23,6 @@ from spmoe.backends.cpu import CpuBackend
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.slots import MemorySlots
-from spmoe.experts.experts import Experts
 from spmoe.experts.store import ensure_expert_file
 from spmoe.experts.transfer import FileTransfer
 from spmoe.models.checkpoint import Checkpoint

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.link import VirtualTransfer
-from spmoe.experts.experts import Experts
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.replay.steps import Prediction, StepPlan

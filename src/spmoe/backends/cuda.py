@@ -23,7 +23,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder, HostWork, Phase
-from spmoe.backends.kernels.experts import Geometry, Places, Scratch, add_up, run_expert_batch
+from spmoe.backends.kernels.experts import ExpertLayout, ExpertScratch, ScratchBuffer, reduce_experts, run_expert_batch
 from spmoe.backends.kernels.inputs import take_batch
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import PinnedLayer
@@ -110,7 +110,7 @@ class CudaBackend:
         self._ring = pinned_zeros(_RING, len(self.batch_slots), dtype=torch.int32)
         self._ring_rows = self._ring.numpy()
         self._posted = 0
-        self._scratches: dict[tuple[int, int], Places] = {}  # by top-k and pass
+        self._scratches: dict[tuple[int, int], ScratchBuffer] = {}  # by top-k and pass
         self._routed: dict[tuple[int, int, int], Tensor] = {}
 
     def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
@@ -141,10 +141,10 @@ class CudaBackend:
             self.slots.table[key] = slot
         self.all_resident = True
 
-    def scratch(self, rows: int, top_k: int, geometry: Geometry, number: int = 0) -> Scratch:
+    def scratch(self, rows: int, top_k: int, expert_layout: ExpertLayout, number: int = 0) -> ExpertScratch:
         """Return memory for one kernel pass over some rows. Layers run one after the other and share it."""
         if (top_k, number) not in self._scratches:
-            self._scratches[top_k, number] = Places(top_k, geometry, self.dtype, self.slots.arena.device)
+            self._scratches[top_k, number] = ScratchBuffer(top_k, expert_layout, self.dtype, self.slots.arena.device)
         return self._scratches[top_k, number].scratch(rows)
 
     @contextmanager
@@ -164,13 +164,13 @@ class CudaBackend:
             self._routed[key] = pinned_zeros(rows, top_k)
         return self._routed[key]
 
-    def geometry(self, experts: Any) -> Geometry | None:
+    def expert_layout(self, experts: Any) -> ExpertLayout | None:
         """Return where the grouped kernels find an expert's weights in a blob; None if they cannot run such experts."""
         fields = {field.name: field for field in self.slots.layout.fields}
         if fields.keys() != {"gate_up_proj", "down_proj"} or gated_activation(experts) is None:
             return None
         gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
-        return Geometry(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
+        return ExpertLayout(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
 
 
 class CudaExperts:
@@ -183,25 +183,25 @@ class CudaExperts:
         self._run_ahead = experts.run_ahead
         self._backend = backend
         self._table = backend.slots.table[layer]  # [experts]
-        self._geometry: Geometry | None = None
+        self._expert_layout: ExpertLayout | None = None
         self._inspected = False
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if not self._inspected:
-            self._geometry, self._inspected = self._backend.geometry(experts), True
-        geometry, (rows, top_k) = self._geometry, index.shape
+            self._expert_layout, self._inspected = self._backend.expert_layout(experts), True
+        expert_layout, (rows, top_k) = self._expert_layout, index.shape
         backend, recorder = self._backend, self._backend.recorder
         eager = recorder.phase is Phase.EAGER
         limit = kernel_row_limit(backend.slots.layout.nbytes) if eager else MAX_KERNEL_ROWS
-        if geometry is None or rows > limit:
+        if expert_layout is None or rows > limit:
             return self._run_plain(experts, hidden, index, weights)
         passes = [slice(start, min(start + MAX_KERNEL_ROWS, rows)) for start in range(0, rows, MAX_KERNEL_ROWS)]
-        scratches = [backend.scratch(p.stop - p.start, top_k, geometry, number) for number, p in enumerate(passes)]
+        scratches = [backend.scratch(p.stop - p.start, top_k, expert_layout, number) for number, p in enumerate(passes)]
         activation, arena, out = str(kernel_activation(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
 
         def run(table: Tensor) -> None:
             for part, scratch in zip(passes, scratches, strict=True):
-                run_expert_batch(hidden[part], index[part], weights[part], table, arena, geometry, activation, scratch)
+                run_expert_batch(hidden[part], index[part], weights[part], table, arena, expert_layout, activation, scratch)
 
         def run_next_batch() -> None:
             backend.take_batch()
@@ -226,7 +226,7 @@ class CudaExperts:
                 lambda launch, observations: self._run_captured(launch, on_host, known, observations),
             )
         for part, scratch in zip(passes, scratches, strict=True):
-            add_up(scratch, out[part])
+            reduce_experts(scratch, out[part])
         return out
 
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

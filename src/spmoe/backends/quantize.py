@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from spmoe.backends.base import gate_activation
+from spmoe.backends.base import gated_activation
 from spmoe.backends.cpu import CpuBackend
-from spmoe.experts.batches import ExpertBatch
+from spmoe.experts.access import ExpertBatch
 from spmoe.experts.store import BlobLayout, ExpertFile, FillBlob, StoreSpec
 from spmoe.files import read_into
 from spmoe.types import ExpertKey
@@ -185,7 +185,7 @@ class QuantizedExperts:
         """Return the kernels' name of the layer's activation, or None if kernels cannot run these experts."""
         if layer not in self._activations:
             supported = {field.name for field in self._unquantized.fields} == set(_KERNEL_FIELDS)
-            self._activations[layer] = gate_activation(experts) if supported else None
+            self._activations[layer] = gated_activation(experts) if supported else None
         return self._activations[layer]
 
     def _run_dequantized(

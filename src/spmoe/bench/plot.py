@@ -100,7 +100,7 @@ def line_chart(
         parts.append(f'<text x="{place(x, low)[0]:.1f}" y="{height - below + 18}" text-anchor="middle">{x:g}</text>')
     middle = left + inner_w / 2
     parts.append(f'<text x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    turned = f'transform="rotate(-90)" x="{-(above + inner_h / 2):.1f}" y="13" text-anchor="middle"'
+    turned = f'transform="apply_rotary(-90)" x="{-(above + inner_h / 2):.1f}" y="13" text-anchor="middle"'
     parts.append(f"<text {turned}>{escape(y_label)}</text>")
     for line in lines:
         colour = f"var(--c{line.colour % COLOURS})"

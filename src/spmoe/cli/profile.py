@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spmoe.cli.listed import listed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_except
-from spmoe.cli.options import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.files import write_text

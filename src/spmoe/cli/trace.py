@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_except
-from spmoe.cli.options import require_writable
+from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_policy_for
 from spmoe.errors import UsageError
 from spmoe.registry import PREFETCH_POLICIES

@@ -19,7 +19,7 @@ from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
-from spmoe.models.loaded import LoadedModels, load_target, wide_shape
+from spmoe.models.loaded import load_target, wide_shape
 from spmoe.models.predictors import read_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -144,9 +144,9 @@ def _capture(
 
 def token_chain(target: Target) -> torch.Tensor:
     """Return the chain through which a draft's tokens reach their verification on the device."""
-    from spmoe.backends.kernels.inputs import new_chain
+    from spmoe.backends.kernels.inputs import new_token_chain
 
-    return new_chain(target.model.device)
+    return new_token_chain(target.model.device)
 
 
 def _find_projection(

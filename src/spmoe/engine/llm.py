@@ -94,7 +94,7 @@ class LLM:
         return Generation(self, self._encode(prompt), params or SamplingParams())
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation of `{"role": ..., "content": ...}` messages."""
+        """RouterOutputFormat a conversation of `{"role": ..., "content": ...}` messages."""
         return self.stream_chat(messages, params).run()
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:

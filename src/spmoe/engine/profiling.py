@@ -24,7 +24,7 @@ from torch import Tensor
 from spmoe.config import DraftTokens, EngineConfig, home
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
-from spmoe.files import replacing
+from spmoe.files import atomic_write
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -100,7 +100,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Cache a profile; an unwritable directory is ignored, since the profile can be measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(profile), indent=2))
     except OSError:
         pass

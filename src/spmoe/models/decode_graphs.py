@@ -17,7 +17,15 @@ from torch import Tensor
 
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder
-from spmoe.backends.kernels.inputs import chosen, go_on, go_on_from, new_chain, pending_tokens, stage, stage_chained
+from spmoe.backends.kernels.inputs import (
+    append_token,
+    chain_tokens,
+    load_chained_inputs,
+    load_inputs,
+    new_token_chain,
+    pending_tokens,
+    set_chain_length,
+)
 from spmoe.experts.run_ahead import ReadTokens, RunAhead
 from spmoe.models.attention import device_length
 from spmoe.models.hidden_states import LayerObserver, OnChunk
@@ -35,7 +43,7 @@ class GraphKey(NamedTuple):
     rows: int
     num_logits: int
     chunks: int  # of hidden states that are shown; 0: none
-    choices: int | None = None  # size of the vocabulary that a greedy draft chooses from; None: no token is chosen
+    choices: int | None = None  # size of the vocabulary that a greedy draft chooses from; None: no token is chain_tokens
     place: int = 0  # of a greedy draft pass; passes after the first read their token from the chain
     observer: str = ""  # the observer's key
 
@@ -68,7 +76,7 @@ class DecodeGraphs:
         self.observing = observing
         self.recorder = recorder
         self.run_ahead = run_ahead
-        self.chain = new_chain(model.device) if chain is None else chain
+        self.chain = new_token_chain(model.device) if chain is None else chain
         self.draft_chain = self.chain if draft_chain is None else draft_chain
         self._host_chain = pinned_zeros(len(self.chain))
         self._arrived = recorder.new_event()
@@ -114,7 +122,7 @@ class DecodeGraphs:
                     graph.show_chunks()
             kv.advance(len(tokens) + len(chain) - 1)
             self.run_ahead.wait(self._arrived)
-            return chosen(self._host_chain, len(chain))
+            return chain_tokens(self._host_chain, len(chain))
 
         return read
 
@@ -163,9 +171,9 @@ class DecodeGraph:
         def forward() -> Tensor:
             self._chunks.clear()
             if key.place:
-                stage_chained(owner.chain, ids, positions, length)
+                load_chained_inputs(owner.chain, ids, positions, length)
             else:
-                stage(self._inbox, owner.chain, owner.draft_chain, ids, positions, length)
+                load_inputs(self._inbox, owner.chain, owner.draft_chain, ids, positions, length)
             on_chunk = self._capture_chunk(observer is not None and observer.immediate)
             with torch.inference_mode(), device_length(length), owner.observing(observer, on_chunk):
                 output = model(
@@ -177,13 +185,13 @@ class DecodeGraph:
                 )
                 logits: Tensor = output.logits[0]
                 if key.choices is not None:
-                    go_on(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
+                    append_token(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
                 elif self._argmax is not None:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
             return logits
 
         if key.place:  # else the warm-up runs where the last chain ended, possibly amid positions that are in use
-            go_on_from(owner.chain, kv.length)
+            set_chain_length(owner.chain, kv.length)
         self._captured, self.logits = self._recorder.capture(forward)
 
     def launch_first(self, tokens: list[int] | None, length: int) -> None:

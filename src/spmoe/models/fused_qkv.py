@@ -33,12 +33,11 @@ class FusedProjections:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        from spmoe.backends.kernels.dense import skinny_linear
-        from spmoe.backends.kernels.fused_qkv import siblings_config_for, skinny_linears
+        from spmoe.backends.kernels.dense import fused_linears, select_fused_tile, small_batch_linear
 
-        self._layers, self._linear_kernel, self._fused_kernel = layers, skinny_linear, skinny_linears
+        self._layers, self._linear_kernel, self._fused_kernel = layers, small_batch_linear, fused_linears
         weight, counts = layers[0].weight, [layer.out_features for layer in layers]
-        self._tile = siblings_config_for(1, counts, weight.shape[1], weight.dtype)
+        self._tile = select_fused_tile(1, counts, weight.shape[1], weight.dtype)
         self._pending: _PendingResults | None = None
         self._misses = 0  # consecutive inputs of which a result was never used
 

@@ -97,18 +97,18 @@ def _kernels_run_on(weight: Tensor) -> bool:
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     try:
-        from spmoe.backends.kernels.dense import runs_on
+        from spmoe.backends.kernels.dense import supports_device
     except ImportError:
         return False
-    return runs_on(weight.device)
+    return supports_device(weight.device)
 
 
 def _norm(module: Any) -> Callable[..., Any] | None:
     """Fuse an RMS norm."""
-    from spmoe.backends.kernels.dense import LONGEST_NORM, rms_norm
+    from spmoe.backends.kernels.dense import MAX_NORM_SIZE, rms_norm
 
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float) or len(module.weight) > LONGEST_NORM:
+    if not isinstance(eps, float) or len(module.weight) > MAX_NORM_SIZE:
         return None
     states, precision = _states(module.weight), torch.finfo(module.weight.dtype).eps
     found, expected = rms_norm(states, module.weight, eps), module.forward(states)
@@ -120,11 +120,11 @@ def _norm(module: Any) -> Callable[..., Any] | None:
 
 def _linear(module: nn.Linear) -> Callable[..., Any] | None:
     """Fuse a linear layer for few rows."""
-    from spmoe.backends.kernels.dense import skinny_linear
+    from spmoe.backends.kernels.dense import small_batch_linear
 
     def forward(x: Tensor) -> Tensor:
         width = module.weight.shape[1]
-        return skinny_linear(x.reshape(-1, width), module.weight, module.bias).view(*x.shape[:-1], -1)
+        return small_batch_linear(x.reshape(-1, width), module.weight, module.bias).view(*x.shape[:-1], -1)
 
     states = _states(module.weight)
     if not _linear_matches(module, states, forward(states), forward(states[:1])):
@@ -197,11 +197,11 @@ def _router(module: Any) -> Callable[..., Any] | None:
 
 def _router_variants(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Forward]:
     """Yield the kernel's variants: with and without renormalization and scaling of the weights."""
-    from spmoe.backends.kernels.dense import Answer, route
+    from spmoe.backends.kernels.dense import RouterOutputFormat, route
 
     scales = dict.fromkeys((1.0, float(getattr(module, "routed_scaling_factor", 1.0))))
     for renormalise, scale in product((True, False), scales):
-        answer = Answer(expected[0].dtype, expected[1].dtype, renormalise, scale)
+        answer = RouterOutputFormat(expected[0].dtype, expected[1].dtype, renormalise, scale)
         yield lambda x, answer=answer: route(x, module.weight, module.top_k, answer)  # type: ignore[misc]
 
 

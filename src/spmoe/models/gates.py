@@ -127,10 +127,10 @@ class FusedGates:
     def __call__(self, layers: range, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return routed experts, best first, and their normalized scores."""
         # residual: [layers, rows, hidden] -> 2 x [layers, rows, top_k]
-        from spmoe.backends.kernels.gates import route_layers
+        from spmoe.backends.kernels.dense import norm_and_route_layers
 
         own = slice(layers.start, layers.stop)
-        return route_layers(residual, self._norms[own], self._eps, self._routers[own], self._top_k)
+        return norm_and_route_layers(residual, self._norms[own], self._eps, self._routers[own], self._top_k)
 
 
 def _gates_of(moe_layers: Sequence[MoeLayer]) -> tuple[list[nn.Module], list[RouterCall]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmoe.backends.quantize import QuantizedExperts, Scheme
+from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
@@ -101,7 +101,7 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], scheme: str) -> QuantizedExperts:
     """Return the description of a target's quantized experts; nothing is read."""
     transposed: Any = moe[0].experts.is_transposed
-    return QuantizedExperts(spec, Scheme.named(scheme), transposed)
+    return QuantizedExperts(spec, QuantizationScheme.from_name(scheme), transposed)
 
 
 def wide_shape(config: EngineConfig, device: torch.device) -> WideShape | None:

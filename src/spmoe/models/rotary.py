@@ -60,12 +60,12 @@ class RotaryKernels:
 
 
 def _with_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
-    from spmoe.backends.kernels.rotary import rotate
+    from spmoe.backends.kernels.rotary import apply_rotary
 
     @wraps(own)
     def apply(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 4 and _kernel_accepts(*args):
-            return rotate(*args)
+            return apply_rotary(*args)
         return own(*args, **kwargs)
 
     return apply
@@ -86,7 +86,7 @@ def _kernel_accepts(query: Any, key: Any, cos: Any, sin: Any) -> bool:
 
 def kernel_matches(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel rotates random queries and keys to the same bits as a model's own function."""
-    from spmoe.backends.kernels.rotary import rotate
+    from spmoe.backends.kernels.rotary import apply_rotary
 
     rng = torch.Generator(device).manual_seed(0)
 
@@ -96,7 +96,7 @@ def kernel_matches(own: Callable[..., Any], device: torch.device, dtype: torch.d
     for dim in (16, 12):
         query, key = random(1, 5, 4, dim).transpose(1, 2), random(1, 5, 2, dim).transpose(1, 2)
         angles = random(1, 5, dim), random(1, 5, dim)
-        for found, expected in zip(rotate(query, key, *angles), own(query, key, *angles), strict=True):
+        for found, expected in zip(apply_rotary(query, key, *angles), own(query, key, *angles), strict=True):
             if found.dtype != expected.dtype or not torch.equal(found, expected):
                 return False
     return True

@@ -19,7 +19,6 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from spmoe.backends.base import MOST_ROWS
 from spmoe.backends.kernels.dense import ACTIVATIONS, activate
 
 _MIN_PROGRAMS = 512  # enough loads in flight to saturate the memory of a large device
@@ -54,8 +53,8 @@ class ExpertTiles:
 
 def select_expert_tiles(rows: int, layout: ExpertLayout, top_k: int, dtype: torch.dtype) -> ExpertTiles:
     """Select tiles by the experts' shape; equal for 1 to 16 rows, which makes the kernels batch-invariant."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"expected 1 to {MOST_ROWS} rows, got {rows}")
+    if not 1 <= rows <= MAX_KERNEL_ROWS:
+        raise ValueError(f"expected 1 to {MAX_KERNEL_ROWS} rows, got {rows}")
     hidden, ffn = layout.hidden, layout.ffn
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
@@ -95,9 +94,9 @@ class ScratchBuffer:
 
     def __init__(self, top_k: int, layout: ExpertLayout, dtype: torch.dtype, device: torch.device | str) -> None:
         self._shape = (top_k, layout, dtype)
-        limits = (16, MOST_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
+        limits = (16, MAX_KERNEL_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
         sums = max(rows * select_expert_tiles(rows, layout, top_k, dtype).splits for rows in limits)
-        self._up = torch.empty(MOST_ROWS * top_k * layout.ffn, dtype=dtype, device=device)
+        self._up = torch.empty(MAX_KERNEL_ROWS * top_k * layout.ffn, dtype=dtype, device=device)
         self._partial_sums = torch.empty(sums * top_k * layout.hidden, dtype=torch.float32, device=device)
 
     @property

@@ -28,11 +28,11 @@ def apply_rotary_plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> 
     """PyTorch reference of `apply_rotary`."""
     cos, sin = cos[:, None], sin[:, None]
 
-    def rotate(x: Tensor) -> Tensor:
+    def apply_rotary(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
-    return rotate(query), rotate(key)
+    return apply_rotary(query), apply_rotary(key)
 
 
 @triton.jit
