@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import Pair, greedy, memory_for, reference
 from spmoe import LLM, SamplingParams
-from spmoe.bench.apart import Apart
+from spmoe.bench.runs import IsolatedConfigs
 from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
 from spmoe.predict.cutoff import CutoffInputs
@@ -85,13 +85,13 @@ def test_a_length_holds_from_the_end_of_one_step_through_the_next(
 def test_configurations_that_are_kept_apart_learn_apart(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16, prefetch="on-demand") as llm:
         assert llm.engine.loop.length is None
-        apart, changes = Apart(llm.engine), {"num_speculative_tokens": "auto"}
+        apart, changes = IsolatedConfigs(llm.engine), {"num_speculative_tokens": "auto"}
         lengths = []
         for whose in ("one", "other", "one"):
-            apart.enter(whose, changes)
+            apart.select(whose, changes)
             lengths.append(llm.engine.loop.length)
         assert lengths[0] is lengths[2] is not lengths[1]
-        apart.enter("fixed", {"num_speculative_tokens": 3})
+        apart.select("fixed", {"num_speculative_tokens": 3})
         assert llm.engine.loop.length is None
         assert llm.engine.loop.draft_tokens == 3
 

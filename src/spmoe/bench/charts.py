@@ -1,6 +1,6 @@
 """Charts as SVG text, drawn by matplotlib (installed by the extra `report`).
 
-`bar_chart` and `line_chart` return an `<svg>` element to embed in an HTML page. Its colours are CSS variables of the page
+`bar_chart` and `line_chart` return an `<svg>` element to embed in a page. Its colours are CSS variables of that page
 (`--ink`, `--line`, `--track`, `--c0` to `--c7`; see `css_colours`), so that one drawing serves light and dark mode.
 `svg_document` returns a file of its own, with literal colours, a white background and legends.
 

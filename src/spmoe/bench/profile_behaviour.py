@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from spmoe.bench.apart import Apart
 from spmoe.bench.profile import Behaviour
+from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, SamplingParams
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
@@ -84,11 +84,11 @@ def observe(
 ) -> tuple[Behaviour, ...]:
     """Run every prompt under each policy, in turns, after one to warm up; one that comes to another is left out."""
     engine, found = llm.engine, dict[str, list[tuple[Observer, Completion]]]()
-    apart = Apart(engine)
+    apart = IsolatedConfigs(engine)
     for number, prompt in enumerate([prompts[0], *prompts]):
         for policy in policies:
             changes = {"prefetch": policy, "num_speculative_tokens": draft_tokens, "cutoff": ALL_LAYERS}
-            apart.enter(policy, changes)
+            apart.select(policy, changes)
             if engine.loop.policy.name != policy:  # what it needs is not there
                 continue
             if number == 0:

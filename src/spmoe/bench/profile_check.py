@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
-from spmoe.bench.apart import Apart
 from spmoe.bench.profile_behaviour import LayerObserver, generate
 from spmoe.bench.profile_predict import Predictor
+from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.engine.llm import LLM, Completion
 from spmoe.predict.cutoff import ENOUGH_STEPS
@@ -145,7 +145,7 @@ def check_engine(
 ) -> Check:
     """Run an engine's part of the sweep; `depths` None is every one."""
     found = Check([], [])
-    layers, apart = len(llm.engine.store.experts), Apart(llm.engine)
+    layers, apart = len(llm.engine.store.experts), IsolatedConfigs(llm.engine)
     for k in draft_tokens:
         chosen = _choices(llm, apart, k, prompts, output_len, observer) if k else None
         wanted = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
@@ -171,12 +171,12 @@ def _can(llm: LLM, policy: str, k: int) -> bool:
 
 
 def _choices(
-    llm: LLM, apart: Apart, k: int, prompts: Sequence[list[int]], output_len: int, observer: LayerObserver
+    llm: LLM, apart: IsolatedConfigs, k: int, prompts: Sequence[list[int]], output_len: int, observer: LayerObserver
 ) -> tuple[int, int] | None:
     """The depths that the two forms of the cutoff choose, once enough has been seen; None where no draft prefetches."""
     engine = llm.engine
     changes = {"prefetch": _DRAFTED, "num_speculative_tokens": k, "cutoff": Cutoff(CutoffMode.AUTO)}
-    apart.enter(("choices", k), changes)
+    apart.select(("choices", k), changes)
     if draft_gate_part(engine.loop.policy) is None:
         return None
     before = engine.loop.counters.verified
@@ -198,7 +198,7 @@ def _changes(case: Case) -> dict[str, Any]:
 
 def _take_turns(
     llm: LLM,
-    apart: Apart,
+    apart: IsolatedConfigs,
     cases: Sequence[Case],
     prompts: Sequence[list[int]],
     output_len: int,
@@ -213,7 +213,7 @@ def _take_turns(
         tell(f"K={cases[0].draft_tokens}: turn {turn} of {len(turns) - 1}" + (", which warms up" if turn == 0 else ""))
         first = turn % len(cases)
         for case in [*cases[first:], *cases[:first]]:
-            apart.enter(case, _changes(case))
+            apart.select(case, _changes(case))
             completion = generate(llm, prompt, output_len, observer)
             if turn:
                 found[case].append(completion)

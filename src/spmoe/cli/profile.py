@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmoe.cli.listed import listed, whole
+from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
@@ -66,8 +66,8 @@ def profile(
     """
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"the plot is written as SVG; name the file {plot.with_suffix('.svg')}")
-    memories = listed("--expert-memory", expert_memory, Size.parse)
-    lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
+    memories = parse_list("--expert-memory", expert_memory, Size.parse)
+    lengths = parse_list("--num-speculative-tokens", num_speculative_tokens, parse_whole)
     depths = _depths(cutoff)
     if stored is not None and output is not None:
         raise UsageError(
@@ -209,7 +209,7 @@ def _depths(text: str | None) -> list[int] | None:
         return []
     if text.strip().lower() == "every":
         return None
-    found = listed("--cutoff", text, Cutoff.parse)
+    found = parse_list("--cutoff", text, Cutoff.parse)
     if any(one.mode is not CutoffMode.FIXED for one in found):
         raise UsageError(
             f"--cutoff takes numbers of layers or 'every' here, not {text!r}; automatic ones are run anyway"

@@ -1,42 +1,62 @@
-"""What is shown after a run: a short table on standard error."""
+"""`spmoe report`: stored results as an HTML page or as Markdown."""
 
 from __future__ import annotations
 
-from rich.table import Table
+import sys
+from pathlib import Path
+from typing import Annotated
 
-from spmoe.config import format_bytes
-from spmoe.engine.stats import Stats
+import typer
+
+from spmoe.cli.options import stderr
+from spmoe.cli.output import require_writable
+from spmoe.errors import UsageError
+from spmoe.files import write_text
 
 
-def stats_table(stats: Stats) -> Table:
-    """The figures of one request, for people."""
-    c = stats.counters
-    emulated = stats.emulated_link_gbps
-    title = f"emulated link, {emulated:g} GB/s" if emulated is not None else None
-    table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("tokens", f"{stats.prompt_tokens} in, {stats.output_tokens} out, {c.steps} steps")
-    tpot = stats.tpot_seconds
-    speed = f", TPOT {1e3 * tpot:.1f} ms ({1 / tpot:.1f} tokens/s)" if tpot else ""
-    table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")
-    if c.mean_acceptance_length is not None:
-        positions = " ".join(f"{100 * share:.0f}%" for share in c.acceptance_by_position)
-        drafted = f"{c.drafted / c.verified:.1f} drafted; " if stats.draft_tokens == "auto" and c.verified else ""
-        table.add_row("acceptance", f"{drafted}mean length {c.mean_acceptance_length:.2f}; by position {positions}")
-    rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
-    table.add_row("experts", f"{c.loads} loads ({c.demand_loads} on demand), hit rate {rate}")
-    if stats.prefetch != "on-demand":
-        table.add_row(
-            "prefetched",
-            f"{format_bytes(c.issued_bytes)} issued, {format_bytes(c.used_bytes)} used "
-            f"({format_bytes(c.late_bytes)} of it late), {format_bytes(c.wasted_bytes)} wasted",
-        )
-    share = c.stall_seconds / stats.latency_seconds if stats.latency_seconds else 0.0
-    table.add_row("stall", f"{1e3 * c.stall_seconds:.1f} ms ({100 * share:.1f}% of the time)")
-    table.add_row("slots", f"peak {stats.peak_slots} of {stats.slots}")
-    if stats.cutoff_layers is not None:
-        table.add_row("cutoff", f"{stats.cutoff_layers} of {stats.layers} layers")
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files written by `spmoe bench --json`.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write: HTML, or with --markdown text."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write Markdown tables, to standard output unless --output is given.")
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw predictions from this profile (`spmoe profile`) into cutoff sweeps."),
+    ] = None,
+) -> None:
+    """Make one page of charts and tables from stored results, or Markdown tables.
+
+    The page needs matplotlib and jinja2: pip install 'spmoe[report]'.
+    """
+    if output is None and not markdown:
+        raise UsageError("no output file given; use -o report.html, or --markdown for tables on standard output")
+    if profile is not None and markdown:
+        raise UsageError("--profile is drawn into charts, which --markdown does not have; leave out one of them")
+    require_writable(output)
+    from spmoe.bench.charts import require_report_extra
+    from spmoe.bench.profile import read_engine_profile
+    from spmoe.bench.results import read_results
+
+    if not markdown:
+        require_report_extra()
+    engine_profile = read_engine_profile(profile) if profile is not None else None
+    found = [one for file in results for one in read_results(file) if one.rows]
+    if not found:
+        raise UsageError(f"{results[0]} contains no finished configuration; continue with `spmoe bench --resume`")
+    if markdown:
+        from spmoe.bench.markdown import markdown_report
+
+        text = markdown_report(found)
     else:
-        table.add_row("cutoff", "no prefetching" if stats.prefetch == "on-demand" else f"none with {stats.prefetch}")
-    return table
+        from spmoe.bench.report import html_report
+
+        text = html_report(found, engine_profile)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    write_text(output, text)
+    stderr().print(f"report: {output}", soft_wrap=True)

@@ -40,7 +40,7 @@ def run(
         if as_json:
             print(json.dumps(completion.to_dict()))
         else:
-            from spmoe.cli.report import stats_table
+            from spmoe.cli.stats_table import stats_table
 
             stderr().print(stats_table(completion.stats))
     if completion.finish_reason == "interrupted":

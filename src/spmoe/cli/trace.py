@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.listed import listed, speed, whole
+from spmoe.cli.listed import parse_gbps, parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
 from spmoe.cli.output import require_writable
 from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, rule_for
@@ -151,12 +151,12 @@ def replay_trace(
     settings = [
         Setting(policy, rule_for(policy, rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
-            listed("--prefetch", prefetch, str),
-            listed("--eviction", eviction, str),
-            _each("--num-speculative-tokens", num_speculative_tokens, whole),
-            listed("--cutoff", cutoff, Cutoff.parse),
+            parse_list("--prefetch", prefetch, str),
+            parse_list("--eviction", eviction, str),
+            _each("--num-speculative-tokens", num_speculative_tokens, parse_whole),
+            parse_list("--cutoff", cutoff, Cutoff.parse),
             _each("--expert-memory", expert_memory, Size.parse),
-            _each("--link-gbps", link_gbps, speed),
+            _each("--link-gbps", link_gbps, parse_gbps),
         )
     ]
     settings = list(dict.fromkeys(settings))  # a rule may be named twice, by its name and as auto
@@ -227,7 +227,7 @@ def _label(setting: Setting) -> str:
 
 def _each(name: str, text: str | None, convert: Callable[[str], T]) -> Sequence[T | None]:
     """The values of an option that takes several; None where it was not given."""
-    return [None] if text is None else listed(name, text, convert)
+    return [None] if text is None else parse_list(name, text, convert)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
