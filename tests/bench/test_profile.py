@@ -28,7 +28,7 @@ from spmoe.bench.profile_measure import measure_profile
 from spmoe.bench.profile_predict import Predictor
 from spmoe.bench.profile_trace import TraceNeeds
 from spmoe.bench.report import html_report
-from spmoe.bench.results import Group, write_results
+from spmoe.bench.results import WorkloadResults, write_results
 from spmoe.cli.main import main
 from spmoe.config import Size
 from spmoe.engine.memory_plan import MemoryPlan
@@ -200,14 +200,14 @@ def like_the_results(**subject: Any) -> EngineProfile:
 def test_a_report_draws_what_is_predicted_beside_what_was_swept() -> None:
     from test_report import MACHINE, SWEEP, SYSTEMS
 
-    groups = [Group(MACHINE, [*SYSTEMS, *SWEEP])]
+    groups = [WorkloadResults(MACHINE, [*SYSTEMS, *SWEEP])]
     plain, drawn = (html_report(groups, profile) for profile in (None, like_the_results()))
     assert "predicted from the profile" not in plain
     assert "predicted from the profile" in drawn
-    other = Group({**MACHINE, "link_gbps": 16.0}, SWEEP)
+    other = WorkloadResults({**MACHINE, "link_gbps": 16.0}, SWEEP)
     both = html_report([*groups, other], like_the_results())
     assert both.count("predicted from the profile") == 1, "where it belongs"
-    assert both.count("Not predicted: the profile is of the machine&#x27;s own link.") == 1
+    assert both.count("Not predicted: the profile is of the machine&#39;s own link.") == 1
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_report_refuses_a_profile_of_something_else(change: dict[str, Any], wo
     from test_report import MACHINE, SWEEP
 
     with pytest.raises(UsageError, match=words) as refused:
-        html_report([Group(MACHINE, SWEEP)], like_the_results(**change))
+        html_report([WorkloadResults(MACHINE, SWEEP)], like_the_results(**change))
     assert "spmoe profile -o FILE" in str(refused.value), "what to do"
 
 
@@ -234,9 +234,9 @@ def test_a_report_refuses_a_profile_of_another_machine_or_for_nothing() -> None:
 
     elsewhere = replace(like_the_results(), machine={"device": "another"})
     with pytest.raises(UsageError, match="of the device another, and these results are of the device a <device>"):
-        html_report([Group(MACHINE, SWEEP)], elsewhere)
-    with pytest.raises(UsageError, match="nothing to draw a profile's predictions beside; leave out --profile"):
-        html_report([Group(MACHINE, SYSTEMS)], like_the_results())
+        html_report([WorkloadResults(MACHINE, SWEEP)], elsewhere)
+    with pytest.raises(UsageError, match="no cutoff sweep to draw the profile's predictions in; leave out --profile"):
+        html_report([WorkloadResults(MACHINE, SYSTEMS)], like_the_results())
 
 
 def test_the_command_refuses_it_in_one_line(
@@ -245,7 +245,7 @@ def test_the_command_refuses_it_in_one_line(
     from test_report import MACHINE, SWEEP
 
     results, profile, page = (tmp_path / name for name in ("results.jsonl", "profile.json", "page.html"))
-    write_results(results, [Group(MACHINE, SWEEP)])
+    write_results(results, [WorkloadResults(MACHINE, SWEEP)])
 
     def report(*options: object) -> tuple[int, str]:
         monkeypatch.setattr(

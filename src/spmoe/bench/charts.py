@@ -121,15 +121,15 @@ def bar_chart(title: str, bars: Sequence[Bar], x_max: float | None = None, chart
             size = 12 * min(1.0, _LABEL_CHARACTERS / max(1, len(bar.label) + len(bar.value)))
             axes.text(0, text_y, bar.label, size=size)
             axes.text(end, text_y, bar.value, size=size, ha="right", weight="bold")
-            axes.barh(bar_y, end, _BAR, color=_LIGHT["track"])
+            axes.barh(bar_y, end, _BAR, color=_LIGHT["track"], clip_on=False)
             start = 0.0
             for length, colour in bar.parts:
-                axes.barh(bar_y, length, _BAR, left=start, color=_colour(colour))
+                axes.barh(bar_y, length, _BAR, left=start, color=_colour(colour), clip_on=False)
                 start += length
             if bar.spread is not None:
-                axes.plot(bar.spread, [bar_y, bar_y], color=_LIGHT["ink"], linewidth=1.5, alpha=0.75)
+                axes.plot(bar.spread, [bar_y] * 2, color=_LIGHT["ink"], linewidth=1.5, alpha=0.75, clip_on=False)
             if bar.mark is not None:
-                axes.plot([bar.mark] * 2, [bar_y - 9, bar_y + 9], color=_LIGHT["ink"], linewidth=2.5)
+                axes.plot([bar.mark] * 2, [bar_y - 9, bar_y + 9], color=_LIGHT["ink"], linewidth=2.5, clip_on=False)
 
     return _embedded(_draw([draw], height, _Margins(0, 0, 0, 0)), title, "bars", chart_id)
 
@@ -192,7 +192,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.grid(axis="y", color=_LIGHT["line"], linewidth=1)
+    axes.grid(axis="y", color=_LIGHT["line"], linewidth=1, clip_on=False)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
     for side in axes.spines.values():
@@ -226,7 +226,7 @@ def _embedded(svg: str, title: str, kind: str, chart_id: str) -> str:
     name = escape(title)
     opening = f'<svg class="{kind}" {view[0] if view else ""} role="img" aria-label="{name}"><title>{name}</title>'
     body = svg[svg.index(">") + 1 :].replace("xlink:href", "href")
-    body = re.sub(r"<!--.*?-->|<defs>\s*<style.*?</defs>| font-family: [^;]*;", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->|<defs>\s*<style.*?</defs>| font-family: [^;]*;| transform=\"rotate\(-0[^\"]*\"", "", body, flags=re.DOTALL)
     body = re.sub(r' id="(?:figure|axes|patch|line2d|text|matplotlib\.axis|xtick|ytick)_\d+"', "", body)
     body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{chart_id}-", body)
     body = re.sub(r"(?<=fill: |roke: )#[0-9a-f]{6}", lambda match: _as_variable(match[0]), body)

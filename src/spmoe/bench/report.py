@@ -444,12 +444,12 @@ class _PageBuilder:
 
         yield Text(
             "max(useful bytes / link bandwidth, step with all experts in slots) / step: 100 % is perfect overlap. If "
-            "copies take far longer than compute, every policy is near 100 %, and only moving fewer bytes helps."
+            "copies take far longer than compute, every policy is near 100 %; only moving fewer bytes helps then."
         )
         if any((row["pipeline_efficiency"] or 0.0) > _IMPLAUSIBLE_EFFICIENCY for _, row in self.found.main_rows):
             yield Text(
-                "Above 100 %: the machine was slower while the step with all experts in slots was measured. Measure again "
-                "on an idle machine."
+                "Above 100 %: the machine was slower while the step with all experts in slots was measured. Measure "
+                "again on an idle machine."
             )
         head = ["step", "best possible", "all in slots", "source", "useful bytes per step"]
         yield from self._by_budget("Pipeline efficiency", bar, head, values)
@@ -531,8 +531,8 @@ class _PageBuilder:
             )
             return
         yield Text(
-            "The draft stage prefetches for this many layers, counted from the first. The dashed line is the cutoff that "
-            "the latency model selects (auto)."
+            "The draft stage prefetches for this many layers, counted from the first. The dashed line is the cutoff "
+            "that the latency model selects (auto)."
         )
         for key, sweep in self.found.cutoff_sweeps.items():
             yield self._cutoff_figure(key, sweep)

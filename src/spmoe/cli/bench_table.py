@@ -76,9 +76,9 @@ def _megabytes_of(key: str) -> Callable[[Row], str]:
 _LEGEND = (
     "TPOT: ms per output token (median; 10th to 90th percentile); TTFT: ms to the first token; acc: tokens per "
     "speculative step; step, draft, verify, stall: ms per step (stall is part of verify); hit: % of routed experts "
-    "found in a slot; MB/tok: moved per token; useful: MB moved and used per step; GB/s: moved over time; used, late, waste: "
-    "% of prefetched bytes; same: % of prompts with the first row's tokens; eff: pipeline efficiency in %, max(useful / "
-    "link, step with all experts in slots) / step"
+    "found in a slot; MB/tok: moved per token; useful: MB moved and used per step; GB/s: moved over time; used, late, "
+    "waste: % of prefetched bytes; same: % of prompts with the first row's tokens; eff: pipeline efficiency in %, "
+    "max(useful / link, step with all experts in slots) / step"
 )
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "memory": lambda row: str(row["expert_memory"]),
