@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, show, stderr, takes_shared_options
 from spmoe.cli.output import require_writable
-from spmoe.config import SamplingParams
+from spmoe.config import SamplingParams, format_bytes
+
+if TYPE_CHECKING:
+    from spmoe.engine.stats import Stats
 
 
 @takes_shared_options
@@ -40,8 +44,40 @@ def run(
         if as_json:
             print(json.dumps(completion.to_dict()))
         else:
-            from spmoe.cli.stats_table import stats_table
-
             stderr().print(stats_table(completion.stats))
     if completion.finish_reason == "interrupted":
         raise typer.Exit(130)
+
+
+def stats_table(stats: Stats) -> Table:
+    """Return the statistics of one request as a table for people."""
+    c = stats.counters
+    emulated = stats.emulated_link_gbps
+    title = f"emulated link, {emulated:g} GB/s" if emulated is not None else None
+    table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("tokens", f"{stats.prompt_tokens} in, {stats.output_tokens} out, {c.steps} steps")
+    tpot = stats.tpot_seconds
+    speed = f", TPOT {1e3 * tpot:.1f} ms ({1 / tpot:.1f} tokens/s)" if tpot else ""
+    table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")
+    if c.mean_acceptance_length is not None:
+        positions = " ".join(f"{100 * share:.0f}%" for share in c.acceptance_by_position)
+        drafted = f"{c.drafted / c.verified:.1f} drafted; " if stats.draft_tokens == "auto" and c.verified else ""
+        table.add_row("acceptance", f"{drafted}mean length {c.mean_acceptance_length:.2f}; by position {positions}")
+    rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
+    table.add_row("experts", f"{c.loads} loads ({c.demand_loads} on demand), hit rate {rate}")
+    if stats.prefetch != "on-demand":
+        table.add_row(
+            "prefetched",
+            f"{format_bytes(c.issued_bytes)} issued, {format_bytes(c.used_bytes)} used "
+            f"({format_bytes(c.late_bytes)} of it late), {format_bytes(c.wasted_bytes)} wasted",
+        )
+    share = c.stall_seconds / stats.latency_seconds if stats.latency_seconds else 0.0
+    table.add_row("stall", f"{1e3 * c.stall_seconds:.1f} ms ({100 * share:.1f}% of the time)")
+    table.add_row("slots", f"peak {stats.peak_slots} of {stats.slots}")
+    if stats.cutoff_layers is not None:
+        table.add_row("cutoff", f"{stats.cutoff_layers} of {stats.layers} layers")
+    else:
+        table.add_row("cutoff", "no prefetching" if stats.prefetch == "on-demand" else f"none with {stats.prefetch}")
+    return table
