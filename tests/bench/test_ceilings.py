@@ -1,4 +1,4 @@
-"""What a machine can do at best, as measured, and what is told of it."""
+"""Measured ceilings and the description of the machine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("link", "source"), [(None, "expert file"), (0.5, "emulated")])
-def test_ceilings_of_the_host(mixtral_pair: Pair, link: float | None, source: str) -> None:
+def test_ceilings_on_cpu(mixtral_pair: Pair, link: float | None, source: str) -> None:
     with LLM(str(mixtral_pair.target), device="cpu", progress=False, link_gbps=link) as llm:
-        before = llm.engine.counters.copy()
+        before = llm.engine.source.counters.copy()
         found = measure_ceilings(llm.engine)
-        assert llm.engine.counters == before, "the engine does not notice"
-        assert all_experts_fit(CPU, llm.engine.parts.memory, llm.engine.spec.nbytes)
-        assert not all_experts_fit(CPU, llm.engine.parts.memory, 2**60)
+        assert llm.engine.source.counters == before, "the measurement is not counted"
+        assert all_experts_fit(CPU, llm.engine.memory, llm.engine.store.nbytes)
+        assert not all_experts_fit(CPU, llm.engine.memory, 2**60)
     assert found.link_source == source
     assert found.link == 0.5e9 if link else found.link > 1e6
     assert found.memory > 1e8
 
 
-def test_the_machine_is_described() -> None:
+def test_machine_record_has_hardware_and_versions() -> None:
     found = machine(CPU)
     assert json.dumps(found)
     assert found["device"] == "cpu"
@@ -39,7 +39,7 @@ def test_the_machine_is_described() -> None:
     assert all(found[name] for name in ("spmoe", "transformers", "python", "platform", "processor"))
 
 
-def test_a_commit_is_that_of_this_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = ceilings._commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
@@ -50,10 +50,10 @@ def test_a_commit_is_that_of_this_checkout_only(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_ceilings_of_a_device() -> None:
-    from spmoe.backends.devices import empty_device_cache, link_bandwidth
+def test_ceilings_on_cuda() -> None:
+    from spmoe.backends.devices import forget_freed, link_bandwidth
 
     device = torch.device("cuda", 0)
     link, memory = link_bandwidth(device, 100 * 2**20), memory_bandwidth(device)
-    empty_device_cache(device)
+    forget_freed(device)
     assert 1e9 < link < memory

@@ -1,4 +1,4 @@
-"""Prompt sets: of which form, from where, and what is refused."""
+"""Prompt sets: formats, sources and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmoe.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "form", "expected"),
+    ("name", "text", "prompt_format", "expected"),
     [
         (
             "own.jsonl",
@@ -29,9 +29,9 @@ from spmoe.errors import UsageError
         ("text.txt", "\n\none\n  two\n \n\nthree\n", "text", ["one\n  two", "three"]),
     ],
 )
-def test_prompts_of_any_form(name: str, text: str, form: str, expected: list[str]) -> None:
+def test_parse_prompts_in_every_format(name: str, text: str, prompt_format: str, expected: list[str]) -> None:
     found = parse_prompts(text, Path(name))
-    assert (found.form, list(found.prompts)) == (form, expected)
+    assert (found.format, list(found.prompts)) == (prompt_format, expected)
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def test_prompts_of_any_form(name: str, text: str, form: str, expected: list[str
         ("turns.jsonl", '{"turns": [[]]}', "has no text"),
     ],
 )
-def test_files_that_hold_no_prompts(name: str, text: str, words: str) -> None:
+def test_file_without_prompts_is_rejected(name: str, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_prompts(text, Path(name))
 
 
-def test_there_is_a_sample() -> None:
+def test_sample_has_four_prompts() -> None:
     found = sample_prompts()
     assert len(set(found.prompts)) == 4
     assert all(200 < len(prompt) < 2000 for prompt in found.prompts)
     assert find_prompts("sample") == found
 
 
-def test_a_set_is_told_by_its_prompts() -> None:
+def test_digest_depends_on_prompts_only() -> None:
     one, other = PromptSet("x", "text", ("a", "b")), PromptSet("x", "text", ("a", "c"))
     assert one.digest != other.digest
     assert one.digest == PromptSet("y", "sample", ("a", "b")).digest
@@ -67,10 +67,10 @@ def test_a_set_is_told_by_its_prompts() -> None:
     assert one.first(None) == one
 
 
-def test_files_are_looked_for_where_they_are_said_to_be(tmp_path: Path) -> None:
+def test_find_prompts_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "x"}')
     assert find_prompts(str(tmp_path / "mine.jsonl")) == PromptSet("mine", "JSON lines", ("x",))
-    with pytest.raises(UsageError, match=r"there is no file .*other.jsonl.*check the path.*humaneval"):
+    with pytest.raises(UsageError, match=r"file .*other.jsonl does not exist.*check the path.*humaneval"):
         find_prompts(str(tmp_path / "other.jsonl"))
     with pytest.raises(UsageError, match="did you mean humaneval"):
         find_prompts("human-eval")
@@ -79,28 +79,28 @@ def test_files_are_looked_for_where_they_are_said_to_be(tmp_path: Path) -> None:
         find_prompts(str(tmp_path / "bytes"))
 
 
-def test_the_hub_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+def test_find_prompts_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[tuple[str, str]] = []
     file = tmp_path / "question.jsonl"
     file.write_text(json.dumps({"question_id": 1, "turns": ["hello"]}))
 
     def download(repository: str, name: str) -> Path:
-        asked.append((repository, name))
+        requested.append((repository, name))
         return file
 
     monkeypatch.setattr(prompts, "_from_hub", download)
     assert find_prompts("MT-Bench") == PromptSet("mt-bench", "MT-Bench", ("hello",))
     assert find_prompts("somebody/else:data/test.jsonl").prompts == ("hello",)
-    assert asked == [HUB_SETS["mt-bench"], ("somebody/else", "data/test.jsonl")]
+    assert requested == [HUB_SETS["mt-bench"], ("somebody/else", "data/test.jsonl")]
 
 
 @pytest.mark.parametrize("name", HUB_SETS)
-def test_offline_the_hub_has_none(name: str) -> None:
+def test_hub_prompts_need_a_connection(name: str) -> None:
     with pytest.raises(UsageError, match=r"cannot be had from the hub.*go online"):
         find_prompts(name)
 
 
-def test_parquet_takes_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test.parquet").write_bytes(b"PAR1")
 
     def without(name: str) -> object:

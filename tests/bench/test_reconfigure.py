@@ -1,4 +1,4 @@
-"""One engine that changes policy and K between requests, as benchmarks need it; and what of a request is decoding."""
+"""Reconfiguring a loaded engine between requests, and the decoding part of its statistics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from spmoe.engine.profiling import read_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
-from spmoe.predict.policies.draft_gate import DraftGate
-from spmoe.predict.policies.on_demand import OnDemand
+from spmoe.predict.draft_gate import DraftGate
+from spmoe.predict.on_demand import OnDemand
 
 PROMPT = "the cat"
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -34,13 +34,13 @@ def llm(mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("prefetch", "k"), [("on-demand", 0), ("draft-gate", 0), ("on-demand", 2), ("draft-gate", 4)])
-def test_it_is_the_engine_that_would_have_been_built(llm: LLM, mixtral_pair: Pair, prefetch: str, k: int) -> None:
+def test_reconfigured_engine_equals_a_newly_built_one(llm: LLM, mixtral_pair: Pair, prefetch: str, k: int) -> None:
     drafter = llm.engine.loop.drafter
     pair = (str(mixtral_pair.target), str(mixtral_pair.random))
     with LLM(*pair, **OPTIONS, num_speculative_tokens=k, prefetch=prefetch, cutoff="auto") as built:
         expected = built.generate(PROMPT, PARAMS)[0]
         policy = type(built.engine.loop.policy)
-        budget = built.engine.experts.scheduler.step_budget
+        budget = built.engine.source.grants.step_budget
     llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=3)
     llm.engine.reconfigure(prefetch=prefetch, num_speculative_tokens=k)
     found = llm.generate(PROMPT, PARAMS)[0]
@@ -50,35 +50,35 @@ def test_it_is_the_engine_that_would_have_been_built(llm: LLM, mixtral_pair: Pai
     assert found.stats.cutoff_layers == expected.stats.cutoff_layers
     assert found.stats.counters.accepted_at == expected.stats.counters.accepted_at
     assert type(llm.engine.loop.policy) is policy
-    assert llm.engine.experts.scheduler.step_budget == budget
+    assert llm.engine.source.grants.step_budget == budget
     assert llm.engine.loop.drafter is drafter if k else isinstance(llm.engine.loop.drafter, NoDraft)
 
 
-def test_what_was_learnt_is_kept_and_not_mixed(llm: LLM) -> None:
+def test_profile_is_kept_per_number_of_draft_tokens(llm: LLM) -> None:
     engine = llm.engine
-    learnt: dict[int, Any] = {}
+    learned: dict[int, Any] = {}
     for k in (4, 2):
         engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
         assert isinstance(engine.loop.policy, DraftGate)
-        assert engine.prefetching.profile is not None
-        assert engine.prefetching.profile.missing_per_layer is None
+        assert engine.profile is not None
+        assert engine.profile.missing_per_layer is None
         for _ in range(3):
             llm.generate(PROMPT, PARAMS)
         engine.reconfigure(prefetch="on-demand", num_speculative_tokens=k)
         assert isinstance(engine.loop.policy, OnDemand)
-        assert engine.prefetching.cutoff is engine.prefetching.profile is None
+        assert engine.cutoff is engine.profile is None
         llm.generate(PROMPT, PARAMS)
     assert len(engine.learnt) == 2
     for k in (4, 2):
         engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
-        profile = engine.prefetching.profile
+        profile = engine.profile
         assert profile is not None
         assert profile.missing_per_layer is not None
-        own = engine.counters.minus(engine.since)
+        own = engine.loop.counters.minus(engine.since)
         assert own.verified >= 16
         assert profile.missing_per_layer == pytest.approx(own.missing / own.verified / len(engine.target.moe))
-        learnt[k] = profile
-    assert learnt[4].missing_per_layer != learnt[2].missing_per_layer
+        learned[k] = profile
+    assert learned[4].missing_per_layer != learned[2].missing_per_layer
     files = list(engine.learnt)
     llm.close()
     assert [read_profile(file) for file in files] == list(engine.learnt.values())
@@ -89,19 +89,19 @@ def test_what_was_learnt_is_kept_and_not_mixed(llm: LLM) -> None:
     [{"eviction": "lru"}, {"batching": False}, {"overlap": False}, {"prefetch": "draft-gate+next-gate"}],
     ids=str,
 )
-def test_what_was_learnt_is_not_another_configuration_s(llm: LLM, change: dict[str, Any]) -> None:
+def test_other_configuration_has_its_own_profile(llm: LLM, change: dict[str, Any]) -> None:
     engine = llm.engine
     engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
     for _ in range(3):
         llm.generate(PROMPT, PARAMS)
-    before = engine.prefetching.profile_file
+    before = engine.profile_file
     engine.reconfigure(**change)
-    assert engine.prefetching.profile_file != before
-    assert engine.prefetching.profile is not None
-    assert engine.prefetching.profile.missing_per_layer is None
+    assert engine.profile_file != before
+    assert engine.profile is not None
+    assert engine.profile.missing_per_layer is None
 
 
-def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
+def test_reconfigure_without_changes_keeps_the_policy(llm: LLM) -> None:
     policy = llm.engine.loop.policy
     llm.engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
     assert llm.engine.loop.policy is policy
@@ -119,48 +119,46 @@ def test_nothing_changes_where_nothing_is_asked(llm: LLM) -> None:
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_switches_change_cost_and_no_token(llm: LLM, changes: dict[str, Any]) -> None:
+def test_switches_do_not_change_tokens(llm: LLM, changes: dict[str, Any]) -> None:
     expected = llm.generate(PROMPT, PARAMS)[0]
-    rule = llm.engine.source.cache.eviction
+    eviction = llm.engine.source.cache.eviction
     llm.engine.reconfigure(**changes)
     found = llm.generate(PROMPT, PARAMS)[0]
     assert found.token_ids == expected.token_ids
     assert found.stats.counters.prefetches_requested > 0
     source = llm.engine.source
-    assert source.loads.batching is llm.engine.parts.runtime.transfer.batched is changes.get("batching", True)
+    assert source.loads.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
     assert source.overlap is changes.get("overlap", True)
     if not source.overlap:
-        assert found.stats.counters.late == 0, "nothing is on its way when it is asked for"
+        assert found.stats.counters.late == 0, "every prefetch has finished before verification"
         assert found.stats.counters.stall_seconds > 0
-    assert (source.cache.eviction is not rule) == ("eviction" in changes)
+    assert (source.cache.eviction is not eviction) == ("eviction" in changes)
     if changes.get("cutoff") == Cutoff.parse(1):
         assert found.stats.cutoff_layers == 1
-    llm.engine.reconfigure(
-        batching=True, overlap=True, eviction="auto", cutoff=Cutoff.parse("auto")
-    )  # fmt: skip
-    assert llm.engine.source.cache.eviction is rule, "with what it has learnt"
+    llm.engine.reconfigure(batching=True, overlap=True, eviction="auto", cutoff=Cutoff.parse("auto"))
+    assert llm.engine.source.cache.eviction is eviction, "keeps its learned state"
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected.token_ids
 
 
-def test_only_some_things_can_be_changed(llm: LLM) -> None:
+def test_dtype_cannot_be_reconfigured(llm: LLM) -> None:
     with pytest.raises(UsageError, match="dtype cannot be changed"):
         llm.engine.reconfigure(dtype="bfloat16")
 
 
-def test_policies_that_learn_are_kept(llm: LLM) -> None:
-    engine, policies, rules = llm.engine, {}, {}
+def test_learning_policies_are_reused(llm: LLM) -> None:
+    engine, policies, evictions = llm.engine, {}, {}
     for _ in range(2):
         for prefetch in ("activation", "adaptive", "on-demand"):
             engine.reconfigure(prefetch=prefetch)
             assert policies.setdefault(prefetch, engine.loop.policy) is engine.loop.policy or prefetch == "on-demand"
-            assert rules.setdefault(prefetch, engine.source.cache.eviction) is engine.source.cache.eviction
+            assert evictions.setdefault(prefetch, engine.source.cache.eviction) is engine.source.cache.eviction
             llm.generate(PROMPT, PARAMS)
-    assert len({*map(id, rules.values())}) == 3, "each has an eviction of its own"
+    assert len({*map(id, evictions.values())}) == 3, "one eviction policy each"
     engine.reconfigure(prefetch="activation", num_speculative_tokens=2)
-    assert engine.loop.policy is not policies["activation"], "what it learnt with another K is another matter"
+    assert engine.loop.policy is not policies["activation"], "not shared between values of K"
 
 
-def test_the_oracle_needs_a_recording(llm: LLM, mixtral_pair: Pair) -> None:
+def test_oracle_needs_a_recording(llm: LLM, mixtral_pair: Pair) -> None:
     before = llm.engine.loop.policy
     with pytest.raises(UsageError, match="recorded"):
         llm.engine.reconfigure(prefetch="oracle")
@@ -170,14 +168,14 @@ def test_the_oracle_needs_a_recording(llm: LLM, mixtral_pair: Pair) -> None:
         LLM(str(mixtral_pair.target), prefetch="oracle", **OPTIONS)
 
 
-def test_what_cannot_be_is_refused(llm: LLM, mixtral_pair: Pair) -> None:
+def test_unknown_policy_and_missing_draft_are_rejected(llm: LLM, mixtral_pair: Pair) -> None:
     with pytest.raises(UsageError, match="prefetch"):
         llm.engine.reconfigure(prefetch="guess", num_speculative_tokens=4)
     with LLM(str(mixtral_pair.target), **OPTIONS) as alone, pytest.raises(UsageError, match="without a draft"):
         alone.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=1)
 
 
-def test_decoding_is_what_comes_after_the_prompt(llm: LLM) -> None:
+def test_decode_counters_exclude_the_prompt(llm: LLM) -> None:
     for k in (0, 4):
         llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=k)
         stats = llm.generate(PROMPT, PARAMS)[0].stats
@@ -195,7 +193,7 @@ def test_decoding_is_what_comes_after_the_prompt(llm: LLM) -> None:
     }
 
 
-def test_a_stream_that_has_not_begun_has_counted_nothing(llm: LLM) -> None:
+def test_stream_counts_nothing_before_it_starts(llm: LLM) -> None:
     stream = llm.stream(PROMPT, PARAMS)
     assert stream.completion.stats.prompt_counters.steps == 0
     assert not stream.stopped
@@ -203,7 +201,7 @@ def test_a_stream_that_has_not_begun_has_counted_nothing(llm: LLM) -> None:
     assert stream.stopped
 
 
-def test_a_store_given_up_is_not_closed_with_the_room() -> None:
+def test_store_that_was_given_up_is_not_closed() -> None:
     class Store:
         closed = False
 
@@ -211,10 +209,10 @@ def test_a_store_given_up_is_not_closed_with_the_room() -> None:
             self.closed = True
 
     given, kept = Store(), Store()
-    room: Any = ExpertRuntime
-    one = room(slots=None, transfer=None, backend=None, store=given)
-    assert one.take_store() is given
-    assert one.take_store() is None
-    one.close()
-    room(slots=None, transfer=None, backend=None, store=kept).close()
+    runtime_class: Any = ExpertRuntime
+    runtime = runtime_class(slots=None, transfer=None, backend=None, store=given)
+    assert runtime.give_up_store() is given
+    assert runtime.give_up_store() is None
+    runtime.close()
+    runtime_class(slots=None, transfer=None, backend=None, store=kept).close()
     assert (given.closed, kept.closed) == (False, True)

@@ -23,7 +23,7 @@ ROWS = [(memory, *row) for memory in ("25%", "50%") for row in (("on-demand", 0)
 
 @pytest.fixture
 def tiny(checkpoints: Path, tmp_path: Path) -> tuple[object, ...]:
-    """A pair that runs in no time, and two prompts for it."""
+    """Arguments for a tiny pair and two prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello"}\n{"question": "why not?"}\n')
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--device", "cpu")
@@ -37,15 +37,15 @@ def records(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return machine, rows
 
 
-def test_the_pair_that_ships(invoke: Invoke, tmp_path: Path) -> None:
+def test_shipped_pair(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "bench.jsonl"
     options = ("--dtype", "float32", "--device", "cpu", "--link-gbps", 2, "--output-len", 12, "--max-prompts", 2)
-    # the latency model is not asked: on a busy machine it may find that nothing pays
+    # a fixed cutoff: on a busy machine the latency model may select 0 layers
     result = invoke("bench", *LISTS, *options, "--cutoff", "all", "--repeat", 1, "--json", file).succeeded()
     machine, rows = records(file.read_text())
     assert [(r["expert_memory"], r["prefetch"], r["num_speculative_tokens"]) for r in rows] == ROWS
 
-    assert machine["model"] == "the pair that ships"
+    assert machine["model"] == "shipped pair"
     assert (machine["dtype"], machine["prompts"], machine["output_len"], machine["repeat"]) == ("float32", 2, 12, 1)
     assert (machine["link_source"], machine["link_bytes_per_second"]) == ("emulated", 2e9)
     assert (machine["experts"], machine["layers"], machine["top_k"]) == (128, 16, 2)
@@ -53,30 +53,30 @@ def test_the_pair_that_ships(invoke: Invoke, tmp_path: Path) -> None:
     assert not machine["interrupted"]
 
     for row in rows:
-        ledger, steps, blob = row["ledger"], row["steps"], machine["expert_bytes"]
+        counters, steps, blob = row["counters"], row["steps"], machine["expert_bytes"]
         assert row["runs"] == len(row["samples"]) == 2
-        assert row["output_tokens"] == ledger["tokens"] == 2 * 11
-        assert steps == ledger["steps"] == sum(sample["steps"] for sample in row["samples"])
-        moved = ledger["demand_bytes"] + ledger["issued_bytes"]
+        assert row["output_tokens"] == counters["tokens"] == 2 * 11
+        assert steps == counters["steps"] == sum(sample["steps"] for sample in row["samples"])
+        moved = counters["demand_bytes"] + counters["issued_bytes"]
         assert moved == sum(sample["bytes_moved"] for sample in row["samples"])
         assert row["bytes_moved_per_token"] * row["output_tokens"] == pytest.approx(moved)
         assert row["bytes_moved_per_step"] * steps == pytest.approx(moved)
         assert row["useful_bytes_per_step"] * steps == pytest.approx(
-            blob * (ledger["demand_loads"] + ledger["prefetch_used"])
+            blob * (counters["demand_loads"] + counters["prefetch_used"])
         )
         assert row["useful_bytes_per_step"] > 0
-        asked = ledger["hits"] + ledger["late"] + ledger["demand_loads"]
-        assert row["hit_rate"] * asked == pytest.approx(ledger["hits"])
-        assert row["resident_source"] == "measured"
+        routed = counters["hits"] + counters["late"] + counters["demand_loads"]
+        assert row["hit_rate"] * routed == pytest.approx(counters["hits"])
+        assert row["all_resident_source"] == "measured"
         assert row["ideal_step_seconds"] == max(
             row["useful_bytes_per_step"] / machine["link_bytes_per_second"], row["all_resident_step_seconds"]
         )
         assert row["pipeline_efficiency"] == pytest.approx(row["ideal_step_seconds"] / row["step_seconds"])
-        assert 0 < row["pipeline_efficiency"] < 3, "at most about 1, but for a machine that is busy now and then"
+        assert 0 < row["pipeline_efficiency"] < 3, "about 1 at most; more if the machine was busy"
         assert row["tpot_seconds"]["min"] <= row["tpot_seconds"]["median"] <= row["tpot_seconds"]["max"]
         spent = row["draft_seconds_per_step"] + row["verify_seconds_per_step"]
         assert row["stall_seconds_per_step"] < spent <= row["step_seconds"] * 1.001
-        assert (row["identical_share"], row["first_divergence"], row["differs"]) == (1.0, None, None)
+        assert (row["identical_share"], row["first_divergence"], row["difference"]) == (1.0, None, None)
         assert (row["mean_acceptance_length"] is None) == (row["num_speculative_tokens"] == 0)
         assert (row["prefetch_used_share"] is not None) == (row["prefetch"] == "draft-gate")
         assert (row["cutoff_layers"] is not None) == (row["prefetch"] == "draft-gate")
@@ -95,46 +95,46 @@ def test_the_pair_that_ships(invoke: Invoke, tmp_path: Path) -> None:
     assert result.err.count("emulated link") == 1
 
 
-def test_drafts_as_long_as_pay(tiny: tuple[object, ...], invoke: Invoke, tmp_path: Path) -> None:
+def test_auto_number_of_draft_tokens(tiny: tuple[object, ...], invoke: Invoke, tmp_path: Path) -> None:
     file, page = tmp_path / "bench.jsonl", tmp_path / "bench.html"
     options = ("-k", "auto,2", "--prefetch", "on-demand", "--json", file)
     result = invoke(*tiny, *options, "--report", page).succeeded()
     _, rows = records(file.read_text())
     assert [row["num_speculative_tokens"] for row in rows] == ["auto", 2]
-    assert [row["resident_source"] for row in rows] == ["estimated", "measured"], "it has steps of many lengths"
-    assert all(row["differs"] is None for row in rows)
+    assert [row["all_resident_source"] for row in rows] == ["estimated", "measured"], "auto has steps of many lengths"
+    assert all(row["difference"] is None for row in rows)
     assert "K=2 (measured" in result.out
     assert "K=auto (" not in result.out
     assert "K=auto" in page.read_text()
     again = invoke(*tiny, *options, "--resume").succeeded()
-    assert "4 of 4 runs are there already" in again.err
-    invoke(*tiny, "-k", "auto", "--prefetch", "oracle").refused(2, "the oracle knows steps", "give it a number")
+    assert "4 of 4 runs are in the file already" in again.err
+    invoke(*tiny, "-k", "auto", "--prefetch", "oracle").refused(2, "the oracle replays recorded steps", "give a number")
 
 
-def test_json_alone_on_standard_output(tiny: tuple[object, ...], invoke: Invoke) -> None:
+def test_only_json_on_standard_output(tiny: tuple[object, ...], invoke: Invoke) -> None:
     given = ("--resident-step-ms", "0=1.5, 2=3")
     result = invoke(*tiny, "-k", "0,2", "--prefetch", "on-demand", *given, "--json", "-").succeeded()
     machine, rows = records(result.out)
     assert machine["link_source"] == "expert file"
     assert machine["prompt_tokens"] == [5, 8]
     assert [row["all_resident_step_seconds"] for row in rows] == [0.0015, 0.003]
-    assert {row["resident_source"] for row in rows} == {"given"}
+    assert {row["all_resident_source"] for row in rows} == {"given"}
     assert result.err.count("loading") == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_that_differ(
+def test_different_tokens_fail_in_float32_only(
     dtype: str, tiny: tuple[object, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = runs.Bench._generate
+    original = runs.BenchRunner._generate
 
-    def generate(self: runs.Bench, llm: Any, apart: Any, setting: runs.Setting, prompt: list[int], tokens: int) -> Any:
-        completion = original(self, llm, apart, setting, prompt, tokens)
-        if setting.draft_tokens and len(prompt) == 8:
+    def generate(self: runs.BenchRunner, llm: Any, isolated: Any, config: Any, prompt: list[int], tokens: int) -> Any:
+        completion = original(self, llm, isolated, config, prompt, tokens)
+        if config.draft_tokens and len(prompt) == 8:
             completion.token_ids[3] += 1
         return completion
 
-    monkeypatch.setattr(runs.Bench, "_generate", generate)
+    monkeypatch.setattr(runs.BenchRunner, "_generate", generate)
     options = ("-k", "0,2", "--prefetch", "on-demand", "--resident-step-ms", "0=1,2=1", "--dtype", dtype)
     result = invoke(*tiny, *options, "--json", "-")
     _, rows = records(result.out)
@@ -149,15 +149,15 @@ def test_texts_that_differ(
 
 @pytest.fixture
 def own_ctrl_c() -> Iterator[None]:
-    """Python's own answer to Ctrl-C, which a test session started in the background may lack."""
+    """Install Python's SIGINT handler, which a test session started in the background may lack."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # given back by whoever took it
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # restored by the code under test
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_shows_what_there_is(
+def test_ctrl_c_keeps_finished_runs(
     presses: int, tiny: tuple[object, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     original, taken = llm.Generation._take, 0
@@ -166,7 +166,7 @@ def test_ctrl_c_shows_what_there_is(
         nonlocal taken
         yield from original(self, token)
         taken += 1
-        if taken == (2 + 3) * 8 + 4:  # in the fourth run, after two to warm up
+        if taken == (2 + 3) * 8 + 4:  # in the fourth run, after two warm-up runs
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -190,18 +190,16 @@ def test_ctrl_c_while_loading(tiny: tuple[object, ...], invoke: Invoke, monkeypa
     assert result.err.splitlines()[-1] == "interrupted after 0 runs"
 
 
-def test_a_failure_shows_what_there_is(
-    tiny: tuple[object, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: runs.Bench) -> None:
+def test_failure_keeps_finished_runs(tiny: tuple[object, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: runs.BenchRunner) -> None:
         raise OSError("a disk went away")
 
-    monkeypatch.setattr(runs.Bench, "_run_all_resident", fail)
+    monkeypatch.setattr(runs.BenchRunner, "_run_all_resident", fail)
     result = invoke(*tiny, "-k", 0, "--json", "-")
     assert result.code == 1
     assert "a disk went away" in result.err.splitlines()[-1]
     _, (row,) = records(result.out)
-    assert (row["runs"], row["resident_source"]) == (2, "estimated")
+    assert (row["runs"], row["all_resident_source"]) == (2, "estimated")
 
 
 @pytest.mark.parametrize(
@@ -227,11 +225,11 @@ def test_a_failure_shows_what_there_is(
         (("--json", "/nowhere/bench.jsonl"), ("cannot write /nowhere/bench.jsonl",)),
     ],
 )
-def test_refusals(invoke: Invoke, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_invalid_options(invoke: Invoke, options: tuple[object, ...], words: tuple[str, ...]) -> None:
     invoke("bench", *options).refused(2, *words)
 
 
-def test_prompts_that_cannot_be_read(invoke: Invoke, tmp_path: Path) -> None:
+def test_invalid_prompt_files(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "x"}\n{"text": "y"}\n')
     invoke("bench", "--prompts", file).refused(2, "line 2 of", "name it prompt")
@@ -239,5 +237,5 @@ def test_prompts_that_cannot_be_read(invoke: Invoke, tmp_path: Path) -> None:
     invoke("bench", "--prompts", file).refused(2, "not UTF-8")
 
 
-def test_a_model_needs_its_draft(checkpoints: Path, invoke: Invoke) -> None:
+def test_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
     invoke("bench", checkpoints / "target").refused(2, "--draft")

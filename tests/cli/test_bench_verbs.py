@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spmoe.bench.demo import WAYS, draw
+from spmoe.cli.demo import MODES, draw_timeline
 from spmoe.observe.timeline import Activity, Span
 
 if TYPE_CHECKING:
     from conftest import Invoke
 
 
-def test_demo_writes_the_same_three_ways(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the latency model is not asked: on a busy machine it may find that nothing pays
-    monkeypatch.setitem(WAYS, "speculation, prefetched", WAYS["speculation, prefetched"] | {"cutoff": "all"})
+def test_demo_modes_generate_the_same_tokens(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a fixed cutoff: on a busy machine the latency model may select 0 layers
+    monkeypatch.setitem(MODES, "speculation, prefetched", MODES["speculation, prefetched"] | {"cutoff": "all"})
     result = invoke("demo", "--max-tokens", 12, "--link-gbps", 2, "--json").succeeded()
     found = json.loads(result.out)
     assert found["identical"]
-    assert list(found["runs"]) == list(WAYS)
+    assert list(found["runs"]) == list(MODES)
     assert len({tuple(run["token_ids"]) for run in found["runs"].values()}) == 1
     plain, on_demand, prefetched = (run["stats"] for run in found["runs"].values())
     assert plain["drafted"] == 0 < on_demand["drafted"]
@@ -33,26 +33,26 @@ def test_demo_writes_the_same_three_ways(invoke: Invoke, monkeypatch: pytest.Mon
 def test_demo_shows_text_table_and_timeline(checkpoints: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft")
     out = invoke("demo", *pair, "--prompt", "hello", "--max-tokens", 8).succeeded().out
-    assert "token for token" in out
+    assert "generated exactly these tokens" in out
     assert "Emulated link" in out
     assert out.count("compute |") == out.count("link    |") == 3
-    for way in WAYS:
-        assert way.split(",")[0] in out
+    for mode in MODES:
+        assert mode.split(",")[0] in out
 
 
-def test_demo_of_another_model_needs_its_draft(checkpoints: Path, invoke: Invoke) -> None:
+def test_demo_with_another_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
     invoke("demo", checkpoints / "target").refused(2, "--draft")
 
 
-def test_a_timeline_shows_stalls_over_verification_and_only_the_end() -> None:
+def test_timeline_draws_stalls_and_the_last_seconds_only() -> None:
     spans = [
         Span(Activity.DRAFT, 0.0, 5.0),
         Span(Activity.STALL, 7.0, 8.0),
         Span(Activity.VERIFY, 6.0, 10.0),
         Span(Activity.COPY, 4.0, 8.0),
     ]
-    assert draw(spans, seconds=10.0, columns=10) == ["ddddd V.VV", "    ####  "]
-    assert draw(spans, seconds=4.0, columns=4) == ["V.VV", "##  "]
+    assert draw_timeline(spans, seconds=10.0, columns=10) == ("ddddd V.VV", "    ####  ")
+    assert draw_timeline(spans, seconds=4.0, columns=4) == ("V.VV", "##  ")
 
 
 def test_predictability_by_layer(invoke: Invoke, tmp_path: Path) -> None:

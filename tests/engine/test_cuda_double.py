@@ -31,8 +31,9 @@ from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, CapturedGraph, Phase, Stopwatch
 from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
-from spmoe.bench.runs import Bench, Job
-from spmoe.bench.settings import System, settings_of
+from spmoe.bench.configs import make_configs
+from spmoe.bench.runs import BenchJob, BenchRunner
+from spmoe.bench.scenario import PolicyPair
 from spmoe.config import Cutoff, Size
 from spmoe.engine import build
 from spmoe.engine.llm import Generation
@@ -537,15 +538,15 @@ def test_benchmarks_record_nothing_in_runs_that_count(
         yield
         recorded[said[-1]] = recorded.get(said[-1], 0) + double.recorder.recorded - before
 
-    systems = [System(name) for name in ("draft-gate", "on-demand", "next-gate", "activation")]
-    settings = settings_of([Size(share=0.5)], systems, [3, 2])
+    pairs = [PolicyPair(prefetch=name) for name in ("draft-gate", "on-demand", "next-gate", "activation")]
+    configs = make_configs([Size(share=0.5)], pairs, [3, 2])
     engine = {"model": str(mixtral_pair.target), "draft": str(mixtral_pair.good), "device": "cpu", "progress": False}
     engine |= {"shape": None, "link_gbps": None, "enforce_eager": False, "dtype": "float32"}
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in ("the cat", "a longer prompt")]
-    job = Job(engine, settings, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
-    Bench(job, said.append, observer).run()
+    job = BenchJob(engine, configs, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
+    BenchRunner(job, said.append, observer).run()
     counted = {words: count for words, count in recorded.items() if words.startswith("run")}
-    assert len(counted) == 2 * len(settings)
+    assert len(counted) == 2 * len(configs)
     assert not any(counted.values()), counted
 
 

@@ -1,4 +1,4 @@
-"""Ceilings: where a benchmark was made, and what that machine can do at best."""
+"""Ceilings: the best transfer rates of this machine, and a description of it for results."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import torch
 
 import spmoe
 from spmoe.backends.cuda_memory import available_memory
-from spmoe.backends.devices import device_facts, empty_device_cache, free_memory, link_bandwidth, memory_bandwidth
+from spmoe.backends.devices import device_facts, forget_freed, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
 from spmoe.experts.transfer import CopyJob, FileTransfer
 from spmoe.models.load import expert_file_path
 
-_FILE_BYTES = 256 * 2**20  # read to time an expert file
-_HOST_SHARE = 0.8  # of free host memory that a benchmark may take for experts that it only wants to compare with
+_FILE_BYTES = 256 * 2**20  # bytes read to time an expert file
+_HOST_SHARE = 0.8  # share of free host memory that the all-resident comparison may use
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes per second."""
+    """Highest rates, in bytes per second."""
 
     link: float  # from the store to slots
-    link_source: str  # "emulated", "pinned copies" or "expert file" (what the system has cached of it included)
-    memory: float  # of the memory that experts are read from to compute
+    link_source: str  # "emulated", "pinned copies" or "expert file" (including its cached pages)
+    memory: float  # reads of the memory that slots are in
 
 
 def measure_ceilings(engine: Engine) -> Ceilings:
-    """Time the link, unless it is emulated, and the device's own memory."""
+    """Time the link, unless it is emulated, and the device's memory."""
     memory = memory_bandwidth(engine.device)
-    empty_device_cache(engine.device)  # recorded forwards cannot take back what is cached
+    forget_freed(engine.device)  # CUDA graphs cannot use memory that the allocator has cached
     if engine.config.link_gbps is not None:
         return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
     if engine.device.type == "cuda":
@@ -47,7 +47,7 @@ def measure_ceilings(engine: Engine) -> Ceilings:
 
 
 def _file_bandwidth(path: Path) -> float:
-    """Bytes per second from an expert file, read as the engine reads it."""
+    """Return bytes per second of reading an expert file the way the engine does."""
     file = ExpertFile.open(path)
     blob = file.spec.layout.nbytes
     keys = list(file.spec.keys())[: max(1, _FILE_BYTES // blob)]
@@ -55,7 +55,7 @@ def _file_bandwidth(path: Path) -> float:
     transfer = FileTransfer(file, slots)
     times = []
     try:
-        for _ in range(3):  # checksums are compared the first time
+        for _ in range(3):  # the first pass also verifies checksums
             started = time.perf_counter()
             for first in range(0, len(keys), slots.count):
                 jobs = [CopyJob(key, slot) for slot, key in enumerate(keys[first : first + slots.count])]
@@ -69,13 +69,13 @@ def _file_bandwidth(path: Path) -> float:
 
 
 def all_experts_fit(device: torch.device, plan: MemoryPlan, expert_bytes: int) -> bool:
-    """Whether an engine like the one that this was planned for could hold every expert in slots."""
+    """Return whether the planned engine would also fit with slots for all experts."""
     needed = plan.resident + plan.kv + plan.workspace + expert_bytes
     return needed <= (free_memory(device) if device.type == "cuda" else _HOST_SHARE * available_memory())
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a record of a measurement should say about where it was made."""
+    """Describe hardware and software, for the record of a measurement."""
     facts = device_facts(device)
     return {
         "device": facts.name,
@@ -100,15 +100,15 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is tracked in, marked where files differ; None outside of one."""
+    """Return the commit of the checkout that tracks this file, with "-dirty" if files changed; None outside of one."""
     here = Path(__file__).resolve()
 
-    def git(*words: str) -> str:
-        asked = ["git", "-C", str(here.parent), *words]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # an environment may lie in somebody else's checkout
+        git("ls-files", "--error-unmatch", here.name)  # fails if spmoe is installed inside another checkout
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,245 +1,261 @@
-"""Comparisons: what stored results say of systems against each other, for a page or for Markdown."""
+"""Comparison of stored results: which systems ran under equal conditions, ranks, ratios and cutoff sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, case_names, is_plain
-from spmoe.bench.results import Group
-from spmoe.bench.settings import ALL_ON, switched_off
-from spmoe.config import DraftTokens, max_draft_tokens
+from spmoe.bench.configs import ALL_ON, ablated_record
+from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, is_plain_decoding, workload_names
+from spmoe.bench.results import WorkloadResults
+from spmoe.config import DraftTokens, most_of
 
-_BOUND = "oracle"  # the policy that knows what will be needed: what the others are measured by, not one of them
-_OURS, _OUR_NAME = "draft-gate", "SP-MoE"
-_SWEPT = 3  # numbers of layers that make a sweep
+_ORACLE = "oracle"  # a lower bound on time, not a competitor
+_HIGHLIGHTED_NAME, _HIGHLIGHTED_POLICY = "SP-MoE", "draft-gate"
+_MIN_SWEEP = 3  # numbers of layers that make a sweep
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Where systems meet on the same terms."""
+    """Conditions under which systems are compared: workload, memory budget and K."""
 
-    case: str
+    workload: str
     memory: str
     draft_tokens: DraftTokens
 
     @property
-    def within(self) -> str:
-        """Its name among the columns of its case."""
+    def short_name(self) -> str:
+        """Name among the columns of the same workload."""
         return f"{self.memory}, K={self.draft_tokens}"
 
     def __str__(self) -> str:
-        return f"{self.case}, {self.within}" if self.case else self.within
+        return f"{self.workload}, {self.short_name}" if self.workload else self.short_name
 
 
-class Place(NamedTuple):
-    """Where cutoffs are swept."""
+class SweepKey(NamedTuple):
+    """Conditions that are equal within a sweep over cutoffs."""
 
-    case: str
-    way: str
+    workload: str
+    policies: str
     memory: str
     draft_tokens: DraftTokens
 
     def __str__(self) -> str:
-        name = f"{self.case}: {self.way}" if self.case else self.way
+        name = f"{self.workload}: {self.policies}" if self.workload else self.policies
         return f"{name}, {self.memory}, K={self.draft_tokens}"
 
 
 class Comparison:
-    """Systems by columns, one row of figures for each pair that was measured."""
+    """Systems against conditions: `cells` has one row of results for each measured (system, column)."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-        self.cases = case_names(groups)
-        labels = Labels([row for group in groups for row in group.rows])
-        self.way, self.system, self.label = labels.way, labels.system, labels.label
-        self.sweeps, self.chosen = self._find_sweeps()
-        self._main = self._find_main_rows()
+    def __init__(self, results: Sequence[WorkloadResults]) -> None:
+        self.results = results
+        self.workloads = workload_names(results)
+        self.labels = Labels([row for one in results for row in one.rows])
+        self.cutoff_sweeps: dict[SweepKey, dict[int, Row]] = {}  # rows by number of layers
+        self.cutoff_modes: dict[SweepKey, dict[str, Row]] = {}  # rows whose cutoff is a mode, such as auto
+        self._find_sweeps()
+        self.main_rows = self._find_main_rows()  # with the name of their workload: rows that compare systems
         self.cells: dict[tuple[str, Column], Row] = {}
         plain: dict[tuple[str, str], list[Row]] = {}
-        for case, row in self._main:
-            if is_plain(row):
-                plain.setdefault((case, row["expert_memory"]), []).append(row)
+        for workload, row in self.main_rows:
+            if is_plain_decoding(row):
+                plain.setdefault((workload, row["expert_memory"]), []).append(row)
             else:
-                column = Column(case, row["expert_memory"], row["num_speculative_tokens"])
-                self.cells.setdefault((self.system(row), column), row)
-        for column in self.columns:  # it takes part in all of them, whatever their K
-            for row in plain.get((column.case, column.memory), ()):
-                self.cells[self.system(row), column] = row
+                column = Column(workload, row["expert_memory"], row["num_speculative_tokens"])
+                self.cells.setdefault((self.labels.system(row), column), row)
+        for column in self.columns:  # plain decoding is compared with every K
+            for row in plain.get((column.workload, column.memory), ()):
+                self.cells[self.labels.system(row), column] = row
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Every row, with the name of its case."""
-        for case, group in zip(self.cases, self.groups, strict=True):
-            yield from ((case, row) for row in group.rows)
-
-    def main_rows(self) -> list[tuple[str, Row]]:
-        """Those that compare systems: no part switched off, no cutoff swept, where there is anything to compare."""
-        return self._main
+        """Yield every row with the name of its workload."""
+        for workload, one in zip(self.workloads, self.results, strict=True):
+            yield from ((workload, row) for row in one.rows)
 
     def _find_main_rows(self) -> list[tuple[str, Row]]:
-        whole = [(case, row) for case, row in self.rows() if row["ablation"] is None]
-        known = {(case, *switched_off(row, ALL_ON).values()) for case, row in whole}  # as an ablation would record them
-        whole += [
-            (case, row)
-            for case, row in self.rows()
-            if row["ablation"] == ALL_ON and (case, *switched_off(row, ALL_ON).values()) not in known
+        """Select rows without ablation and outside of cutoff sweeps, if there are any to compare."""
+        rows = [(workload, row) for workload, row in self.rows() if row["ablation"] is None]
+        known = {(workload, *ablated_record(row, ALL_ON).values()) for workload, row in rows}
+        rows += [
+            (workload, row)
+            for workload, row in self.rows()
+            if row["ablation"] == ALL_ON and (workload, *ablated_record(row, ALL_ON).values()) not in known
         ]
-        swept = {id(row) for rows in self.sweeps.values() for row in rows.values()}
-        apart = {case for case, row in self.rows() if id(row) in swept or row["ablation"] is not None}
-        whole = [(case, row) for case, row in whole if id(row) not in swept] or whole
-        ways: dict[str, set[str]] = {}
-        for case, row in whole:
-            ways.setdefault(case, set()).add(self.way(row))
-        # what was measured for a sweep or an ablation alone is shown there
-        main = [(case, row) for case, row in whole if len(ways[case]) > 1 or case not in apart]
-        return main or whole or list(self.rows())
+        swept = {id(row) for sweep in self.cutoff_sweeps.values() for row in sweep.values()}
+        shown_elsewhere = {one for one, row in self.rows() if id(row) in swept or row["ablation"] is not None}
+        rows = [(workload, row) for workload, row in rows if id(row) not in swept] or rows
+        policies: dict[str, set[str]] = {}
+        for workload, row in rows:
+            policies.setdefault(workload, set()).add(self.labels.policies(row))
+        # a workload that was run for a sweep or an ablation alone is shown only there
+        main = [(one, row) for one, row in rows if len(policies[one]) > 1 or one not in shown_elsewhere]
+        return main or rows or list(self.rows())
 
-    def _find_sweeps(self) -> tuple[dict[Place, dict[int, Row]], dict[Place, dict[str, Row]]]:
-        """Rows by number of layers, for every place that has several such; and those that chose one themselves."""
-        sweeps: dict[Place, dict[int, Row]] = {}
-        chosen: dict[Place, dict[str, Row]] = {}
-        for case, row in self.rows():
+    def _find_sweeps(self) -> None:
+        sweeps: dict[SweepKey, dict[int, Row]] = {}
+        for workload, row in self.rows():
             if row["ablation"] not in (None, ALL_ON) or row["cutoff_layers"] is None:
                 continue
-            place = Place(case, self.way(row), row["expert_memory"], row["num_speculative_tokens"])
+            policies = self.labels.policies(row)
+            key = SweepKey(workload, policies, row["expert_memory"], row["num_speculative_tokens"])
             if row["cutoff"].isdecimal():
-                sweeps.setdefault(place, {})[int(row["cutoff"])] = row
+                sweeps.setdefault(key, {})[int(row["cutoff"])] = row
             else:
-                chosen.setdefault(place, {})[row["cutoff"]] = row
-        return {place: rows for place, rows in sweeps.items() if len(rows) >= _SWEPT}, chosen
+                self.cutoff_modes.setdefault(key, {})[row["cutoff"]] = row
+        self.cutoff_sweeps = {key: rows for key, rows in sweeps.items() if len(rows) >= _MIN_SWEEP}
 
     @property
     def columns(self) -> list[Column]:
-        """Cases and budgets in the order in which they were measured, each with its values of K from the least on."""
+        """Columns by workload and memory budget as measured, then by K."""
         found = list(dict.fromkeys(column for _, column in self.cells))
-        first = {(column.case, column.memory): place for place, column in reversed(list(enumerate(found)))}
-        return sorted(found, key=lambda column: (first[column.case, column.memory], max_draft_tokens(column.draft_tokens)))
+        first = {(one.workload, one.memory): number for number, one in reversed(list(enumerate(found)))}
+        return sorted(found, key=lambda one: (first[one.workload, one.memory], most_of(one.draft_tokens)))
+
+    def columns_by_workload(self) -> dict[str, list[Column]]:
+        """Return the columns of each workload."""
+        found: dict[str, list[Column]] = {}
+        for column in self.columns:
+            found.setdefault(column.workload, []).append(column)
+        return found
 
     @property
     def systems(self) -> list[str]:
-        """By their median TPOT over the columns, the fastest first; the bound on top, plain decoding last."""
+        """Systems by median TPOT relative to the best of each column; the oracle first, plain decoding last."""
         names = list(dict.fromkeys(name for name, _ in self.cells))
 
-        def key(name: str) -> tuple[bool, bool, float]:
-            rows = [row for (system, _), row in self.cells.items() if system == name]
-            ratios = [tpot(row) / self.best(column) for (system, column), row in self.cells.items() if system == name]
-            return is_plain(rows[0]), not is_bound(rows[0]), median(ratios)
+        def sort_key(name: str) -> tuple[bool, bool, float]:
+            rows = [(row, column) for (system, column), row in self.cells.items() if system == name]
+            ratios = [tpot(row) / self.best_tpot(column) for row, column in rows]
+            return is_plain_decoding(rows[0][0]), not is_oracle(rows[0][0]), median(ratios)
 
-        return sorted(names, key=key)
+        return sorted(names, key=sort_key)
 
     @property
-    def ours(self) -> str | None:
-        """The system that this project is about, if it was measured."""
-        named = [(name, row) for (name, _), row in self.cells.items() if row["system"] == _OUR_NAME]
-        exact = named or [(name, row) for (name, _), row in self.cells.items() if row["prefetch"] == _OURS]
-        return min(exact, key=lambda one: one[1]["cutoff"] != USUAL_CUTOFF)[0] if exact else None
+    def highlighted(self) -> str | None:
+        """Name of this project's own system, if it was measured."""
+        named = [(name, row) for (name, _), row in self.cells.items() if row["system"] == _HIGHLIGHTED_NAME]
+        found = named or [
+            (name, row) for (name, _), row in self.cells.items() if row["prefetch"] == _HIGHLIGHTED_POLICY
+        ]
+        return min(found, key=lambda one: one[1]["cutoff"] != USUAL_CUTOFF)[0] if found else None
 
-    def best(self, column: Column) -> float:
-        """The least TPOT of a column, in seconds, not counting the bound."""
-        found = [tpot(row) for (_, other), row in self.cells.items() if other == column and not is_bound(row)]
-        return min(found) if found else min(tpot(row) for (_, other), row in self.cells.items() if other == column)
+    def is_oracle(self, system: str) -> bool:
+        """Return whether a system knows the routing in advance."""
+        return any(name == system and is_oracle(row) for (name, _), row in self.cells.items())
+
+    def best_tpot(self, column: Column) -> float:
+        """Return the least TPOT of a column in seconds, without the oracle unless it is alone."""
+        rows = self._rows_of(column)
+        return min(tpot(row) for row in [row for row in rows if not is_oracle(row)] or rows)
 
     def rank(self, system: str, column: Column) -> tuple[int, int] | None:
-        """A system's place among those that speculate in a column, and how many there are."""
+        """Return the rank of a system among those that speculate in a column, and their number."""
         if (system, column) not in self.cells:
             return None
         own = tpot(self.cells[system, column])
         others = [
             tpot(row)
             for (name, other), row in self.cells.items()
-            if other == column and name != system and not is_plain(row) and not is_bound(row)
+            if other == column and name != system and not is_plain_decoding(row) and not is_oracle(row)
         ]
         return 1 + sum(time < own for time in others), 1 + len(others)
 
-    def bound(self, column: Column) -> Row | None:
-        """The oracle's row of a column, if it was measured."""
-        return next((row for (_, other), row in self.cells.items() if other == column and is_bound(row)), None)
-
-    def plain(self, column: Column) -> Row | None:
-        """Plain decoding in a column, the fastest where there is more than one."""
-        rows = [row for (_, other), row in self.cells.items() if other == column and is_plain(row)]
-        return min(rows, key=tpot, default=None)
-
-    def by_case(self) -> dict[str, list[Column]]:
-        """The columns of each case."""
-        found: dict[str, list[Column]] = {}
-        for column in self.columns:
-            found.setdefault(column.case, []).append(column)
-        return found
-
-    def ratios(self, system: str, columns: Sequence[Column]) -> list[float]:
-        """How many times the time of ours a system takes, column by column."""
-        ours = self.ours
-        if ours is None:
+    def highlighted_ranks(self, columns: Iterable[Column]) -> list[int]:
+        """Return ranks of the highlighted system in columns with several systems."""
+        if (name := self.highlighted) is None:
             return []
+        return [rank[0] for column in columns if (rank := self.rank(name, column)) is not None and rank[1] > 1]
+
+    def oracle_row(self, column: Column) -> Row | None:
+        """Return the oracle's row of a column."""
+        return next((row for row in self._rows_of(column) if is_oracle(row)), None)
+
+    def plain_row(self, column: Column) -> Row | None:
+        """Return plain decoding in a column; the fastest, if there are several."""
+        return min((row for row in self._rows_of(column) if is_plain_decoding(row)), key=tpot, default=None)
+
+    def speedups(self, system: str, columns: Iterable[Column]) -> list[float]:
+        """Return how many times faster the highlighted system is than another, column by column."""
+        name = self.highlighted
         return [
-            tpot(self.cells[system, column]) / tpot(self.cells[ours, column])
+            tpot(self.cells[system, column]) / tpot(self.cells[name, column])
             for column in columns
-            if (system, column) in self.cells and (ours, column) in self.cells
+            if name is not None and (system, column) in self.cells and (name, column) in self.cells
         ]
 
-    def ranks(self, columns: Sequence[Column]) -> list[int]:
-        """The places of ours in columns that have several systems."""
-        if (ours := self.ours) is None:
-            return []
-        return [rank[0] for column in columns if (rank := self.rank(ours, column)) is not None and rank[1] > 1]
-
-    def is_bound(self, system: str) -> bool:
-        """Whether a system knows the future."""
-        return any(name == system and is_bound(row) for (name, _), row in self.cells.items())
-
-    def headline(self) -> list[str]:
-        """What the figures come to, in a few sentences."""
-        said: list[str] = []
-        baselines = [name for name in self.systems if name != self.ours and not self.is_bound(name)]
-        for name in baselines:
-            if ratios := self.ratios(name, self.columns):
-                said.append(f"{span(ratios)} the speed of {name}")
-        if ranks := self.ranks(self.columns):
-            of = f"{ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}"
-            said.append(f"fastest of those that speculate in {of}")
-        bounds = [
-            1 / ratio for name in self.systems if self.is_bound(name) for ratio in self.ratios(name, self.columns)
+    def summary(self) -> list[str]:
+        """Return a few phrases about the highlighted system."""
+        phrases: list[str] = []
+        for name in self.systems:
+            if name != self.highlighted and not self.is_oracle(name) and (ratios := self.speedups(name, self.columns)):
+                phrases.append(f"{format_range(ratios)} the speed of {name}")
+        if ranks := self.highlighted_ranks(self.columns):
+            count = f"{ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}"
+            phrases.append(f"fastest speculating system in {count}")
+        oracles = [
+            1 / ratio for one in self.systems if self.is_oracle(one) for ratio in self.speedups(one, self.columns)
         ]
-        if bounds:
-            said.append(f"{span(bounds)} the time of the oracle")
-        return said
+        if oracles:
+            phrases.append(f"{format_range(oracles)} the time of the oracle")
+        return phrases
+
+    def speedup_table(self, columns: Sequence[Column]) -> list[tuple[str, list[Row | str | None]]]:
+        """Return lines of a speed-up table: each system with its rows, then ranks and ratios to the oracle as text."""
+        lines: list[tuple[str, list[Row | str | None]]] = []
+        for system in self.systems:
+            rows: list[Row | str | None] = [self.cells.get((system, column)) for column in columns]
+            if any(row is not None for row in rows):
+                lines.append((system, rows))
+        if (name := self.highlighted) is not None:
+            ranks = (self.rank(name, column) for column in columns)
+            lines.append((f"rank of {name}", [rank and f"{rank[0]} of {rank[1]}" for rank in ranks]))
+            if any(self.oracle_row(column) for column in columns):
+                lines.append((f"{name} / oracle", [self._oracle_ratio(name, column) for column in columns]))
+        return lines
+
+    def _oracle_ratio(self, system: str, column: Column) -> str | None:
+        row, oracle = self.cells.get((system, column)), self.oracle_row(column)
+        return None if row is None or oracle is None else f"{tpot(row) / tpot(oracle):.2f}x"
+
+    def _rows_of(self, column: Column) -> list[Row]:
+        return [row for (_, other), row in self.cells.items() if other == column]
 
 
-def is_bound(row: Row) -> bool:
-    """Whether a row knows the future."""
-    return _BOUND in row["prefetch"].split("+")
+def is_oracle(row: Row) -> bool:
+    """Return whether a row's policy knows the routing in advance."""
+    return _ORACLE in row["prefetch"].split("+")
 
 
 def tpot(row: Row) -> float:
-    """Median seconds per output token."""
+    """Return the median time per output token, in seconds."""
     return float(row["tpot_seconds"]["median"])
 
 
 def tokens_per_step(row: Row) -> float:
-    """Tokens that a step yields."""
+    """Return the mean number of tokens that a step yields."""
     return float(row["output_tokens"] / max(1, row["steps"]))
 
 
-def floor(row: Row) -> float:
-    """Seconds per output token of a perfect pipeline that moves the same useful bytes."""
+def floor_tpot(row: Row) -> float:
+    """Return seconds per output token of a perfect pipeline that moves the same useful bytes."""
     return float(row["ideal_step_seconds"] / tokens_per_step(row))
 
 
-def resident_floor(row: Row) -> float:
-    """Seconds per output token with every expert in a slot."""
+def resident_tpot(row: Row) -> float:
+    """Return seconds per output token with all experts in slots."""
     return float(row["all_resident_step_seconds"]) / tokens_per_step(row)
 
 
 def milliseconds(seconds: float) -> str:
-    """With as many digits as can be told apart."""
+    """Format seconds as milliseconds with about three digits."""
     value = 1e3 * seconds
     return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value:.0f} ms"
 
 
-def span(ratios: Sequence[float]) -> str:
-    """From the least to the greatest."""
+def format_range(ratios: Sequence[float]) -> str:
+    """Format the least and greatest ratio, as "1.10x to 1.50x"."""
     low, high = min(ratios), max(ratios)
     return f"{low:.2f}x" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}x to {high:.2f}x"

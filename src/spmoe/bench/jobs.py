@@ -1,4 +1,4 @@
-"""From a matrix to jobs: whatever can be refused without loading a weight is refused here."""
+"""From the matrices of a scenario to jobs; everything that can be checked without loading weights is checked here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 from spmoe.backends.devices import choose_device
+from spmoe.bench.configs import BenchConfig, make_configs
 from spmoe.bench.prompts import PromptSet, find_prompts
-from spmoe.bench.runs import Job, require_room
+from spmoe.bench.runs import BenchJob, require_context
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
-from spmoe.bench.settings import Setting, settings_of
 from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
 from spmoe.engine.loading import wide_shape
@@ -23,19 +23,19 @@ from spmoe.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
-class Case:
-    """One combination of what an engine is built from, and the prompts for it."""
+class Workload:
+    """One model, draft, shape, link and prompt set of a matrix."""
 
     matrix: Matrix
     model: str | None
     draft: str | None
     shape: str | None
-    link: float | None
+    link: float | None  # GB/s to emulate
     prompts: str
 
     @property
-    def engine(self) -> dict[str, Any]:
-        """Options of the engine, all configurations alike."""
+    def engine_options(self) -> dict[str, Any]:
+        """Options of the engine that all configurations share."""
         target, draft = shipped_pair()
         return with_default_pair(
             {
@@ -51,59 +51,64 @@ class Case:
         )
 
 
-def cases_of(matrix: Matrix) -> list[Case]:
-    """Every case of a matrix, in the order given."""
-    every = product(matrix.models, matrix.drafts, matrix.shapes, matrix.links, matrix.prompts)
-    return [Case(matrix, *one) for one in every]
+def make_workloads(matrix: Matrix) -> list[Workload]:
+    """Return every workload of a matrix, in the order given."""
+    models, drafts = matrix.models or (None,), matrix.drafts or (None,)
+    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts)
+    return [Workload(matrix, *values) for values in combinations]
 
 
-def make_job(case: Case, progress: bool, resident: Mapping[DraftTokens, float], labels: Mapping[str, Any]) -> Job:
-    """Read configs, tokenizer and prompts, and refuse what cannot be run."""
-    matrix, options = case.matrix, {**case.engine, "progress": progress}
+def make_job(
+    workload: Workload, progress: bool, resident: Mapping[DraftTokens, float], labels: Mapping[str, Any]
+) -> BenchJob:
+    """Read model configs, tokenizer and prompts, and check that every configuration can run.
+
+    `resident` gives seconds of a step with all experts in slots by K, if known; `labels` go into the results.
+    """
+    matrix, options = workload.matrix, {**workload.engine_options, "progress": progress}
     config = EngineConfig.make(**options, num_speculative_tokens=0)
     wide_shape(config, choose_device(config.device))
-    settings = _settings(matrix, options)
-    found = find_prompts(case.prompts).first(matrix.max_prompts)
-    prompts = _encode(config, found)
+    configs = _make_configs(matrix, options)
+    prompt_set = find_prompts(workload.prompts).first(matrix.max_prompts)
+    prompts = _encode(config, prompt_set)
     for memory in matrix.budgets:
-        if config.shape is None or memory.share is not None:  # a share is the same number of wide experts
+        if config.shape is None or memory.share is not None:  # a share is the same number of widened experts
             plan = _plan(options, memory)
             if config.shape is None:
-                require_room(prompts, matrix.output_len, plan.target.max_length)
+                require_context(prompts, matrix.output_len, plan.context)
     labels = {
         "matrix": matrix.name,
-        "prompt_set": found.name,
-        "prompt_form": found.form,
-        "prompt_digest": found.digest,
+        "prompt_set": prompt_set.name,
+        "prompt_format": prompt_set.format,
+        "prompt_digest": prompt_set.digest,
         **labels,
     }
-    return Job(options, settings, prompts, matrix.output_len, matrix.repeat, matrix.warmup, dict(resident), labels)
+    return BenchJob(options, configs, prompts, matrix.output_len, matrix.repeat, matrix.warmup, dict(resident), labels)
 
 
-def _settings(matrix: Matrix, options: dict[str, Any]) -> list[Setting]:
-    """The configurations of a case; all values have been seen to be of those there are."""
+def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
     config = EngineConfig.make(**options)
-    drafted = any(k for system in matrix.systems for k in system.draft_tokens or matrix.draft_tokens)
-    if drafted and config.draft is None:
-        raise UsageError("drafting tokens takes a draft; give one with --draft, or --num-speculative-tokens 0")
+    drafts = any(k for pair in matrix.policy_pairs for k in pair.draft_tokens or matrix.draft_tokens)
+    if drafts and config.draft is None:
+        raise UsageError("speculation needs a draft; give one with --draft, or use --num-speculative-tokens 0")
     cutoffs: list[Cutoff] = []
     for cutoff in matrix.cutoffs:
         if isinstance(cutoff, Cutoff):
             cutoffs.append(cutoff)
         elif cutoff == EVERY:
             plan = _plan(options, matrix.budgets[0])
-            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.target.moe_layers + 1)]
-    settings = settings_of(matrix.budgets, matrix.systems, matrix.draft_tokens, cutoffs, matrix.ablation)
-    for setting in settings:
-        EngineConfig.make(**options, **setting.changes)
-    return settings
+            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.moe_layers + 1)]
+    configs = make_configs(matrix.budgets, matrix.policy_pairs, matrix.draft_tokens, cutoffs, matrix.ablation)
+    for one in configs:
+        EngineConfig.make(**options, **one.engine_options)
+    return configs
 
 
-def _encode(config: EngineConfig, found: PromptSet) -> list[list[int]]:
+def _encode(config: EngineConfig, prompt_set: PromptSet) -> list[list[int]]:
     tokenizer = load_tokenizer(Checkpoint.find(config.model).directory)
     if tokenizer is None:
-        raise UsageError(f"{config.model} ships no tokenizer, so it cannot read prompts; add its tokenizer.json")
-    return [tokenizer(one)["input_ids"] for one in found.prompts]
+        raise UsageError(f"{config.model} has no tokenizer, which prompts need; add its tokenizer.json")
+    return [tokenizer(prompt)["input_ids"] for prompt in prompt_set.prompts]
 
 
 def _plan(options: dict[str, Any], memory: Size) -> Plan:

@@ -1,6 +1,7 @@
-"""Results as JSON lines: written so that a report can be made of them later, read without anything that computes.
+"""Result files: JSON lines that `spmoe bench --json` writes and `spmoe report` reads, without torch.
 
-A file holds groups: a record of the machine and the case, then one for each configuration that was run on it.
+A file contains one group of lines per workload: a record of type "machine" (machine and workload), then one record of
+type "configuration" for each configuration.
 """
 
 from __future__ import annotations
@@ -14,54 +15,58 @@ from typing import Any
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 
-FORMAT = 2  # of the records
+FORMAT = 3  # version of the records
+_HINT = "result files are written by `spmoe bench --json`"
 
 
 @dataclass(frozen=True)
-class Group:
-    """What was measured of one case, on one machine."""
+class WorkloadResults:
+    """Results of one workload on one machine."""
 
     machine: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # one per configuration
 
-    def lines(self) -> str:
-        """As it is stored."""
+    def to_lines(self) -> str:
+        """Return the records as JSON lines."""
         return "".join(json.dumps(record) + "\n" for record in (self.machine, *self.rows))
 
 
-def read_results(path: Path) -> list[Group]:
-    """The groups of a file; a line that is none of ours is refused."""
+def read_results(path: Path) -> list[WorkloadResults]:
+    """Read a file; raise UsageError with the number of the first line that is not a result."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text, so it holds no results of `spmoe bench --json`") from error
+        raise UsageError(f"{path} is not UTF-8 text; {_HINT}") from error
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
-    groups: list[Group] = []
+    found: list[WorkloadResults] = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            _take(line, f"line {number} of {path}", groups)
-    if not groups:
-        raise UsageError(f"{path} holds no results; make some with `spmoe bench --json {path}`")
-    return groups
+            _add_record(line, f"line {number} of {path}", found)
+    if not found:
+        raise UsageError(f"{path} contains no results; run `spmoe bench --json {path}`")
+    return found
 
 
-def _take(line: str, where: str, groups: list[Group]) -> None:
+def _add_record(line: str, where: str, found: list[WorkloadResults]) -> None:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{where} is not JSON; results are what `spmoe bench --json` writes") from error
+        raise UsageError(f"{where} is not JSON; {_HINT}") from error
     kind = record.get("type") if isinstance(record, dict) else None
     if kind == "machine":
         if record.get("format") != FORMAT:
-            raise UsageError(f"{where} is of another version of spmoe; measure again with this one")
-        groups.append(Group(record))
-    elif kind == "configuration" and groups:
-        groups[-1].rows.append(record)
+            raise UsageError(
+                f"{where} has result format {record.get('format')}, and this version of spmoe reads format {FORMAT}; "
+                "run the benchmark again"
+            )
+        found.append(WorkloadResults(record))
+    elif kind == "configuration" and found:
+        found[-1].rows.append(record)
     else:
-        raise UsageError(f"{where} is no result; results are what `spmoe bench --json` writes")
+        raise UsageError(f"{where} is not a result; {_HINT}")
 
 
-def write_results(path: Path, groups: Iterable[Group]) -> None:
-    """Write them to a file, whose earlier contents stay where that fails."""
-    write_text(path, "".join(group.lines() for group in groups))
+def write_results(path: Path, results: Iterable[WorkloadResults]) -> None:
+    """Write a file; if that fails, an existing file stays as it is."""
+    write_text(path, "".join(one.to_lines() for one in results))

@@ -1,95 +1,99 @@
-"""Benchmark runs: every configuration on every prompt, taken in turns, on engines that are loaded once per budget.
+"""Benchmark runs: every configuration on every prompt, in turns, on one engine per memory budget.
 
-A turn is one prompt run under each configuration of the loaded engine, one right after the other, so that a machine
-that drifts is as kind to one as to the next. Each finds the slots as its own last run left them.
+In one turn, a prompt runs under every configuration of the loaded engine, one directly after the other, so that a
+machine whose speed drifts affects all of them alike. All access of benchmarks to the internals of an engine is here.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe.backends.devices import empty_device_cache
-from spmoe.bench.apart import Apart
+from spmoe.backends.devices import forget_freed
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
-from spmoe.bench.rehearsal import Rehearsals
-from spmoe.bench.settings import Setting
-from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
+from spmoe.bench.configs import BenchConfig
+from spmoe.config import DraftTokens, SamplingParams, Size, most_of
 from spmoe.draft.model import DraftModel
+from spmoe.engine.engine import Engine, LearnedState
 from spmoe.engine.llm import LLM, Completion, Generation
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.memory_plan import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.filling import load_all
 from spmoe.experts.store import StoreSpec
+from spmoe.predict.oracle import Recording
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
+    from spmoe.observe.timeline import Span
 
-_ALL = Size(share=1.0)
-_SAME_MACHINE = ("device", "processor", "torch", "transformers", "spmoe", "commit")  # or figures do not belong together
+_ALL_EXPERTS = Size(share=1.0)
+_MUST_MATCH = ("device", "processor", "torch", "transformers", "spmoe", "commit")  # between results that are combined
 
-LayerObserver = Callable[[Generation], AbstractContextManager[None]]
+AroundGeneration = Callable[[Generation], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """One prompt, completed once under one configuration."""
 
-    setting: Setting
-    prompt: int
-    repeat: int
+    config: BenchConfig
+    prompt: int  # index
+    repeat: int  # index
     completion: Completion
-    device_seconds: float | None = None  # that recorded forwards took on the device, where every expert is in a slot
+    graph_seconds: float | None = None  # time in CUDA graphs on the device; only measured with all experts in slots
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """What a step takes with every expert in a slot."""
+    """Duration of a step with all experts in slots."""
 
     seconds: float
     source: str  # "measured", "given" or "estimated"
-    host_seconds: float | None = None  # of them in which the device ran no recorded forward
+    host_seconds: float | None = None  # part of it in which no CUDA graph ran on the device
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be run."""
+class BenchJob:
+    """A workload and the configurations to run on it."""
 
     engine: dict[str, Any]  # options that all configurations share
-    settings: list[Setting]
+    configs: list[BenchConfig]
     prompts: list[list[int]]  # token ids
     output_len: int
     repeat: int
-    warmup: int  # runs of each configuration that do not count
-    resident: Mapping[DraftTokens, float] = field(default_factory=dict)  # seconds of an all-resident step, where known
-    labels: Mapping[str, Any] = field(default_factory=dict)  # what a record says besides: scenario, prompt set, command
+    warmup: int  # warm-up runs per configuration
+    resident: Mapping[DraftTokens, float] = field(
+        default_factory=dict
+    )  # K -> seconds of an all-resident step, if given
+    labels: Mapping[str, Any] = field(default_factory=dict)  # further fields of the machine record
 
     @property
     def total(self) -> int:
-        """How many runs there are."""
-        return len(self.settings) * len(self.prompts) * self.repeat
+        """Number of runs that count."""
+        return len(self.configs) * len(self.prompts) * self.repeat
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What an earlier benchmark has measured of a job."""
+class StoredRuns:
+    """Results of an earlier benchmark of the same workload."""
 
     machine: dict[str, Any]
-    runs: list[Run]
+    runs: list[BenchRun]
     resident: dict[DraftTokens, ResidentStep]
-    others: list[dict[str, Any]] = field(default_factory=list)  # records of configurations that the job does not have
+    other_rows: list[dict[str, Any]] = field(default_factory=list)  # records of configurations outside the job
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known once an engine has been loaded."""
+class EngineFacts:
+    """Properties of the machine and model, known once an engine is loaded."""
 
     device: torch.device
     dtype: torch.dtype
@@ -97,163 +101,195 @@ class Facts:
     top_k: int
     memory: MemoryPlan
     ceilings: Ceilings
-    dense_bytes: int  # of the target's weights that every row reads
+    dense_bytes: int  # weights of the target that every row reads
     draft_bytes: int
 
     @property
     def active_bytes(self) -> int:
-        """Weights of the target that one row reads."""
+        """Bytes of the target's weights that one row reads."""
         return self.dense_bytes + len(self.store.experts) * self.top_k * self.store.layout.nbytes
 
 
-class Bench:
-    """Runs a job. What has been measured is there at any time, also after an interruption.
+class IsolatedConfigs:
+    """Gives every configuration its own state (slots, eviction, learned values) on one shared engine.
 
-    `tell` says what is under way; `watch` is entered around every generation, and may stop it, which ends the benchmark
-    as Ctrl-C does. What is `stored` is not run again. `keep` is called after every run.
+    A configuration starts with empty slots and finds its state again when it is selected next. Otherwise it would be
+    measured on experts that another configuration loaded for the same prompt. With slots for all experts there is
+    nothing to isolate.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._all_fit = engine.slots >= engine.store.count
+        self._selected: Hashable = None
+        self._states: dict[Hashable, LearnedState] = {}
+
+    def select(self, key: Hashable, options: dict[str, Any]) -> None:
+        """Reconfigure the engine with the state kept under `key`; copies made for that are not counted."""
+        if self._all_fit or key == self._selected:
+            self._engine.reconfigure(**options)
+            return
+        self._selected = key
+        self._engine.reconfigure(learned=self._states.setdefault(key, LearnedState()), **options)
+
+
+class BenchRunner:
+    """Runs a job. Results so far are available at any time, also after an interrupt.
+
+    `notify` receives progress messages. `around_generation` is entered around every generation and may stop it, which
+    ends the benchmark like Ctrl-C. `stored` runs are not repeated. `on_run` is called after every run that counts.
     """
 
     def __init__(
         self,
-        job: Job,
-        tell: Callable[[str], None],
-        observer: LayerObserver = lambda generation: nullcontext(),
-        stored: Stored | None = None,
-        keep: Callable[[], None] = lambda: None,
+        job: BenchJob,
+        notify: Callable[[str], None],
+        around_generation: AroundGeneration = lambda generation: nullcontext(),
+        stored: StoredRuns | None = None,
+        on_run: Callable[[], None] = lambda: None,
     ) -> None:
         self.job = job
         self.stored = stored
-        self.runs: list[Run] = list(stored.runs) if stored is not None else []
-        self.resident: list[Run] = []  # with every expert in a slot
-        self.facts: Facts | None = None
-        self._tell = tell
-        self._watch = observer
-        self._keep = keep
-        self._told: set[str] = set()
-        self._store: HostStore | None = None
-        self._rehearsals = Rehearsals(self._complete)
-        self._pace = Pace()
+        self.runs: list[BenchRun] = list(stored.runs) if stored is not None else []
+        self.resident_runs: list[BenchRun] = []  # with all experts in slots
+        self.facts: EngineFacts | None = None
+        self._notify = notify
+        self._around_generation = around_generation
+        self._on_run = on_run
+        self._notices: set[str] = set()  # shown already
+        self._host_store: HostStore | None = None  # passed from one engine to the next
+        self._recordings: dict[tuple[object, ...], Recording] = {}  # of requests that the oracle replays
+        self._time_left = TimeLeft()
 
     def run(self) -> None:
-        """Load one engine after the other, which share the host store, and run everything."""
-        memories = list(dict.fromkeys(setting.memory for setting in self.job.settings))
+        """Load one engine per memory budget and run everything that is missing."""
+        memories = list(dict.fromkeys(config.memory for config in self.job.configs))
         try:
             for memory in memories:
-                if any(self._left(setting) for setting in self.job.settings if setting.memory == memory):
+                if any(self._missing(config) for config in self.job.configs if config.memory == memory):
                     self._on_engine(self._run_budget, memory)
-            if self.facts is None and self._unknown():
+            if self.facts is None and self._unknown_resident_steps():
                 self._on_engine(lambda llm, memory: None, memories[0])
             self._run_all_resident()
         finally:
-            self._close_store()
+            if self._host_store is not None:
+                self._host_store.close()
+                self._host_store = None
 
     def _run_budget(self, llm: LLM, memory: Size) -> None:
-        settings = [setting for setting in self.job.settings if setting.memory == memory and self._left(setting)]
-        self._take_turns(llm, settings, self.runs, "run")
+        configs = [config for config in self.job.configs if config.memory == memory and self._missing(config)]
+        self._take_turns(llm, configs, self.runs, "run")
         if llm.engine.slots == llm.engine.store.count and llm.engine.config.link_gbps is None:
             self._run_resident(llm, memory)
 
-    def _left(self, setting: Setting) -> list[tuple[int, int]]:
-        """Repeats and prompts of a configuration that have not been run, in the order in which they would be."""
-        done = {(run.repeat, run.prompt) for run in self.runs if run.setting == setting}
+    def _missing(self, config: BenchConfig) -> list[tuple[int, int]]:
+        """Return (repeat, prompt) of every run of a configuration that is still to be made, in order."""
+        done = {(run.repeat, run.prompt) for run in self.runs if run.config == config}
         every = product(range(self.job.repeat), range(len(self.job.prompts)))
         return [one for one in every if one not in done]
 
     def _run_all_resident(self) -> None:
-        """Measure what steps take when nothing is missing, in an engine with slots for all experts if one fits."""
-        if self.facts is None or not self._unknown():
+        """Measure steps with all experts in slots, if an engine with that many slots fits."""
+        if self.facts is None or not self._unknown_resident_steps():
             return
         if all_experts_fit(self.facts.device, self.facts.memory, self.facts.store.nbytes):
             try:
-                self._on_engine(self._run_resident, _ALL, link_gbps=None)
+                self._on_engine(self._run_resident, _ALL_EXPERTS, link_gbps=None)
                 return
             except BudgetError as error:
-                self._tell(f"note: {error}")
-        self._tell("note: all experts at once do not fit, so what a step takes with them in slots is an estimate")
+                self._notify(f"note: {error}")
+        self._notify("note: not all experts fit in slots at once; the time of a step with all of them is an estimate")
 
     def _run_resident(self, llm: LLM, memory: Size) -> None:
-        settings = [Setting(memory, "on-demand", k) for k in self._unknown()]
-        if not settings:
+        configs = [BenchConfig(memory, "on-demand", k) for k in self._unknown_resident_steps()]
+        if not configs:
             return
         load_all(llm.engine.source, llm.engine.store.experts)
-        self._take_turns(llm, settings, self.resident, "all experts in slots, run")
+        self._take_turns(llm, configs, self.resident_runs, "all experts in slots, run")
 
-    def _unknown(self) -> list[int]:
-        """Values of K whose all-resident step is neither given nor measured."""
-        known = {*self.job.resident, *(run.setting.draft_tokens for run in self.resident)}
+    def _unknown_resident_steps(self) -> list[int]:
+        """Return values of K whose all-resident step is neither given nor measured.
+
+        `auto` is left out: its steps have many lengths.
+        """
+        known = {*self.job.resident, *(run.config.draft_tokens for run in self.resident_runs)}
         known |= self.stored.resident.keys() if self.stored is not None else set()
-        every = dict.fromkeys(setting.draft_tokens for setting in self.job.settings)
-        return [k for k in every if k != "auto" and k not in known]  # which takes steps of many lengths
+        every = dict.fromkeys(config.draft_tokens for config in self.job.configs)
+        return [k for k in every if k != "auto" and k not in known]
 
     def _on_engine(self, work: Callable[[LLM, Size], None], memory: Size, **options: Any) -> None:
-        self._tell(f"loading, {memory} of the experts in slots" if memory.share else f"loading, {memory} of slots")
+        """Load an engine, do `work` on it, close it and free its memory."""
+        self._notify(f"loading, {memory} of the experts in slots" if memory.share else f"loading, {memory} of slots")
         self._work_on_engine(work, memory, {**self.job.engine, **options})
-        gc.collect()  # the engine is out of scope by now; a closed one still holds what its forwards were recorded over
+        gc.collect()  # the engine is out of scope by now; a closed one keeps its captured graphs' memory
         if self.facts is not None:
-            empty_device_cache(self.facts.device)
+            forget_freed(self.facts.device)
 
     def _work_on_engine(self, work: Callable[[LLM, Size], None], memory: Size, options: dict[str, Any]) -> None:
-        most = max(max_draft_tokens(setting.draft_tokens) for setting in self.job.settings)
-        store, self._store = self._store, None
+        most = max(most_of(config.draft_tokens) for config in self.job.configs)
+        store, self._host_store = self._host_store, None
         try:
-            llm = LLM(
-                **options, expert_memory=memory, prefetch="on-demand", num_speculative_tokens=most, store=store
-            )  # fmt: skip
+            llm = LLM(**options, expert_memory=memory, prefetch="on-demand", num_speculative_tokens=most, store=store)
         except BaseException:
             if store is not None:
                 store.close()
             raise
         with llm:
             try:
-                self._look_at(llm)
+                self._inspect(llm)
                 work(llm, memory)
             finally:
-                self._store = llm.engine.room.give_up_store()
+                self._host_store = llm.engine.room.give_up_store()
 
-    def _look_at(self, llm: LLM) -> None:
+    def _inspect(self, llm: LLM) -> None:
+        """Check that prompts fit, and collect facts about the first engine."""
         engine, job = llm.engine, self.job
-        self._tell_notices(llm)
-        require_room(job.prompts, job.output_len, engine.max_model_len)
+        self._show_notices(llm)
+        require_context(job.prompts, job.output_len, engine.max_model_len)
         if self.facts is None:
             if self.stored is not None:
-                _require_same(self.stored.machine, machine(engine.device))
-            self._tell("measuring the link and the memory")
-            ceilings = measure_ceilings(engine)
-            draft = engine.draft.runner.resident_bytes if isinstance(engine.draft, DraftModel) else 0
-            self.facts = Facts(
-                engine.device, engine.dtype, engine.store, engine.target.top_k, engine.memory, ceilings,
-                engine.target.resident_bytes, draft,
-            )  # fmt: skip
+                _require_same_machine(self.stored.machine, machine(engine.device))
+            self._notify("measuring the link and the memory")
+            self.facts = EngineFacts(
+                device=engine.device,
+                dtype=engine.dtype,
+                store=engine.store,
+                top_k=engine.target.top_k,
+                memory=engine.memory,
+                ceilings=measure_ceilings(engine),
+                dense_bytes=engine.target.resident_bytes,
+                draft_bytes=engine.draft.runner.resident_bytes if isinstance(engine.draft, DraftModel) else 0,
+            )
 
-    def _take_turns(self, llm: LLM, settings: list[Setting], runs: list[Run], what: str) -> None:
-        job, counted, apart = self.job, runs is self.runs, Apart(llm.engine)
-        if job.warmup and llm.engine.device.type == "cuda":  # where kernels are chosen, and made, by the number of rows
-            apart.enter("first reading", {**settings[0].changes, "prefetch": "on-demand"})
+    def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:
+        job, counted, isolated = self.job, runs is self.runs, IsolatedConfigs(llm.engine)
+        if job.warmup and llm.engine.device.type == "cuda":  # kernels are compiled per number of rows
+            isolated.select("prompt lengths", {**configs[0].engine_options, "prefetch": "on-demand"})
             for tokens in sorted(job.prompts, key=len, reverse=True):
                 self._complete(llm, tokens, 1)
-        for setting in settings:
-            self._tell(f"warming up: {setting}")
-            self._warm_up(llm, apart, setting)
-        self._tell_notices(llm)
-        total = job.total if counted else len(settings) * len(job.prompts) * job.repeat
+        for config in configs:
+            self._notify(f"warm-up: {config}")
+            self._warm_up(llm, isolated, config)
+        self._show_notices(llm)
+        total = job.total if counted else len(configs) * len(job.prompts) * job.repeat
         for turn, (repeat, prompt) in enumerate(product(range(job.repeat), range(len(job.prompts)))):
-            first = turn % len(settings)
-            for setting in settings[first:] + settings[:first]:
-                if counted and (repeat, prompt) not in self._left(setting):
+            first = turn % len(configs)
+            for config in configs[first:] + configs[:first]:
+                if counted and (repeat, prompt) not in self._missing(config):
                     continue
-                left = self._pace.left({one: len(self._left(one)) for one in job.settings}) if counted else ""
-                where = f"{setting}; prompt {prompt + 1}, repeat {repeat + 1}"
-                self._tell(f"{what} {len(runs) + 1} of {total}: {where}{left}")
-                timed = runs is self.resident and llm.engine.room.recorder is not None
-                device_seconds = self._start_timing(llm) if timed else None
+                left = self._time_left.text({one: len(self._missing(one)) for one in job.configs}) if counted else ""
+                where = f"{config}; prompt {prompt + 1}, repeat {repeat + 1}"
+                self._notify(f"{what} {len(runs) + 1} of {total}: {where}{left}")
+                timed = runs is self.resident_runs and llm.engine.room.recorder is not None
+                stop_timing = self._start_timing(llm) if timed else None
                 started = time.perf_counter()
-                completion = self._generate(llm, apart, setting, job.prompts[prompt], job.output_len)
-                self._pace.took(setting, time.perf_counter() - started)
-                runs.append(Run(setting, prompt, repeat, completion, device_seconds() if device_seconds else None))
-                self._keep()
+                completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len)
+                self._time_left.add(config, time.perf_counter() - started)
+                runs.append(BenchRun(config, prompt, repeat, completion, stop_timing() if stop_timing else None))
+                self._on_run()
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
-        """Time recorded forwards on the device until what is returned is called, which gives the seconds."""
+        """Start to time CUDA graphs on the device; return a function that stops and returns the seconds."""
         stopwatch = llm.engine.room.recorder.stopwatch  # type: ignore[union-attr]
         stopwatch.running = True
 
@@ -263,81 +299,101 @@ class Bench:
 
         return stop
 
-    def _warm_up(self, llm: LLM, apart: Apart, setting: Setting) -> None:
-        """Fill slots and let the cutoff learn; where forwards are recorded, see to it that all have been.
+    def _warm_up(self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig) -> None:
+        """Fill slots, let the cutoff learn and capture every CUDA graph.
 
-        The longest prompt goes first: forwards are recorded over an attention state, which then fits the others too.
+        The longest prompt goes first: graphs are captured over its KV cache, which then fits the other prompts too.
         """
         job = self.job
         prompts = sorted(job.prompts, key=len, reverse=True)
         for number in range(job.warmup):
-            self._generate(llm, apart, setting, prompts[number % len(prompts)], job.output_len)
+            self._generate(llm, isolated, config, prompts[number % len(prompts)], job.output_len)
         llm.engine.loop.prepare()
 
-    def _generate(self, llm: LLM, apart: Apart, setting: Setting, prompt: list[int], tokens: int) -> Completion:
-        self._rehearsals.prepare(llm, apart, setting, prompt, tokens)
-        apart.enter(setting, setting.changes)
+    def _generate(
+        self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
+    ) -> Completion:
+        if config.prefetch == "oracle":
+            self._record_for_oracle(llm, isolated, config, prompt, tokens)
+        isolated.select(config, config.engine_options)
         return self._complete(llm, prompt, tokens)
+
+    def _record_for_oracle(
+        self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
+    ) -> None:
+        """Give the engine the routing of its next request, recorded once in an on-demand run.
+
+        Greedy decoding takes the same steps again.
+        """
+        key = (config.memory, config.draft_tokens, tuple(prompt), tokens)
+        if key not in self._recordings:
+            isolated.select(("recording", config.eviction), {**config.engine_options, "prefetch": "on-demand"})
+            with llm.engine.record() as recording:
+                self._complete(llm, prompt, tokens)
+            self._recordings[key] = recording
+        llm.engine.recording = self._recordings[key]
 
     def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> Completion:
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        with self._watch(generation):
+        with self._around_generation(generation):
             completion = generation.run()
         if generation.stopped:
             raise KeyboardInterrupt
         return completion
 
-    def _tell_notices(self, llm: LLM) -> None:
+    def _show_notices(self, llm: LLM) -> None:
         for notice in llm.notices:
-            if notice not in self._told:
-                self._told.add(notice)
-                self._tell(f"note: {notice}")
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+            if notice not in self._notices:
+                self._notices.add(notice)
+                self._notify(f"note: {notice}")
 
 
-class Pace:
-    """How long runs take, and so how long is left."""
+class TimeLeft:
+    """Estimates the remaining time of a benchmark from the durations of its runs."""
 
     def __init__(self) -> None:
-        self._took: dict[Setting, list[float]] = {}
+        self._seconds: dict[BenchConfig, list[float]] = {}
 
-    def took(self, setting: Setting, seconds: float) -> None:
-        """One run is over."""
-        self._took.setdefault(setting, []).append(seconds)
+    def add(self, config: BenchConfig, seconds: float) -> None:
+        """Take the duration of one run into account."""
+        self._seconds.setdefault(config, []).append(seconds)
 
-    def left(self, runs: Mapping[Setting, int]) -> str:
-        """Words for the time that so many more runs of each configuration take; none before there was one."""
-        every = [seconds for one in self._took.values() for seconds in one]
-        if not every:
+    def text(self, remaining: Mapping[BenchConfig, int]) -> str:
+        """Return "; 3 min left" for this many runs of each configuration; empty before the first run."""
+        if not self._seconds:
             return ""
-        typical = sum(every) / len(every)
-        seconds = sum(count * _mean(self._took.get(setting, ()), typical) for setting, count in runs.items())
-        minutes = round(seconds / 60)
-        return f"; {minutes} min left" if minutes > 1 else f"; {seconds:.0f} s left"
+        overall = fmean(seconds for runs in self._seconds.values() for seconds in runs)
+        total = sum(count * fmean(self._seconds.get(config, [overall])) for config, count in remaining.items())
+        minutes = round(total / 60)
+        return f"; {minutes} min left" if minutes > 1 else f"; {total:.0f} s left"
 
 
-def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
+def generate_with_timeline(
+    llm: LLM, prompt: str, params: SamplingParams, on_token: Callable[[int], None]
+) -> tuple[Completion, list[Span]]:
+    """Complete a prompt; return the completion and the timeline of its last steps."""
+    timeline = llm.engine.source.timeline
+    timeline.recording = True
+    generation = llm.stream(prompt, params)
+    for _ in generation:
+        on_token(len(generation.token_ids))
+    return generation.completion, timeline.spans
 
 
-def _require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in _SAME_MACHINE:
+def _require_same_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in _MUST_MATCH:
         if before.get(name) != now[name]:
             raise UsageError(
-                f"these results are of {name} {before.get(name)}, and this is {now[name]}; continue them there, or "
-                "choose another file"
+                f"the stored results were measured with {name} {before.get(name)}; here it is {now[name]}; resume "
+                "there, or use --json with a new file"
             )
 
 
-def require_room(prompts: list[list[int]], output_len: int, context: int) -> None:
-    """Refuse prompts that leave too little of the context."""
+def require_context(prompts: list[list[int]], output_len: int, context: int) -> None:
+    """Raise PromptError unless every prompt and its output fit in a context of so many tokens."""
     for number, prompt in enumerate(prompts):
         if len(prompt) + output_len > context:
             raise PromptError(
-                f"prompt {number + 1} has {len(prompt)} tokens, which with --output-len {output_len} is more than the "
+                f"prompt {number + 1} has {len(prompt)} tokens, which with --output-len {output_len} exceeds the "
                 f"context of {context}; lower --output-len or leave that prompt out"
             )

@@ -1,86 +1,208 @@
-"""Scenarios: files that say what a benchmark compares, read strictly.
+"""Scenario files: TOML that says which configurations a benchmark compares, validated by pydantic.
 
-A scenario is TOML. Keys at the top are for every `[[matrix]]`, whose own keys win; what the command line says wins over
-both. Every key that may hold a list may hold one value alone. See docs/benchmarking.md.
+Keys at the top apply to every `[[matrix]]`. Keys of a matrix override them, and options of the command line override
+both. A key that takes a list also takes a single value. See docs/benchmarking.md.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from spmoe.bench.prompts import SAMPLE
-from spmoe.bench.settings import System
 from spmoe.config import (
-    BUILTIN_DRAFTS,
     DEVICES,
+    DRAFTS,
     DTYPES,
+    EVICTIONS,
+    PREFETCH_POLICIES,
     Cutoff,
     DraftTokens,
     EngineConfig,
     Size,
 )
 from spmoe.errors import UsageError
-from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-EVERY = "every"  # as a cutoff: each number of layers there is
-SHIPPED = "shipped"  # as a model or draft: that of the pair that ships
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
+EVERY = "every"  # as a cutoff: every number of layers that the model has
+SHIPPED = "shipped"  # as a model or draft: the one of the shipped pair
+_DEFAULTS = EngineConfig.make(model="")
+DEFAULT_EVICTION, DEFAULT_CUTOFF = _DEFAULTS.eviction, _DEFAULTS.cutoff
+_MAX_DRAFT_TOKENS = 64
+
+# ---- types of values
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """What is combined with what."""
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
-    name: str | None = None
-    # one machine record for each combination of these
-    models: tuple[str | None, ...] = (None,)  # None: the pair that ships
-    drafts: tuple[str | None, ...] = (None,)
-    shapes: tuple[str | None, ...] = (None,)
-    links: tuple[float | None, ...] = (None,)  # GB/s to emulate
-    prompts: tuple[str, ...] = (SAMPLE,)
-    # and on each of those, one configuration for each combination of these
-    budgets: tuple[Size, ...] = (Size(share=0.25),)
-    systems: tuple[System, ...] = (System("draft-gate"), System("on-demand"))
-    draft_tokens: tuple[DraftTokens, ...] = (0, 4)
-    cutoffs: tuple[Cutoff | str, ...] = (_DEFAULTS["cutoff"],)  # or `EVERY`
-    ablation: bool = False
-    # measured so
-    max_prompts: int | None = None
-    output_len: int = 100
-    repeat: int = 3
-    warmup: int = 1
-    dtype: str = "auto"
-    device: str = "auto"
-    projection: bool = True
-    enforce_eager: bool = False
+
+def _without_duplicates(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("the list is empty; give at least one value, or leave the key out")
+    return tuple(dict.fromkeys(values))
+
+
+def _choice(kind: str, list_names: Callable[[], Sequence[str]]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in (names := list_names()):
+            close = get_close_matches(value, names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+            raise ValueError(f"unknown {kind} {value!r}; {hint}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _parsed_by(parse: Callable[[Any], Any]) -> PlainValidator:
+    def check(value: Any) -> Any:
+        try:
+            return parse(value)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    return PlainValidator(check)
+
+
+def _parse_link(value: Any) -> float | None:
+    if value == "own":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{value!r} is not a speed; write GB/s as a number above 0, or own for the machine's own link")
+    return float(value)
+
+
+def _parse_draft_tokens(value: Any) -> DraftTokens:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"{value!r} is not a number of draft tokens; write a whole number from 0 to {_MAX_DRAFT_TOKENS}, or auto"
+        )
+    return value
+
+
+def _resolve_path(value: str, info: ValidationInfo) -> str:
+    """Make the path absolute if it exists beside the scenario file (validation context); hub ids stay as they are."""
+    if info.context is None or value in (*DRAFTS, "none", SHIPPED, SAMPLE):
+        return value
+    try:
+        path = info.context / Path(value).expanduser()
+    except RuntimeError as error:  # "~somebody"
+        raise ValueError(f"{value!r} is not a path ({error}); write it in full") from error
+    if path.exists():
+        return str(path.resolve())
+    if value.startswith((".", "/", "~")):
+        raise ValueError(f"{path} does not exist; paths are relative to the scenario file")
+    return value
+
+
+T = TypeVar("T")
+OneOrMore = Annotated[tuple[T, ...], BeforeValidator(_as_tuple), AfterValidator(_without_duplicates)]
+Text = Annotated[StrictStr, Field(min_length=1)]
+Located = Annotated[Text, AfterValidator(_resolve_path)]
+OptionalText = Annotated[Text | None, BeforeValidator(lambda value: None if value == "none" else value)]
+Policy = Annotated[Text, _choice("prefetch policy", lambda: PREFETCH_POLICIES)]
+Eviction = Annotated[Text, _choice("eviction policy", lambda: EVICTIONS)]
+Budget = Annotated[Size, _parsed_by(Size.parse)]
+Link = Annotated[float | None, PlainValidator(_parse_link)]
+NumDraftTokens = Annotated[DraftTokens, PlainValidator(_parse_draft_tokens)]
+CutoffOrEvery = Annotated[Cutoff | str, _parsed_by(lambda value: EVERY if value == EVERY else Cutoff.parse(value))]
+AtLeastOne = Annotated[StrictInt, Field(ge=1)]
+
+
+class PolicyPair(BaseModel):
+    """A prefetch policy with an eviction policy, optionally under a name: an entry of `systems`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefetch: Policy
+    eviction: Eviction = DEFAULT_EVICTION
+    name: Text | None = None
+    draft_tokens: OneOrMore[NumDraftTokens] | None = None  # overrides those of the matrix
+
+
+class Matrix(BaseModel):
+    """A `[[matrix]]` table: every combination of its values is measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Text | None = None
+    # one workload for each combination of these
+    models: OneOrMore[Located] | None = None  # None: the shipped pair
+    drafts: OneOrMore[Located] | None = None
+    shapes: OneOrMore[OptionalText] = (None,)
+    links: OneOrMore[Link] = (None,)  # GB/s to emulate; None: the machine's own link
+    prompts: OneOrMore[Located] = (SAMPLE,)
+    # one configuration for each combination of these
+    budgets: OneOrMore[Budget] = (Size(share=0.25),)
+    policies: OneOrMore[Policy] = ("draft-gate", "on-demand")
+    evictions: OneOrMore[Eviction] = (DEFAULT_EVICTION,)
+    systems: OneOrMore[PolicyPair] | None = None  # instead of policies and evictions
+    draft_tokens: OneOrMore[NumDraftTokens] = (0, 4)
+    cutoffs: OneOrMore[CutoffOrEvery] = (DEFAULT_CUTOFF,)
+    ablation: StrictBool = False
+    # how each is measured
+    max_prompts: AtLeastOne | None = None
+    output_len: Annotated[StrictInt, Field(ge=2)] = 100
+    repeat: AtLeastOne = 3
+    warmup: Annotated[StrictInt, Field(ge=0)] = 1
+    dtype: Annotated[Text, _choice("dtype", lambda: DTYPES)] = "auto"
+    device: Annotated[Text, _choice("device", lambda: DEVICES)] = "auto"
+    projection: StrictBool = True
+    enforce_eager: StrictBool = False
+
+    @model_validator(mode="after")
+    def _require_one_way_to_name_policies(self) -> Self:
+        if self.systems is not None and self.model_fields_set & {"policies", "evictions"}:
+            raise ValueError("give either systems, or policies and evictions, not both")
+        return self
+
+    @property
+    def policy_pairs(self) -> tuple[PolicyPair, ...]:
+        """Pairs of policies to compare: `systems`, or every policy with every eviction policy."""
+        if self.systems is not None:
+            return self.systems
+        return tuple(PolicyPair(prefetch=one, eviction=other) for one in self.policies for other in self.evictions)
+
+
+# ---- files
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A file, read: its matrices as tables that are still to be combined with what the command line says."""
+    """A scenario file: validated values of each matrix, to be combined with those of the command line."""
 
-    name: str
-    text: str
-    where: str
+    name: str | None
+    text: str | None
     tables: tuple[dict[str, Any], ...]
 
     def matrices(self, overrides: Mapping[str, Any]) -> list[Matrix]:
-        """What it asks for, with some keys replaced."""
-        several = len(self.tables) > 1
-        places = [f"{self.where}, matrix {n}" if several else self.where for n in range(1, len(self.tables) + 1)]
-        return [
-            make_matrix(_merged(table, overrides), where)
-            for table, where in zip(self.tables, places, strict=True)
-        ]  # fmt: skip
+        """Return the matrices with some validated values replaced."""
+        return [Matrix.model_construct(**_merge(table, overrides)) for table in self.tables]
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a file and check its keys."""
+    """Read and validate a file; raise UsageError in one line for the first problem."""
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text)
@@ -92,194 +214,51 @@ def read_scenario(path: Path) -> Scenario:
         raise UsageError(f"{path} is not TOML: {error}") from error
     blocks = data.pop("matrix", [{}])
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
-        raise UsageError(f"{path}: write each matrix under [[matrix]], with two brackets")
+        raise UsageError(f"{path}: matrix must be a list of tables; write each under [[matrix]], with two brackets")
     data.pop("description", None)
-    name = data.pop("name", path.stem)
-    if not isinstance(name, str):
-        raise UsageError(f"{path}: name must be text, not {name!r}")
-    top = _checked(data, str(path), path.parent)
-    tables = tuple(
-        _merged(top, _checked(block, f"{path}, matrix {number}", path.parent)) for number, block in enumerate(blocks, 1)
-    )
-    return Scenario(name, text, str(path), tables)
+    top = validate(data, str(path), path.parent)
+    name = top.pop("name", path.stem)
+    tables = [validate(block, f"{path}, matrix {n}", path.parent) for n, block in enumerate(blocks, 1)]
+    return Scenario(name, text, tuple(_merge(top, table) for table in tables))
 
 
-def make_matrix(table: Mapping[str, Any], where: str) -> Matrix:
-    """Convert every value of a table, or say which cannot be."""
-    given = {key: convert(key, value, f"{where}: {key}") for key, value in table.items()}
-    policies, evictions = given.pop("policies", None), given.pop("evictions", None)
-    if policies is not None or evictions is not None:
-        if "systems" in given:
-            raise UsageError(f"{where}: give systems, or policies and evictions, not both")
-        policies = policies or tuple(system.prefetch for system in Matrix.systems)
-        pairs = [(policy, rule) for policy in policies for rule in evictions or (_DEFAULTS["eviction"],)]
-        given["systems"] = tuple(System(policy, rule) for policy, rule in pairs)
-    return Matrix(**given)
+def validate(
+    table: Mapping[str, Any], source: str, directory: Path | None = None, options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the values of a table that are set, converted; raise UsageError in one line for the first problem.
 
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One table over another; policies or evictions replace systems, and systems replace them."""
-    systems, parts = "systems", ("policies", "evictions")
-    hidden = {systems} if any(part in above for part in parts) else set(parts) if systems in above else set()
-    return {**{key: value for key, value in below.items() if key not in hidden}, **above}
-
-
-def _checked(table: Mapping[str, Any], where: str, base: Path) -> dict[str, Any]:
-    """A table whose keys are known, with its paths made whole."""
-    for key in table:
-        if key not in _KEYS:
-            near = get_close_matches(key, _KEYS, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KEYS)}"
-            raise UsageError(f"{where}: unknown key {key}; {hint}")
-    for key, value in table.items():
-        convert(key, value, f"{where}: {key}")
-    return {key: _located(key, value, where, base) if key in _PATHS else value for key, value in table.items()}
-
-
-def _located(key: str, value: Any, where: str, base: Path) -> list[str]:
-    found = []
-    for word in _listed(value):
-        path = base / Path(word).expanduser()
-        if word not in (*BUILTIN_DRAFTS, "none", SHIPPED, SAMPLE) and path.exists():
-            word = str(path.resolve())
-        elif word.startswith((".", "/", "~")):
-            raise UsageError(f"{where}: {key}: there is no {path}; paths are from where the scenario is")
-        found.append(word)
-    return found
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def convert(key: str, value: Any, where: str) -> Any:
-    """What a key's value means; where it means nothing, that is told of `where`."""
+    Paths are resolved in `directory`. `options` maps keys to the names of command-line options, for messages.
+    """
     try:
-        return _KEYS[key](value)
-    except (UsageError, ValueError) as error:
-        raise UsageError(f"{where}: {error}") from error
+        matrix = Matrix.model_validate(dict(table), context=directory)
+    except ValidationError as error:
+        raise UsageError(_explain(error.errors()[0], source, options or {})) from error
+    return {key: getattr(matrix, key) for key in table}
 
 
-# ---- what values may be
+def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine two tables; policies or evictions of the upper one hide systems of the lower one, and vice versa."""
+    pair_keys = {"policies", "evictions"}
+    hidden = {"systems"} if pair_keys & upper.keys() else pair_keys if "systems" in upper else set()
+    return {**{key: value for key, value in lower.items() if key not in hidden}, **upper}
 
 
-def _each(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def listed(value: Any) -> tuple[Any, ...]:
-        found = tuple(dict.fromkeys(kind(one) for one in _listed(value)))
-        if not found:
-            raise ValueError("the list is empty; leave the key out, or give a value")
-        return found
-
-    return listed
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not text; put it in quotes")
-    return value
-
-
-def _no_or_text(value: Any) -> str | None:
-    return None if _text(value) == "none" else str(value)
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            bounds = f"from {least} on" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{value!r} is not a whole number {bounds}")
-        return value
-
-    return read
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if value not in choices:
-            near = get_close_matches(str(value), choices, 1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
-            raise ValueError(f"there is no {value!r}; {hint}")
-        return str(value)
-
-    return read
-
-
-def _prefetch(value: Any) -> str:
-    return "+".join(map(_one_of(*PREFETCH_POLICIES.names()), str(value).split("+")))
-
-
-def _eviction(value: Any) -> str:
-    return _one_of("auto", *EVICTION_POLICIES.names())(value)
-
-
-def _link(value: Any) -> float | None:
-    if value == "own":
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"{value!r} is not a speed in GB/s; write a number above 0, or own for the machine's own link")
-    return float(value)
-
-
-def _cutoff(value: Any) -> Cutoff | str:
-    return EVERY if value == EVERY else Cutoff.parse(value)
-
-
-def _draft_tokens(value: Any) -> DraftTokens:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    try:
-        return _whole(0, 64)(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or auto") from error
-
-
-def _system(value: Any) -> System:
-    if not isinstance(value, dict) or "prefetch" not in value:
-        raise ValueError(f"{value!r} is no system; write {{ name = ..., prefetch = ..., eviction = ... }}")
-    if unknown := sorted(value.keys() - {"name", "prefetch", "eviction", "draft_tokens"}):
-        raise ValueError(f"unknown key {unknown[0]}; a system has name, prefetch, eviction and draft_tokens")
-    eviction = _eviction(value.get("eviction", _DEFAULTS["eviction"]))
-    name, own = value.get("name"), value.get("draft_tokens")
-    return System(
-        _prefetch(value["prefetch"]),
-        eviction,
-        None if name is None else _text(name),
-        None if own is None else _each(_draft_tokens)(own),
-    )
-
-
-_PATHS = ("models", "drafts", "prompts")
-_KEYS: dict[str, Callable[[Any], Any]] = {
-    "name": _text,
-    "models": _each(_text),
-    "drafts": _each(_text),
-    "shapes": _each(_no_or_text),
-    "links": _each(_link),
-    "prompts": _each(_text),
-    "budgets": _each(Size.parse),
-    "policies": _each(_prefetch),
-    "evictions": _each(_eviction),
-    "systems": _each(_system),
-    "draft_tokens": _each(_draft_tokens),
-    "cutoffs": _each(_cutoff),
-    "ablation": _flag,
-    "max_prompts": _whole(1),
-    "output_len": _whole(2),
-    "repeat": _whole(1),
-    "warmup": _whole(0),
-    "dtype": _one_of(*DTYPES),
-    "device": _one_of(*DEVICES),
-    "projection": _flag,
-    "enforce_eager": _flag,
-}
+def _explain(error: ErrorDetails, source: str, options: Mapping[str, str]) -> str:
+    """Say in one line which key is wrong, the value seen and what is allowed."""
+    keys = [part for part in error["loc"] if isinstance(part, str)]
+    value, kind = error["input"], error["type"]
+    if kind == "extra_forbidden":
+        known = list(PolicyPair.model_fields if keys[0] == "systems" else Matrix.model_fields)
+        close = get_close_matches(keys[-1], known, 1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+        place = f"{source}: systems" if keys[0] == "systems" else source
+        return f"{place}: unknown key {keys[-1]}; {hint}"
+    place = options.get(keys[0], f"{source}: {'.'.join(keys)}") if keys else source
+    if kind == "value_error":
+        return f"{place}: {error['ctx']['error']}"
+    if kind == "missing":
+        return f"{place}: the key is missing"
+    if kind == "model_type":
+        return f'{place}: {value!r} is not a system; write {{ name = "mine", prefetch = "draft-gate" }}'
+    rule = error["msg"].replace("Input should", "it must").replace("should", "must")
+    return f"{place}: {value!r} is not allowed; {rule}"

@@ -1,4 +1,4 @@
-"""`spmoe bench`: what configurations cost, on the same prompts in turns, and how near that is to the machine's best."""
+"""`spmoe bench`: measure configurations against each other and against the machine's best."""
 
 from __future__ import annotations
 
@@ -11,103 +11,104 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from spmoe.cli.listed import listed, whole, whole_or_auto
-from spmoe.cli.options import ctrl_c_stops, require_writable, stderr
-from spmoe.config import BUILTIN_DRAFTS
+from spmoe.cli.listed import parse_draft_tokens, parse_list, parse_whole
+from spmoe.cli.options import ctrl_c_stops, stderr
+from spmoe.cli.output import require_writable
+from spmoe.config import DRAFTS
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.files import model_directory, write_text
 
 if TYPE_CHECKING:
-    from spmoe.bench.results import Group
-    from spmoe.bench.runs import Bench, Job
+    from spmoe.bench.results import WorkloadResults
+    from spmoe.bench.runs import BenchJob, BenchRunner
     from spmoe.config import DraftTokens
 
 T = TypeVar("T")
 _K = "--num-speculative-tokens"
-_KEEP_SECONDS = 20.0  # between two writings of what there is
+_SAVE_SECONDS = 20.0  # at most one write of the result file in this time
 
 
 def bench(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the pair that ships."),
+        typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the shipped pair."),
     ] = None,
     scenario: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to compare, as TOML; the options below win over it.")
+        Path | None, typer.Option(metavar="FILE", help="TOML file of what to compare; the options below override it.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft with the same tokenizer; see spmoe run.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="CUDA: widen the pair to the sizes of this architecture, as mixtral-8x7b.")
+        str | None, typer.Option(help="CUDA: widen the pair to the sizes of this architecture, such as mixtral-8x7b.")
     ] = None,
     expert_memory: Annotated[
-        str | None, typer.Option(help="Memory for experts: sizes (6GiB) or shares, with commas; default 25%.")
+        str | None, typer.Option(help="Memory for experts: sizes (6GiB) or shares, separated by commas; default 25%.")
     ] = None,
     prefetch: Annotated[
-        str | None, typer.Option(help="Prefetch policies, with commas; default draft-gate,on-demand.")
+        str | None, typer.Option(help="Prefetch policies, separated by commas; default draft-gate,on-demand.")
     ] = None,
     num_speculative_tokens: Annotated[
         str | None,
         typer.Option(
-            "--num-speculative-tokens", "-k", help="Tokens drafted per step, with commas, and auto; default 0,4."
+            "--num-speculative-tokens", "-k", help="Draft tokens per step: numbers or auto, with commas; default 0,4."
         ),
     ] = None,
-    output_len: Annotated[int | None, typer.Option(min=2, help="Tokens of each run; default 100.")] = None,
+    output_len: Annotated[int | None, typer.Option(min=2, help="Output tokens per run; default 100.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="JSON lines or paragraphs of text; humaneval, gsm8k or mt-bench of the hub; default: sample."
+            help="File of JSON lines or paragraphs; or humaneval, gsm8k, mt-bench (from the hub); default: sample."
         ),
     ] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Take no more prompts than this.")] = None,
-    repeat: Annotated[int | None, typer.Option(min=1, help="Times that each prompt is run; default 3.")] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Runs of each configuration, before, that do not count; default 1.")
-    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Runs of each prompt per configuration; default 3.")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Warm-up runs per configuration; default 1.")] = None,
     cutoff: Annotated[
-        str | None, typer.Option(help="Layers to prefetch for, with commas: auto, just-in-time, none, numbers, every.")
+        str | None,
+        typer.Option(help="Layers to prefetch for, with commas: auto, just-in-time, all, numbers, or every."),
     ] = None,
-    eviction: Annotated[str | None, typer.Option(help="What leaves full slots, with commas; see spmoe run.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="Eviction policies, separated by commas; see spmoe run.")] = None,
     ablation: Annotated[
-        bool, typer.Option("--ablation", help="Also measure what each part is worth, by switching it off.")
+        bool, typer.Option("--ablation", help="Also run with each part (prefetch, cutoff, ...) switched off.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto (as it is stored).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto (as stored).")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     link_gbps: Annotated[
         float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
     ] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="CUDA: no recorded graphs.")] = False,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="CUDA: do not use CUDA graphs.")] = False,
     resident_step_ms: Annotated[
         str | None,
-        typer.Option(help="Milliseconds of a step with every expert in a slot, by K (0=12,4=30), if known already."),
+        typer.Option(help="Known duration of a step with all experts in slots, in ms by K, such as 0=12,4=30."),
     ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write JSON lines to this file; '-': standard output.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the results that the file of --json holds.")
+        bool, typer.Option("--resume", help="Keep the runs in the --json file and make only the missing ones.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page of plots and tables (HTML) to this file.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page of charts and tables to this file.")
     ] = None,
 ) -> None:
-    """Measure configurations against each other: every combination of memory, policy and draft length.
+    """Measure every combination of memory, policies and number of draft tokens.
 
-    Greedy, to a fixed length, prompt by prompt in turns. Ctrl-C keeps what there is; --resume goes on with it.
+    Greedy decoding to a fixed length; configurations take turns on each prompt. Ctrl-C keeps the results so far;
+    --resume continues.
     """
-    from spmoe.bench.scenario import SHIPPED, Scenario, convert, read_scenario
+    from spmoe.bench.scenario import SHIPPED, Scenario, read_scenario, validate
 
     for name in (model, draft):
-        if name and name not in (SHIPPED, "none", *BUILTIN_DRAFTS):
-            model_directory(name)  # says why it can be none, before anything heavy is imported
+        if name and name not in (SHIPPED, "none", *DRAFTS):
+            model_directory(name)  # fails early, before torch is imported
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
         "drafts": ("--draft", draft),
         "shapes": ("--shape", shape),
-        "budgets": ("--expert-memory", _listed("--expert-memory", expert_memory, str)),
-        "policies": ("--prefetch", _listed("--prefetch", prefetch, str)),
-        "evictions": ("--eviction", _listed("--eviction", eviction, str)),
-        "draft_tokens": (_K, _listed(_K, num_speculative_tokens, whole_or_auto)),
-        "cutoffs": ("--cutoff", _listed("--cutoff", cutoff, str)),
+        "budgets": ("--expert-memory", _list("--expert-memory", expert_memory, str)),
+        "policies": ("--prefetch", _list("--prefetch", prefetch, str)),
+        "evictions": ("--eviction", _list("--eviction", eviction, str)),
+        "draft_tokens": (_K, _list(_K, num_speculative_tokens, parse_draft_tokens)),
+        "cutoffs": ("--cutoff", _list("--cutoff", cutoff, str)),
         "prompts": ("--prompts", prompts),
         "max_prompts": ("--max-prompts", max_prompts),
         "output_len": ("--output-len", output_len),
@@ -120,47 +121,47 @@ def bench(
         "enforce_eager": ("--enforce-eager", enforce_eager or None),
     }
     given = {key: value for key, (_, value) in options.items() if value is not None}
-    for key, value in given.items():
-        convert(key, value, options[key][0])
-    read = Scenario("", "", "options", ({},)) if scenario is None else read_scenario(scenario)
-    matrices = read.matrices(given)
-    resident = dict(_listed("--resident-step-ms", resident_step_ms, _step_time) or [])
+    overrides = validate(given, "options", options={key: option for key, (option, _) in options.items()})
+    read = Scenario(None, None, ({},)) if scenario is None else read_scenario(scenario)
+    matrices = read.matrices(overrides)
+    resident_ms = dict(_list("--resident-step-ms", resident_step_ms, _parse_step_time) or [])
     if resume and json_file in (None, "-"):
-        raise UsageError("--resume takes the file that results are in; name it with --json")
+        raise UsageError("--resume needs the file with earlier results; name it with --json")
     require_writable(json_file, report)
+    if report is not None:
+        from spmoe.bench.charts import require_report_extra
 
-    from spmoe.bench.jobs import cases_of, make_job
+        require_report_extra()
 
-    labels = {
-        "scenario": read.name or None,
-        "scenario_text": read.text or None,
-        "command": shlex.join(["spmoe", *sys.argv[1:]]),
-    }
-    by_k: dict[DraftTokens, float] = {k: ms / 1e3 for k, ms in resident.items()}
+    from spmoe.bench.jobs import make_job, make_workloads
+
+    labels = {"scenario": read.name, "scenario_text": read.text, "command": shlex.join(["spmoe", *sys.argv[1:]])}
+    resident: dict[DraftTokens, float] = {k: ms / 1e3 for k, ms in resident_ms.items()}
     progress = sys.stderr.isatty()
-    jobs = [make_job(case, progress, by_k, labels) for matrix in matrices for case in cases_of(matrix)]
-    _Benchmark(jobs, json_file, resume, report).run()
+    workloads = [workload for matrix in matrices for workload in make_workloads(matrix)]
+    jobs = [make_job(workload, progress, resident, labels) for workload in workloads]
+    _BenchCommand(jobs, json_file, resume, report).run()
 
 
-def _listed(name: str, text: str | None, convert: Callable[[str], T]) -> list[T] | None:
-    return None if text is None else listed(name, text, convert)
+def _list(option: str, text: str | None, parse: Callable[[str], T]) -> list[T] | None:
+    return None if text is None else parse_list(option, text, parse)
 
 
-def _step_time(word: str) -> tuple[int, float]:
-    k, _, milliseconds = word.partition("=")
+def _parse_step_time(word: str) -> tuple[int, float]:
+    k, _, text = word.partition("=")
     try:
-        time = float(milliseconds)
+        milliseconds = float(text)
     except ValueError:
-        time = 0.0
-    if not 0 < time < float("inf"):
-        raise ValueError("write K=milliseconds, as 0=12.5,4=30")
-    return whole(k.strip()), time
+        milliseconds = 0.0
+    if not 0 < milliseconds < float("inf"):
+        raise ValueError("write K=milliseconds, such as 0=12.5,4=30")
+    return parse_whole(k.strip()), milliseconds
 
 
-class _Benchmark:
-    """Jobs one after the other, and what becomes of their results."""
+class _BenchCommand:
+    """Runs jobs one after the other; shows and saves their results."""
 
-    def __init__(self, jobs: list[Job], json_file: str | None, resume: bool, report: Path | None) -> None:
+    def __init__(self, jobs: list[BenchJob], json_file: str | None, resume: bool, report: Path | None) -> None:
         from spmoe.bench.results import read_results
 
         self._jobs = jobs
@@ -168,112 +169,104 @@ class _Benchmark:
         self._to_stdout = json_file == "-"
         self._report = report
         exists = self._file is not None and self._file.exists()
-        self._before: list[Group] = read_results(self._file) if resume and exists and self._file else []
-        self._done: list[Group] = []
-        self._written = time.monotonic()
-        self._err = stderr()
+        self._earlier: list[WorkloadResults] = read_results(self._file) if resume and exists and self._file else []
+        self._done: list[WorkloadResults] = []
+        self._saved_at = time.monotonic()
+        self._stderr = stderr()
 
     def run(self) -> None:
-        """Run everything; whatever happens, what there is is shown and written."""
-        parted: str | None = None
+        """Run everything; results so far are shown and saved in any case."""
+        difference: str | None = None
         try:
             for number, job in enumerate(self._jobs):
                 if len(self._jobs) > 1:
-                    self._tell(f"case {number + 1} of {len(self._jobs)}: {_name(job)}")
+                    self._notify(f"workload {number + 1} of {len(self._jobs)}: {_job_name(job)}")
                 found = self._run_job(job)
-                parted = parted or found
+                difference = difference or found
         finally:
             self._finish()
-        if parted is not None:
-            raise SpmoeError(
-                f"tokens that must be the same are not: {parted}; please report this machine and its versions"
-            )
+        if difference is not None:
+            raise SpmoeError(f"float32 runs must generate the same tokens: {difference}; please report this as a bug")
 
-    def _run_job(self, job: Job) -> str | None:
-        """Run one; where tokens differ that must not, if they do."""
-        from spmoe.bench.resume import find_stored
-        from spmoe.bench.runs import Bench
-        from spmoe.engine.llm import threads_for
+    def _run_job(self, job: BenchJob) -> str | None:
+        """Run one job; return a forbidden difference of tokens, if there is one."""
+        from spmoe.bench.records import find_stored
+        from spmoe.bench.runs import BenchRunner
+        from spmoe.engine.threads import threads_for
 
         if (link := job.engine["link_gbps"]) is not None:
-            self._tell(f"note: emulated link of {link:g} GB/s; times are not this machine's own")
+            self._notify(f"note: emulated link of {link:g} GB/s; times are not those of this machine's own link")
         stored = None
-        if (found := find_stored(job, self._before)) is not None:
+        if (found := find_stored(job, self._earlier)) is not None:
             number, stored = found
-            del self._before[number]
-            self._tell(f"{len(stored.runs)} of {job.total} runs are there already")
-        running = Bench(job, self._tell, ctrl_c_stops, stored, lambda: self._keep(running))
+            del self._earlier[number]
+            self._notify(f"{len(stored.runs)} of {job.total} runs are in the file already")
+        runner = BenchRunner(job, self._notify, ctrl_c_stops, stored, lambda: self._save_now_and_then(runner))
         interrupted = False
         try:
             with threads_for(job.engine["model"], job.engine["shape"]):
-                running.run()
+                runner.run()
         except KeyboardInterrupt:
             interrupted = True
-            self._tell(f"interrupted after {len(running.runs)} runs")
+            self._notify(f"interrupted after {len(runner.runs)} runs")
         except BaseException:
-            self._take(running, interrupted=True)  # what took long is not lost
+            self._add_results(runner, interrupted=True)  # keep the runs that were made
             raise
-        parted = self._take(running, interrupted)
+        difference = self._add_results(runner, interrupted)
         if interrupted:
             raise typer.Exit(130)
-        return parted
+        return difference
 
-    def _take(self, running: Bench, interrupted: bool) -> str | None:
-        """Keep and show a job's results; where tokens differ that must not, if they do."""
-        if (group := _group(running, interrupted)) is None:
+    def _add_results(self, runner: BenchRunner, interrupted: bool) -> str | None:
+        """Keep and show the results of a job; return a forbidden difference of tokens, if there is one."""
+        from spmoe.bench.records import make_results
+
+        if (results := make_results(runner, interrupted)) is None:
             return None
-        self._done.append(group)
+        self._done.append(results)
         if not self._to_stdout:
             from spmoe.cli.bench_table import print_table
 
-            print_table(group.machine, group.rows, legend=len(self._done) == 1)
-        differs = next((row["differs"] for row in group.rows if row["differs"]), None)
-        return differs if group.machine["dtype"] == "float32" else None
+            print_table(results.machine, results.rows, legend=len(self._done) == 1)
+        difference = next((row["difference"] for row in results.rows if row["difference"]), None)
+        return difference if results.machine["dtype"] == "float32" else None
 
-    def _keep(self, running: Bench) -> None:
-        """Write what there is now and then, for the case that this ends in a way that leaves no time to."""
-        if self._file is None or time.monotonic() - self._written < _KEEP_SECONDS:
+    def _save_now_and_then(self, runner: BenchRunner) -> None:
+        """Save results while a job runs, in case that the process is killed."""
+        from spmoe.bench.records import make_results
+
+        if self._file is None or time.monotonic() - self._saved_at < _SAVE_SECONDS:
             return
-        group = _group(running, interrupted=True)
-        self._write([*self._done, *([group] if group is not None else [])])
+        results = make_results(runner, interrupted=True)
+        self._save([*self._done, *([results] if results is not None else [])])
 
-    def _write(self, groups: list[Group]) -> None:
+    def _save(self, results: list[WorkloadResults]) -> None:
         from spmoe.bench.results import write_results
 
         if self._file is not None:
-            write_results(self._file, [*groups, *self._before])
-        self._written = time.monotonic()
+            write_results(self._file, [*results, *self._earlier])
+        self._saved_at = time.monotonic()
 
     def _finish(self) -> None:
         if not self._done:
             return
         if self._to_stdout:
-            sys.stdout.write("".join(group.lines() for group in self._done))
-        self._write(self._done)
+            sys.stdout.write("".join(one.to_lines() for one in self._done))
+        self._save(self._done)
         if self._report is not None:
             from spmoe.bench.report import html_report
 
-            write_text(self._report, html_report([*self._done, *self._before]))
-            self._tell(f"report: {self._report}")
+            write_text(self._report, html_report([*self._done, *self._earlier]))
+            self._notify(f"report: {self._report}")
 
-    def _tell(self, words: str) -> None:
-        self._err.print(words, soft_wrap=True)
+    def _notify(self, text: str) -> None:
+        self._stderr.print(text, soft_wrap=True)
 
 
-def _name(job: Job) -> str:
-    from spmoe.bench.figures import case_of
+def _job_name(job: BenchJob) -> str:
     from spmoe.bench.labels import model_name
+    from spmoe.bench.records import workload_record
 
-    case, link = case_of(job), job.engine["link_gbps"]
-    words = [case["matrix"], model_name(case), f"prompts: {case['prompt_set']}"]
-    return ", ".join([word for word in words if word] + ([f"{link:g} GB/s"] if link is not None else []))
-
-
-def _group(running: Bench, interrupted: bool) -> Group | None:
-    from spmoe.bench.figures import machine_record, records
-    from spmoe.bench.results import Group
-
-    if not (rows := records(running)):
-        return None
-    others = running.stored.others if running.stored is not None else []
-    return Group({**machine_record(running), "interrupted": interrupted}, [*rows, *others])
+    record, link = workload_record(job), job.engine["link_gbps"]
+    parts = [record["matrix"], model_name(record), f"prompts: {record['prompt_set']}"]
+    return ", ".join([part for part in parts if part] + ([f"{link:g} GB/s"] if link is not None else []))

@@ -1,4 +1,4 @@
-"""What `spmoe bench` prints: a table, a row for each configuration."""
+"""Result table of `spmoe bench`: one row per configuration."""
 
 from __future__ import annotations
 
@@ -8,97 +8,95 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+Row = dict[str, Any]
 
-def print_table(machine: dict[str, Any], rows: list[dict[str, Any]], legend: bool) -> None:
-    """Show the figures of one case."""
+
+def print_table(machine: Row, rows: list[Row], legend: bool) -> None:
+    """Print the results of one workload."""
     table, console = _table(rows), Console(highlight=False, markup=False, emoji=False)
-    wide = Console(width=10 * sum(map(len, _COLUMNS)) + 10 * sum(map(len, _WHERE_THEY_DIFFER)))
-    console.width = max(console.width, wide.measure(table).maximum)  # a row is one line, also where that is too long
+    wide = Console(width=10 * sum(map(len, _COLUMNS)) + 10 * sum(map(len, _OPTIONAL_COLUMNS)))
+    console.width = max(console.width, wide.measure(table).maximum)  # one line per row, even if the terminal is narrow
     link = "emulated link" if machine["link_source"] == "emulated" else f"link ({machine['link_source']})"
     link_speed, memory_speed = machine["link_bytes_per_second"] / 1e9, machine["memory_bytes_per_second"] / 1e9
-    case = f"{machine['matrix']}: " if machine.get("matrix") else ""
+    name = f"{machine['matrix']}: " if machine.get("matrix") else ""
     console.print(
-        f"{case}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
-        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; prompts: {machine['prompts']}, each "
-        f"{machine['repeat']} times, {machine['output_len']} tokens",
+        f"{name}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
+        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; {machine['prompts']} prompts, {machine['repeat']} "
+        f"repeats, {machine['output_len']} output tokens",
         soft_wrap=True,
     )
     console.print(table)
     if legend:
         console.print(_LEGEND, style="dim", soft_wrap=True)
-    steps = {k: row for row in rows if (k := row["num_speculative_tokens"]) != "auto"}  # whose steps differ row by row
-    told = [
-        f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['resident_source']}{_host(row)})"
+    steps = {k: row for row in rows if (k := row["num_speculative_tokens"]) != "auto"}  # auto has steps of many lengths
+    times = [
+        f"{1e3 * row['all_resident_step_seconds']:.3g} ms at K={k} ({row['all_resident_source']}{_host_time(row)})"
         for k, row in sorted(steps.items())
     ]
-    if told:
-        console.print(f"step with all experts in slots: {', '.join(told)}", style="dim", soft_wrap=True)
+    if times:
+        console.print(f"step with all experts in slots: {', '.join(times)}", style="dim", soft_wrap=True)
     target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))
-    read = f"reading weights once: {target:.3g} ms those of one row, {draft:.3g} ms the draft's"
+    read = f"reading weights once: {target:.3g} ms for one row of the target, {draft:.3g} ms for the draft"
     console.print(read, style="dim", soft_wrap=True)
 
 
-def _host(row: dict[str, Any]) -> str:
+def _host_time(row: Row) -> str:
     seconds = row["host_seconds_per_layer"]
-    return "" if seconds is None else f", of it {1e6 * seconds:.3g} us per layer outside of recorded forwards"
+    return "" if seconds is None else f", {1e6 * seconds:.3g} us per layer of it outside of CUDA graphs"
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(rows: list[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
-    extra = {name: show for name, show in _WHERE_THEY_DIFFER.items() if len({show(row) for row in rows}) > 1}
+    optional = [(name, text) for name, text in _OPTIONAL_COLUMNS.items() if len({text(row) for row in rows}) > 1]
     columns = [*_COLUMNS.items()]
-    columns = [*columns[:3], *extra.items(), *columns[3:]]
+    columns = [*columns[:3], *optional, *columns[3:]]
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(show(row) for _, show in columns))
+        table.add_row(*(text(row) for _, text in columns))
     return table
 
 
-def _milliseconds(seconds: float) -> str:
+def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f}"
+def _ms_of(key: str) -> Callable[[Row], str]:
+    return lambda row: _ms(row[key])
 
 
-def _milliseconds_of(key: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: _milliseconds(row[key])
+def _percent_of(key: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[key] is None else f"{100 * row[key]:.0f}"
 
 
-def _percent_of(key: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: _percent(row[key])
-
-
-def _millions_of(key: str) -> Callable[[dict[str, Any]], str]:
+def _megabytes_of(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key] / 1e6:.1f}"
 
 
 _LEGEND = (
-    "TPOT, TTFT, step: ms per output token (median; 10th to 90th percentile), to the first token, per step, and of a "
-    "step draft, verify and, within it, stall; acc: tokens per drafted step; hit: % of experts that were there; "
-    "MB/tok: moved; useful: MB per step moved and used; GB/s: moved, over the time; used, late, waste: % of what was "
-    "prefetched; same: % of prompts with the first row's tokens; eff: max(useful / link, step with all experts in "
-    "slots) / step, in %"
+    "TPOT: ms per output token (median; 10th to 90th percentile); TTFT: ms to the first token; acc: tokens per "
+    "speculative step; step, draft, verify, stall: ms per step (stall is part of verify); hit: % of routed experts "
+    "found in a slot; MB/tok: moved per token; useful: MB moved and used per step; GB/s: moved over time; used, late, "
+    "waste: % of prefetched bytes; same: % of prompts with the first row's tokens; eff: pipeline efficiency in %, "
+    "max(useful / link, step with all experts in slots) / step"
 )
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+_COLUMNS: dict[str, Callable[[Row], str]] = {
     "memory": lambda row: str(row["expert_memory"]),
     "prefetch": lambda row: str(row["prefetch"]),
     "K": lambda row: str(row["num_speculative_tokens"]),
-    "TPOT": lambda row: _milliseconds(row["tpot_seconds"]["median"]),
-    "10-90%": lambda row: "-".join(_milliseconds(row["tpot_seconds"][key]) for key in ("p10", "p90")),
-    "TTFT": lambda row: _milliseconds(row["ttft_seconds"]["median"]),
+    "TPOT": lambda row: _ms(row["tpot_seconds"]["median"]),
+    "10-90%": lambda row: "-".join(_ms(row["tpot_seconds"][key]) for key in ("p10", "p90")),
+    "TTFT": lambda row: _ms(row["ttft_seconds"]["median"]),
     "tok/s": lambda row: f"{row['tokens_per_second']:.1f}",
     "acc": lambda row: "-" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}",
     "steps": lambda row: str(row["steps"]),
-    "step": _milliseconds_of("step_seconds"),
-    "draft": _milliseconds_of("draft_seconds_per_step"),
-    "verify": _milliseconds_of("verify_seconds_per_step"),
-    "stall": _milliseconds_of("stall_seconds_per_step"),
+    "step": _ms_of("step_seconds"),
+    "draft": _ms_of("draft_seconds_per_step"),
+    "verify": _ms_of("verify_seconds_per_step"),
+    "stall": _ms_of("stall_seconds_per_step"),
     "hit": _percent_of("hit_rate"),
-    "MB/tok": _millions_of("bytes_moved_per_token"),
-    "useful": _millions_of("useful_bytes_per_step"),
+    "MB/tok": _megabytes_of("bytes_moved_per_token"),
+    "useful": _megabytes_of("useful_bytes_per_step"),
     "GB/s": lambda row: f"{row['link_bytes_per_second'] / 1e9:.3g}",
     "used": _percent_of("prefetch_used_share"),
     "late": _percent_of("prefetch_late_share"),
@@ -106,7 +104,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "same": _percent_of("identical_share"),
     "eff": _percent_of("pipeline_efficiency"),
 }
-_WHERE_THEY_DIFFER: dict[str, Callable[[dict[str, Any]], str]] = {
+_OPTIONAL_COLUMNS: dict[str, Callable[[Row], str]] = {  # shown if rows differ in them
     "system": lambda row: row["system"] or "-",
     "eviction": lambda row: str(row["eviction"]),
     "cutoff": lambda row: str(row["cutoff"]),

@@ -1,110 +1,163 @@
-"""`spmoe demo`: what prefetching does, seen in under a minute on any machine."""
+"""`spmoe demo`: show what prefetching does, in less than a minute on any machine."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
-from spmoe.config import format_bytes
+from spmoe.config import SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
+from spmoe.observe.timeline import Activity, Span
 
 if TYPE_CHECKING:
-    from spmoe.bench.demo import Shown
+    from spmoe.engine.llm import Completion
+
+_MIN_LINK_GBPS = 0.1  # keeps the demo short on a busy machine
+_TIMELINE_STEPS = 3  # steps that the timelines show
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"num_speculative_tokens": 0, "prefetch": "on-demand"},
+    "speculation, on demand": {"num_speculative_tokens": 4, "prefetch": "on-demand"},
+    "speculation, prefetched": {"num_speculative_tokens": 4, "prefetch": "draft-gate"},
+}
+
+
+class DemoRun(NamedTuple):
+    """Completion of one mode and the timeline of its last steps."""
+
+    completion: Completion
+    spans: list[Span]
 
 
 def demo(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="MoE model to show it on; default: the pair that ships.")
+        str | None, typer.Argument(metavar="MODEL", help="MoE model to use; default: the shipped pair.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft, with the same tokenizer.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft for MODEL, with the same tokenizer.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to complete.")] = "def fibonacci(n):",
-    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate each time.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate in each mode.")] = 64,
     link_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Emulated link, in GB/s; default: as fast as this machine computes.")
+        float | None,
+        typer.Option(min=0.001, help="Emulated link, in GB/s; default: chosen to match this machine's compute speed."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete one prompt plainly, with speculation, and with prefetching: the same text, at different cost.
+    """Complete one prompt plainly, with speculation, and with prefetching: same text, different cost.
 
-    A quarter of the experts in slots, float32, and an emulated link.
+    Uses float32, slots for a quarter of the experts and an emulated link.
     """
-    from spmoe.bench.demo import WAYS, balanced_link, run_way
-    from spmoe.engine.llm import threads_for
-    from spmoe.observe.progress import progress_bar
+    from spmoe.engine.threads import threads_for
 
     if model is not None and draft is None:
-        raise UsageError("a demonstration needs a draft as well; give one with --draft")
+        raise UsageError("the demo needs a draft for this model; give one with --draft")
     options: dict[str, Any] = {"model": model, "draft": draft, "expert_memory": "25%", "dtype": "float32"}
     options["progress"] = not as_json and sys.stderr.isatty()
-    shown: dict[str, Shown] = {}
+    params = SamplingParams(max_tokens=max_tokens)
     with threads_for(model):
         if link_gbps is None:
-            stderr().print("measuring how fast this machine computes ...")
-            link_gbps = balanced_link(prompt, max_tokens, options)
+            stderr().print("measuring the compute speed of this machine ...")
+            link_gbps = _balanced_link(prompt, params, options)
         options["link_gbps"] = link_gbps
-        for way in WAYS:
-            with progress_bar(way, options["progress"]) as report:
-                shown[way] = run_way(way, prompt, max_tokens, options, report)
-    texts = {way: one.completion.token_ids for way, one in shown.items()}
-    identical = len({tuple(ids) for ids in texts.values()}) == 1
+        runs = {mode: _run(mode, prompt, params, options) for mode in MODES}
+    identical = len({tuple(run.completion.token_ids) for run in runs.values()}) == 1
     if as_json:
-        runs = {way: one.completion.to_dict() for way, one in shown.items()}
-        print(json.dumps({"emulated_link_gbps": link_gbps, "identical": identical, "runs": runs}))
+        completions = {mode: run.completion.to_dict() for mode, run in runs.items()}
+        print(json.dumps({"emulated_link_gbps": link_gbps, "identical": identical, "runs": completions}))
     else:
-        _print(prompt, link_gbps, shown, identical)
+        _print(prompt, link_gbps, runs, identical)
     if not identical:
-        raise SpmoeError("the three texts differ, which must never happen; please report this machine and its versions")
+        raise SpmoeError("the three modes generated different tokens; please report this as a bug")
 
 
-def _print(prompt: str, link_gbps: float, shown: dict[str, Shown], identical: bool) -> None:
+def _balanced_link(prompt: str, params: SamplingParams, options: dict[str, Any]) -> float:
+    """Return GB/s at which moving the missing experts of a step takes about as long as computing it.
+
+    Overlap matters most there: a much faster link leaves nothing to hide, a much slower one nothing to hide it behind.
+    """
+    from spmoe.engine.llm import LLM
+
+    with LLM(**options, **MODES["speculation, on demand"]) as llm:
+        counters = llm.generate(prompt, params)[0].stats.counters
+    compute_seconds = counters.draft_seconds + counters.verify_seconds - counters.stall_seconds
+    return max(_MIN_LINK_GBPS, float(f"{counters.demand_bytes / max(compute_seconds, 1e-6) / 1e9:.1g}"))
+
+
+def _run(mode: str, prompt: str, params: SamplingParams, options: dict[str, Any]) -> DemoRun:
+    """Generate twice in one mode; the first run fills the slots and lets the cutoff learn."""
+    from spmoe.bench.runs import generate_with_timeline
+    from spmoe.engine.llm import LLM
+    from spmoe.observe.progress import progress_bar
+
+    with progress_bar(mode, options["progress"]) as report, LLM(**options, **MODES[mode]) as llm:
+        llm.generate(prompt, params)
+        return DemoRun(*generate_with_timeline(llm, prompt, params, lambda done: report(done, params.max_tokens)))
+
+
+def _print(prompt: str, link_gbps: float, runs: dict[str, DemoRun], identical: bool) -> None:
     console = Console(highlight=False)
-    first = next(iter(shown.values())).completion
+    first = next(iter(runs.values())).completion
     console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     console.print(first.text, markup=False, soft_wrap=True)
     console.print()
     if identical:
-        console.print(f"All three wrote exactly this, token for token. Emulated link: {link_gbps:g} GB/s.\n")
-    console.print(_table(shown))
+        console.print(f"All three modes generated exactly these tokens. Emulated link: {link_gbps:g} GB/s.\n")
+    console.print(_table(runs))
     console.print()
-    _print_timelines(console, shown)
+    columns = max(20, min(100, console.width - 10))
+    stats = [run.completion.stats for run in runs.values()]
+    step_seconds = max(one.latency_seconds / max(1, one.counters.steps) for one in stats[1:])
+    seconds = _TIMELINE_STEPS * step_seconds
+    console.print(f"Last {1e3 * seconds:.0f} ms of each (d draft, V verify, . stall; link: # busy, - partly busy):")
+    for mode, run in runs.items():
+        compute, link = draw_timeline(run.spans, seconds, columns)
+        console.print(mode, style="dim")
+        console.print(f"compute |{compute}|", markup=False, soft_wrap=True)
+        console.print(f"link    |{link}|", markup=False, soft_wrap=True)
 
 
-def _table(shown: dict[str, Shown]) -> Table:
-    table = Table("emulated link", *shown, box=None, pad_edge=False)
+def _table(runs: dict[str, DemoRun]) -> Table:
+    table = Table("emulated link", *runs, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    stats = [one.completion.stats for one in shown.values()]
-
-    def row(name: str, values: list[str]) -> None:
+    stats = [run.completion.stats for run in runs.values()]
+    rows = {
+        "time per token": [f"{1e3 * (s.tpot_seconds or 0):.1f} ms" for s in stats],
+        "tokens per step": [f"{s.output_tokens / s.counters.steps:.2f}" for s in stats],
+        "hit rate": [f"{100 * (s.counters.hit_rate or 0):.0f}%" for s in stats],
+        "stall per token": [f"{1e3 * s.counters.stall_seconds / s.output_tokens:.1f} ms" for s in stats],
+        "loaded on demand": [format_bytes(s.counters.demand_bytes) for s in stats],
+        "prefetched": [format_bytes(s.counters.issued_bytes) for s in stats],
+        "  of it used": [format_bytes(s.counters.used_bytes) for s in stats],
+        "  of it late": [format_bytes(s.counters.late_bytes) for s in stats],
+        "  of it wasted": [format_bytes(s.counters.wasted_bytes) for s in stats],
+    }
+    for name, values in rows.items():
         table.add_row(name, *values)
-
-    row("time per token", [f"{1e3 * (s.tpot_seconds or 0):.1f} ms" for s in stats])
-    row("tokens per step", [f"{s.output_tokens / s.counters.steps:.2f}" for s in stats])
-    row("hit rate", [f"{100 * (s.counters.hit_rate or 0):.0f}%" for s in stats])
-    row("stall per token", [f"{1e3 * s.counters.stall_seconds / s.output_tokens:.1f} ms" for s in stats])
-    row("loaded on demand", [format_bytes(s.counters.demand_bytes) for s in stats])
-    row("prefetched", [format_bytes(s.counters.issued_bytes) for s in stats])
-    row("  of it used", [format_bytes(s.counters.used_bytes) for s in stats])
-    row("  of it late", [format_bytes(s.counters.late_bytes) for s in stats])
-    row("  of it wasted", [format_bytes(s.counters.wasted_bytes) for s in stats])
     return table
 
 
-def _print_timelines(console: Console, shown: dict[str, Shown]) -> None:
-    from spmoe.bench.demo import draw
-
-    columns = max(20, min(100, console.width - 10))
-    steps = [one.completion.stats for one in shown.values()]
-    seconds = 3 * max(s.latency_seconds / max(1, s.counters.steps) for s in steps[1:])
-    console.print(f"The last {1e3 * seconds:.0f} ms of each (d draft, V verify, . stall; # - link busy, partly):")
-    for way, one in shown.items():
-        compute, link = draw(one.spans, seconds, columns)
-        console.print(way, style="dim")
-        console.print(f"compute |{compute}|", markup=False, soft_wrap=True)
-        console.print(f"link    |{link}|", markup=False, soft_wrap=True)
+def draw_timeline(spans: list[Span], seconds: float, columns: int) -> tuple[str, str]:
+    """Return two rows of characters for the last `seconds`: main activity of compute, and load of the link."""
+    start = max((span.end for span in spans), default=0.0) - seconds
+    width = seconds / columns
+    shares = {activity: [0.0] * columns for activity in Activity}  # of the time of each column
+    for span in spans:
+        for column in range(max(0, int((span.start - start) / width)), columns):
+            overlap = min(span.end, start + (column + 1) * width) - max(span.start, start + column * width)
+            if overlap <= 0:
+                break
+            shares[span.activity][column] += overlap / width
+    compute, link = "", ""
+    for column in range(columns):
+        draft, verify, stall = (shares[kind][column] for kind in (Activity.DRAFT, Activity.VERIFY, Activity.STALL))
+        copies = shares[Activity.COPY][column] + shares[Activity.PREFETCH][column]
+        by_sign = {"d": draft, "V": verify - stall, ".": stall}  # stalls are part of verification
+        sign = max(by_sign, key=lambda one: by_sign[one])
+        compute += sign if by_sign[sign] > 0.01 else " "
+        link += "#" if copies > 0.5 else "-" if copies > 0.01 else " "
+    return compute, link

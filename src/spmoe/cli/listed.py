@@ -1,4 +1,4 @@
-"""Options that take several values, with commas between them."""
+"""Options that take several values, separated by commas."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from spmoe.errors import UsageError
 T = TypeVar("T")
 
 
-def listed(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
-    """The values of an option, each once; `convert` may raise ValueError with what is wrong."""
+def parse_list(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
+    """Return the values of an option without duplicates; `parse` converts one and raises ValueError if it cannot."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise UsageError(f"{name} takes values with commas between them, not {text!r}")
+        raise UsageError(f"{option} takes values separated by commas, not {text!r}")
     try:
-        return list(dict.fromkeys(convert(word) for word in words))
+        return list(dict.fromkeys(parse(word) for word in words))
     except ValueError as error:
-        raise UsageError(f"{name} cannot be {text!r}: {error}") from error
+        raise UsageError(f"{option} cannot be {text!r}: {error}") from error
 
 
-def whole(word: str) -> int:
-    """A whole number, 0 or more."""
+def parse_whole(word: str) -> int:
+    """Parse a whole number, 0 or more."""
     if not word.isdecimal():
         raise ValueError(f"{word!r} is not a whole number")
     return int(word)
 
 
-def whole_or_auto(word: str) -> DraftTokens:
-    """Such a number, or `auto`."""
-    return "auto" if word.lower() == "auto" else whole(word)
+def parse_draft_tokens(word: str) -> DraftTokens:
+    """Parse a whole number, 0 or more, or `auto`."""
+    return "auto" if word.lower() == "auto" else parse_whole(word)
 
 
-def speed(word: str) -> float:
-    """Gigabytes per second."""
+def parse_gbps(word: str) -> float:
+    """Parse a bandwidth in gigabytes per second."""
     try:
-        found = float(word)
+        value = float(word)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise ValueError(f"{word!r} is not a speed; write gigabytes per second, such as 25")
-    return found
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{word!r} is not a bandwidth; write gigabytes per second, such as 25")
+    return value

@@ -17,12 +17,12 @@ from spmoe import __version__
 from spmoe.cli.bench import bench
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
-from spmoe.cli.evaluation import report
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
 from spmoe.cli.predictability import predictability
 from spmoe.cli.profile import profile
+from spmoe.cli.report import report
 from spmoe.cli.run import run
 from spmoe.cli.trace import trace
 from spmoe.errors import SpmoeError, UsageError, reason

@@ -1,4 +1,4 @@
-"""`spmoe bench` from scenarios, continued and reported, and `spmoe report`."""
+"""`spmoe bench` with scenarios and --resume, and `spmoe report`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ cutoffs = ["auto", "every"]
 
 @pytest.fixture
 def scenario(checkpoints: Path, tmp_path: Path) -> Path:
-    """A scenario beside the models and prompts that it names."""
+    """Write a scenario beside its models and prompts."""
     for name in ("target", "draft"):
         (tmp_path / name).symlink_to(checkpoints / name)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"question": "why not?"}\n')
@@ -55,7 +55,7 @@ def _own_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def read_groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for record in map(json.loads, file.read_text().splitlines()):
         if record["type"] == "machine":
@@ -65,25 +65,25 @@ def groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     return found
 
 
-def test_a_scenario_from_file_to_page(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "page.html"
     result = invoke("bench", "--scenario", scenario, "--json", results, "--report", page).succeeded()
-    assert "case 1 of 2" in result.err
-    assert "case 2 of 2: depths" in result.err
-    assert [line for line in result.out.splitlines() if line.startswith("depths: cpu, ")], "a table says what it is of"
-    (first, compared), (second, swept) = groups(results)
+    assert "workload 1 of 2" in result.err
+    assert "workload 2 of 2: depths" in result.err
+    assert [line for line in result.out.splitlines() if line.startswith("depths: cpu, ")], "the table names its matrix"
+    (first, compared), (second, swept) = read_groups(results)
     assert [row["prefetch"] for row in compared] == ["draft-gate", "on-demand"]
     assert [row["cutoff"] for row in swept] == ["auto", "0", "1", "2", "3"]
     assert [row["cutoff_layers"] for row in swept[1:]] == [0, 1, 2, 3]
     assert (first["scenario"], first["matrix"], second["matrix"]) == ("mine", None, "depths")
     assert first["scenario_text"] == SCENARIO
-    assert (first["prompt_set"], first["prompt_form"]) == ("prompts", "JSON lines")
+    assert (first["prompt_set"], first["prompt_format"]) == ("prompts", "JSON lines")
     assert first["command"].startswith("spmoe bench --scenario ")
     assert all(row["identical_share"] == 1 for row in [*compared, *swept])
     assert all(len(row["acceptance_by_position"]) == 2 for row in [*compared, *swept])
     text = page.read_text()
-    assert "Least: " in text
-    assert "scenarios/ablation.toml" in text, "which has not been run"
+    assert "Best: " in text
+    assert "scenarios/ablation.toml" in text, "the command for the missing section"
 
     again = tmp_path / "again.html"
     invoke("report", results, "-o", again).succeeded()
@@ -95,26 +95,26 @@ def test_a_scenario_from_file_to_page(scenario: Path, invoke: Invoke, tmp_path: 
     assert (tmp_path / "both.md").read_text().count("| draft-gate") > markdown.count("| draft-gate")
 
 
-def test_the_quick_scenario_in_a_tiny_form(invoke: Invoke, tmp_path: Path) -> None:
+def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None:
     results = tmp_path / "quick.jsonl"
     options: tuple[object, ...] = ("--output-len", 6, "--repeat", 1, "--warmup", 0, "--link-gbps", 5)
     short = tmp_path / "short.txt"
     short.write_text("def f(x):")
     options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4", "--prompts", short)
     invoke("bench", "--scenario", ROOT / "scenarios" / "quick.toml", *options, "--json", results).succeeded()
-    found = groups(results)
+    found = read_groups(results)
     assert [machine["matrix"] for machine, _ in found] == [None, "cutoff", "ablation"]
     assert {row["ablation"] for row in found[2][1]} == {
-        "all on", "no cutoff", "no batching", "no asynchrony", "no prefetch"
+        "all on", "no cutoff", "no batching", "no overlap", "no prefetch"
     }  # fmt: skip
-    assert all(row["differs"] is None for _, rows in found for row in rows)
+    assert all(row["difference"] is None for _, rows in found for row in rows)
     text = tmp_path / "quick.html"
     invoke("report", results, "-o", text).succeeded()
-    assert 'class="missing"' not in text.read_text(), "it has a bit of everything"
+    assert 'class="missing"' not in text.read_text()
 
 
 @pytest.mark.usefixtures("_own_ctrl_c")
-def test_an_interrupted_benchmark_goes_on(
+def test_resume_after_interrupt(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     original, taken = llm.Generation._take, 0
@@ -123,7 +123,7 @@ def test_an_interrupted_benchmark_goes_on(
         nonlocal taken
         yield from original(self, token)
         taken += 1
-        if taken == (2 + 3) * 6 + 2:  # in the fourth run, after two to warm up
+        if taken == (2 + 3) * 6 + 2:  # in the fourth run, after two warm-up runs
             os.kill(os.getpid(), signal.SIGINT)
 
     results = tmp_path / "results.jsonl"
@@ -131,59 +131,59 @@ def test_an_interrupted_benchmark_goes_on(
         patch.setattr(llm.Generation, "_take", take)
         result = invoke("bench", "--scenario", scenario, "--json", results)
     assert result.code == 130
-    ((machine, rows),) = groups(results)
+    ((machine, rows),) = read_groups(results)
     assert machine["interrupted"]
     assert [row["runs"] for row in rows] == [1, 2]
     before = [sample for row in rows for sample in row["samples"]]
 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
-    assert "3 of 4 runs are there already" in result.err
+    assert "3 of 4 runs are in the file already" in result.err
     assert "run 4 of 4" in result.err
     assert "run 3 of 4" not in result.err
-    (machine, rows), (_, swept) = groups(results)
+    (machine, rows), (_, swept) = read_groups(results)
     assert not machine["interrupted"]
     assert [row["runs"] for row in rows] == [2, 2]
     after = [sample for row in rows for sample in row["samples"]]
-    assert all(sample in after for sample in before), "as they were"
+    assert all(sample in after for sample in before)
     assert len(swept) == 5
 
     monkeypatch.setattr(runs, "LLM", None)
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
-    assert "10 of 10 runs are there already" in result.err
-    assert groups(results)[0][1] == rows
+    assert "10 of 10 runs are in the file already" in result.err
+    assert read_groups(results)[0][1] == rows
 
 
-def test_more_configurations_can_be_added(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_resume_with_other_configurations_keeps_stored_ones(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     scenario.write_text(SCENARIO.split("[[matrix]]\nname")[0])
     common = ("bench", "--scenario", scenario, "--cutoff", "auto", "--json", results, "--resident-step-ms", "2=1")
     invoke(*common, "--prefetch", "on-demand").succeeded()
     invoke(*common, "--prefetch", "next-gate", "--resume").succeeded()
-    policies = [[row["prefetch"] for row in rows] for _, rows in groups(results)]
-    assert policies == [["next-gate", "on-demand"]], "what was there is kept"
+    policies = [[row["prefetch"] for row in rows] for _, rows in read_groups(results)]
+    assert policies == [["next-gate", "on-demand"]]
 
 
 def test_results_are_written_while_it_runs(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever ends it, even a power cut."""
-    results, seen = tmp_path / "results.jsonl", list[int]()
-    original = runs.Bench._warm_up
+    """So that results survive a killed process."""
+    results, counts = tmp_path / "results.jsonl", list[int]()
+    original = runs.BenchRunner._warm_up
 
-    def warm_up(self: runs.Bench, *arguments: Any) -> None:
+    def warm_up(self: runs.BenchRunner, *arguments: Any) -> None:
         if results.exists():
-            seen.append(sum(row["runs"] for _, rows in groups(results) for row in rows))
+            counts.append(sum(row["runs"] for _, rows in read_groups(results) for row in rows))
         original(self, *arguments)
 
-    monkeypatch.setattr(runs.Bench, "_warm_up", warm_up)
-    monkeypatch.setattr("spmoe.cli.bench._KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(runs.BenchRunner, "_warm_up", warm_up)
+    monkeypatch.setattr("spmoe.cli.bench._SAVE_SECONDS", 0.0)
     options = ("--cutoff", "auto", "--json", results, "--resident-step-ms", "2=1")
     invoke("bench", "--scenario", scenario, *options).succeeded()
-    assert seen == [4], "by the time that the second case begins"
+    assert counts == [4], "when the second workload starts"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("--resume",), "--json"),
         (("--resume", "--json", "-"), "--json"),
@@ -196,26 +196,34 @@ def test_results_are_written_while_it_runs(
         (("--dtype", "int4"), "--dtype"),
     ],
 )
-def test_refusals(invoke: Invoke, words: tuple[object, ...], said: str) -> None:
-    invoke("bench", *words).refused(2, said)
+def test_invalid_options(invoke: Invoke, options: tuple[object, ...], message: str) -> None:
+    invoke("bench", *options).refused(2, message)
 
 
-def test_a_scenario_with_a_typo(invoke: Invoke, scenario: Path) -> None:
+def test_unknown_key_in_scenario(invoke: Invoke, scenario: Path) -> None:
     scenario.write_text("output_length = 3")
     invoke("bench", "--scenario", scenario).refused(2, "unknown key output_length; did you mean output_len?")
 
 
-def test_reports_of_nothing(invoke: Invoke, tmp_path: Path) -> None:
+def test_report_without_results(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     invoke("report", file, "-o", tmp_path / "x.html").refused(2, "cannot read")
     file.write_text("hello")
     invoke("report", file).refused(2, "-o report.html")
     invoke("report", file, "--markdown").refused(2, "line 1 of", "not JSON")
-    file.write_text('{"type": "machine", "format": 2}\n')
-    invoke("report", file, "--markdown").refused(2, "no configuration that was run")
+    file.write_text('{"type": "machine", "format": 3}\n')
+    invoke("report", file, "--markdown").refused(2, "no finished configuration")
 
 
-def test_runs_take_the_switches(checkpoints: Path, invoke: Invoke) -> None:
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_missing_report_extra(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr("spmoe.bench.charts.find_spec", lambda name: None if name == missing else object())
+    message = f"need {missing}, not installed here; run `pip install 'spmoe[report]'`"
+    invoke("report", tmp_path / "x.jsonl", "-o", tmp_path / "x.html").refused(2, message)
+    invoke("bench", "--report", tmp_path / "x.html").refused(2, message)
+
+
+def test_run_with_batching_and_overlap_switched_off(checkpoints: Path, invoke: Invoke) -> None:
     pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--device", "cpu", "--max-tokens", 8, "--json")
     outcomes = [
         json.loads(invoke("run", *pair, "--prompt", "hello", *switches).succeeded().out)["token_ids"]
