@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(("link", "source"), [(None, "expert file"), (0.5, "emulated")])
 def test_ceilings_on_cpu(mixtral_pair: Pair, link: float | None, source: str) -> None:
     with LLM(str(mixtral_pair.target), device="cpu", progress=False, link_gbps=link) as llm:
-        before = llm.engine.source.counters.copy()
+        before = llm.engine.counters.copy()
         found = measure_ceilings(llm.engine)
-        assert llm.engine.source.counters == before, "the measurement is not counted"
-        assert all_experts_fit(CPU, llm.engine.memory, llm.engine.store.nbytes)
-        assert not all_experts_fit(CPU, llm.engine.memory, 2**60)
+        assert llm.engine.counters == before, "the measurement is not counted"
+        assert all_experts_fit(CPU, llm.engine.parts.memory, llm.engine.spec.nbytes)
+        assert not all_experts_fit(CPU, llm.engine.parts.memory, 2**60)
     assert found.link_source == source
     assert found.link == 0.5e9 if link else found.link > 1e6
     assert found.memory > 1e8
@@ -51,9 +51,9 @@ def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path, monkey
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ceilings_on_cuda() -> None:
-    from spmoe.backends.devices import forget_freed, link_bandwidth
+    from spmoe.backends.devices import empty_device_cache, link_bandwidth
 
     device = torch.device("cuda", 0)
     link, memory = link_bandwidth(device, 100 * 2**20), memory_bandwidth(device)
-    forget_freed(device)
+    empty_device_cache(device)
     assert 1e9 < link < memory

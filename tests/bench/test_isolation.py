@@ -13,7 +13,7 @@ from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.scored import ScoredEviction
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import FileTransfer, FutureHandle
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]
@@ -65,9 +65,9 @@ def test_copies_for_a_switch_are_not_counted_and_state_is_restored(mixtral_pair:
         state: dict[int, tuple[Any, ...]] = {}
         for turn in range(3):
             for number, changes in enumerate(CONFIGURATIONS):
-                counters = llm.engine.loop.counters.copy()
+                counters = llm.engine.counters.copy()
                 isolated.select(number, changes)
-                moved = llm.engine.loop.counters.minus(counters)
+                moved = llm.engine.counters.minus(counters)
                 assert (moved.hits, moved.demand_loads, moved.demand_bytes, moved.steps) == (0, 0, 0, 0)
                 present = {entry.key for entry in cache.entries()}
                 if turn:
@@ -77,8 +77,8 @@ def test_copies_for_a_switch_are_not_counted_and_state_is_restored(mixtral_pair:
                 llm.generate(PROMPTS[number], PARAMS)
                 state[number] = ({e.key for e in cache.entries()}, cache.eviction, llm.engine.loop.policy.name)
         assert len({id(eviction) for _, eviction, _ in state.values()}) == len(CONFIGURATIONS)
-        held = int(cache.prefetched.sum()) * llm.engine.source.blob_bytes
-        assert llm.engine.loop.counters.held_bytes == held, "evicted without use counts as wasted"
+        held = int(cache.prefetched.sum()) * llm.engine.experts.pool.blob_bytes
+        assert llm.engine.counters.held_bytes == held, "evicted without use counts as wasted"
 
 
 def test_cutoff_is_learned_from_steps_of_the_same_configuration(mixtral_pair: Pair) -> None:
@@ -90,7 +90,7 @@ def test_cutoff_is_learned_from_steps_of_the_same_configuration(mixtral_pair: Pa
         for prompt in PROMPTS:
             for number in (0, 1):
                 isolated.select(number, changes[number])
-                assert llm.engine.loop.counters.minus(llm.engine.since).steps == steps[number]
+                assert llm.engine.counters.minus(llm.engine.since).steps == steps[number]
                 steps[number] += llm.generate(prompt, PARAMS)[0].stats.counters.steps
         assert len(llm.engine.learnt) == 1
     assert min(steps) > 0
@@ -102,10 +102,10 @@ def test_nothing_is_evicted_with_slots_for_all_experts(mixtral_pair: Pair) -> No
         for number, changes in enumerate(CONFIGURATIONS):
             isolated.select(number, changes)
             llm.generate("every expert, sooner or later: abcdefghijklmnopqrstuvwxyz 0123456789", PARAMS)
-        before = llm.engine.loop.counters.demand_loads
+        before = llm.engine.counters.demand_loads
         isolated.select(0, CONFIGURATIONS[0])
         llm.generate("every expert, sooner or later: abcdefghijklmnopqrstuvwxyz 0123456789", PARAMS)
-        assert llm.engine.loop.counters.demand_loads == before
+        assert llm.engine.counters.demand_loads == before
 
 
 def test_failed_copy_raises(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

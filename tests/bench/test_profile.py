@@ -305,7 +305,7 @@ def test_measures_and_checks_a_tiny_pair(mixtral_pair: Pair, tmp_path: Path) -> 
         assert profile.draft_pass_seconds is not None
         assert list(profile.verify_seconds) == [1, 2, 3, 5], "up to the engine's K + 1"
         assert 0.0 <= profile.expert_share <= 1.0
-        blob = llm.engine.store.layout.nbytes
+        blob = llm.engine.spec.layout.nbytes
         assert list(profile.load_seconds) == [1, 2, 4]
         assert all(seconds >= count * blob / 0.05e9 for count, seconds in profile.load_seconds.items()), "link speed"
         assert [one.policy for one in profile.policies] == list(PROFILED_POLICIES)

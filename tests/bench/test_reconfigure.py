@@ -18,8 +18,8 @@ from spmoe.engine.profiling import read_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies.draft_gate import DraftGate
+from spmoe.predict.policies.on_demand import OnDemand
 
 PROMPT = "the cat"
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -40,7 +40,7 @@ def test_reconfigured_engine_equals_a_newly_built_one(llm: LLM, mixtral_pair: Pa
     with LLM(*pair, **OPTIONS, num_speculative_tokens=k, prefetch=prefetch, cutoff="auto") as built:
         expected = built.generate(PROMPT, PARAMS)[0]
         policy = type(built.engine.loop.policy)
-        budget = built.engine.source.grants.step_budget
+        budget = built.engine.experts.scheduler.step_budget
     llm.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=3)
     llm.engine.reconfigure(prefetch=prefetch, num_speculative_tokens=k)
     found = llm.generate(PROMPT, PARAMS)[0]
@@ -50,7 +50,7 @@ def test_reconfigured_engine_equals_a_newly_built_one(llm: LLM, mixtral_pair: Pa
     assert found.stats.cutoff_layers == expected.stats.cutoff_layers
     assert found.stats.counters.accepted_at == expected.stats.counters.accepted_at
     assert type(llm.engine.loop.policy) is policy
-    assert llm.engine.source.grants.step_budget == budget
+    assert llm.engine.experts.scheduler.step_budget == budget
     assert llm.engine.loop.drafter is drafter if k else isinstance(llm.engine.loop.drafter, NoDraft)
 
 
@@ -60,21 +60,21 @@ def test_profile_is_kept_per_number_of_draft_tokens(llm: LLM) -> None:
     for k in (4, 2):
         engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
         assert isinstance(engine.loop.policy, DraftGate)
-        assert engine.profile is not None
-        assert engine.profile.missing_per_layer is None
+        assert engine.prefetching.profile is not None
+        assert engine.prefetching.profile.missing_per_layer is None
         for _ in range(3):
             llm.generate(PROMPT, PARAMS)
         engine.reconfigure(prefetch="on-demand", num_speculative_tokens=k)
         assert isinstance(engine.loop.policy, OnDemand)
-        assert engine.cutoff is engine.profile is None
+        assert engine.prefetching.cutoff is engine.prefetching.profile is None
         llm.generate(PROMPT, PARAMS)
     assert len(engine.learnt) == 2
     for k in (4, 2):
         engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
-        profile = engine.profile
+        profile = engine.prefetching.profile
         assert profile is not None
         assert profile.missing_per_layer is not None
-        own = engine.loop.counters.minus(engine.since)
+        own = engine.counters.minus(engine.since)
         assert own.verified >= 16
         assert profile.missing_per_layer == pytest.approx(own.missing / own.verified / len(engine.target.moe))
         learned[k] = profile
@@ -94,11 +94,11 @@ def test_other_configuration_has_its_own_profile(llm: LLM, change: dict[str, Any
     engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=4)
     for _ in range(3):
         llm.generate(PROMPT, PARAMS)
-    before = engine.profile_file
+    before = engine.prefetching.profile_file
     engine.reconfigure(**change)
-    assert engine.profile_file != before
-    assert engine.profile is not None
-    assert engine.profile.missing_per_layer is None
+    assert engine.prefetching.profile_file != before
+    assert engine.prefetching.profile is not None
+    assert engine.prefetching.profile.missing_per_layer is None
 
 
 def test_reconfigure_without_changes_keeps_the_policy(llm: LLM) -> None:
@@ -127,7 +127,7 @@ def test_switches_do_not_change_tokens(llm: LLM, changes: dict[str, Any]) -> Non
     assert found.token_ids == expected.token_ids
     assert found.stats.counters.prefetches_requested > 0
     source = llm.engine.source
-    assert source.loads.batching is llm.engine.room.transfer.batched is changes.get("batching", True)
+    assert source.loads.batching is llm.engine.parts.runtime.transfer.batched is changes.get("batching", True)
     assert source.overlap is changes.get("overlap", True)
     if not source.overlap:
         assert found.stats.counters.late == 0, "every prefetch has finished before verification"
@@ -211,8 +211,8 @@ def test_store_that_was_given_up_is_not_closed() -> None:
     given, kept = Store(), Store()
     runtime_class: Any = ExpertRuntime
     runtime = runtime_class(slots=None, transfer=None, backend=None, store=given)
-    assert runtime.give_up_store() is given
-    assert runtime.give_up_store() is None
+    assert runtime.take_store() is given
+    assert runtime.take_store() is None
     runtime.close()
     runtime_class(slots=None, transfer=None, backend=None, store=kept).close()
     assert (given.closed, kept.closed) == (False, True)

@@ -48,11 +48,11 @@ def test_what_is_drawn_at_random_does_not_depend_on_what_was_learnt(mixtral_pair
     with load(mixtral_pair, num_speculative_tokens=FIRST) as llm:
         expected = llm.generate(PROMPT, params)[0].token_ids
     with load(mixtral_pair) as llm:
-        assert llm.engine.loop.length is not None
+        assert llm.engine.loop.draft_length is not None
         for current in (0, 4, 16):
-            llm.engine.loop.length.current = current
+            llm.engine.loop.draft_length.current = current
             assert llm.generate(PROMPT, params)[0].token_ids == expected
-            assert llm.engine.loop.length.current == current, "nor does it teach anything"
+            assert llm.engine.loop.draft_length.current == current, "nor does it teach anything"
 
 
 def test_the_step_that_reads_the_prompt_teaches_nothing(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,24 +84,24 @@ def test_a_length_holds_from_the_end_of_one_step_through_the_next(
 
 def test_configurations_that_are_kept_apart_learn_apart(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16, prefetch="on-demand") as llm:
-        assert llm.engine.loop.length is None
+        assert llm.engine.loop.draft_length is None
         apart, changes = IsolatedConfigs(llm.engine), {"num_speculative_tokens": "auto"}
         lengths = []
         for whose in ("one", "other", "one"):
             apart.select(whose, changes)
-            lengths.append(llm.engine.loop.length)
+            lengths.append(llm.engine.loop.draft_length)
         assert lengths[0] is lengths[2] is not lengths[1]
         apart.select("fixed", {"num_speculative_tokens": 3})
-        assert llm.engine.loop.length is None
-        assert llm.engine.loop.draft_tokens == 3
+        assert llm.engine.loop.draft_length is None
+        assert llm.engine.loop.max_draft_tokens == 3
 
 
 def test_what_is_learnt_for_it_is_not_what_is_learnt_for_the_most(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16) as llm:
-        files, policies = [llm.engine.profile_file], []
+        files, policies = [llm.engine.prefetching.profile_file], []
         for k in ("auto", 4):
             llm.engine.reconfigure(num_speculative_tokens=k, prefetch="draft-gate")
-            files.append(llm.engine.profile_file)
+            files.append(llm.engine.prefetching.profile_file)
         for k in ("auto", 16):
             llm.engine.reconfigure(num_speculative_tokens=k, prefetch="activation")
             policies.append(llm.engine.loop.policy)
@@ -128,7 +128,7 @@ def test_no_copy_may_be_late_for_the_drafts_there_are(mixtral_pair: Pair, monkey
 
 def test_without_a_draft_there_is_nothing_to_choose(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, draft=None) as llm:
-        assert llm.engine.loop.length is None
+        assert llm.engine.loop.draft_length is None
         found = llm.generate(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))[0]
         assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 8)
         with pytest.raises(UsageError, match="without a draft"):

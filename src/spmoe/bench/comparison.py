@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmoe.bench.configs import ALL_ON, ablated_record
 from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, is_plain_decoding, workload_names
 from spmoe.bench.results import WorkloadResults
-from spmoe.config import DraftTokens, most_of
+from spmoe.config import DraftTokens, max_draft_tokens
 
 _ORACLE = "oracle"  # a lower bound on time, not a competitor
 _HIGHLIGHTED_NAME, _HIGHLIGHTED_POLICY = "SP-MoE", "draft-gate"
@@ -112,7 +112,7 @@ class Comparison:
         """Columns by workload and memory budget as measured, then by K."""
         found = list(dict.fromkeys(column for _, column in self.cells))
         first = {(one.workload, one.memory): number for number, one in reversed(list(enumerate(found)))}
-        return sorted(found, key=lambda one: (first[one.workload, one.memory], most_of(one.draft_tokens)))
+        return sorted(found, key=lambda one: (first[one.workload, one.memory], max_draft_tokens(one.draft_tokens)))
 
     def columns_by_workload(self) -> dict[str, list[Column]]:
         """Return the columns of each workload."""

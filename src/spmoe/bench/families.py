@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spmoe import types
 from spmoe.backends.devices import choose_device, device_facts
 from spmoe.config import SamplingParams
-from spmoe.draft.base import ChunkObserver, Drafter
+from spmoe.draft.base import Observers, Drafter
 from spmoe.engine.llm import LLM
 from spmoe.errors import reason
 from spmoe.models.checkpoint import quiet
@@ -61,7 +61,7 @@ class FamilyResult:
         return asdict(self)
 
 
-class MostlyRightDrafter:
+class MostlyRightDrafter(Drafter):
     """Runs another drafter, but proposes the expected tokens with some errors."""
 
     def __init__(self, inner: Drafter, expected: Sequence[int], vocab_size: int) -> None:
@@ -69,15 +69,15 @@ class MostlyRightDrafter:
         self._expected = [*PROMPT, *expected]
         self._vocab_size = vocab_size
 
-    def propose(self, sequences: Sequence[types.Sequence], k: int, on_chunk: ChunkObserver | None) -> list[types.Draft]:
-        self._inner.propose(sequences, k, on_chunk)
+    def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        self._inner.propose(sequences, k, observers)
         return [types.Draft(self._tokens(len(sequence.tokens), k)) for sequence in sequences]
 
-    def begin(self, sequence: types.Sequence, k: int, on_chunk: ChunkObserver | None) -> None:
-        self._inner.begin(sequence, k, on_chunk)
+    def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
+        self._inner.launch(sequence, k, observers)
 
-    def prepare(self, k: int, on_chunk: ChunkObserver | None) -> None:
-        self._inner.prepare(k, on_chunk)
+    def prepare(self, k: int, observers: Observers) -> None:
+        self._inner.prepare(k, observers)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         self._inner.rewind(lengths)
@@ -177,7 +177,7 @@ def _plain(llm: LLM, expected: list[int]) -> str:
 def _speculation(llm: LLM, expected: list[int]) -> str:
     """Check speculative decoding with a bad and a good draft, with and without prefetching."""
     engine = llm.engine
-    if engine.parts.drafter is None:
+    if not engine.parts.drafter.proposes:
         return next(iter(llm.notices), "the engine decodes without speculation")
     for prefetch in ("draft-gate", "on-demand"):
         for kind in ("a random draft", "a good draft"):

@@ -91,7 +91,7 @@ def fit_predictor(
         draft_states, target_states = _hidden_states(engine, draft, piece)
         for layer, fit in enumerate(fits):
             states, actual = draft_states[depths[layer]], target_states[target.moe[layer].depth]
-            guesses = [guess.to(states.dtype) for guess in fit.guess(states, RIDGES)] + [states] * same_width
+            guesses = [guess.to(states.dtype) for guess in fit.predict(states, RIDGES)] + [states] * same_width
             scores[layer] += torch.tensor(_recalls(engine, layer, actual, guesses), dtype=torch.float64)
     on_progress(total, total)
     return _best(fits, scores / len(held_out), same_width, tokens, sum(map(len, held_out)))

@@ -14,7 +14,7 @@ from spmoe.bench.runs import BenchJob, require_context
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
 from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
-from spmoe.engine.loading import wide_shape
+from spmoe.models.loaded import wide_shape
 from spmoe.engine.plan import Plan, make_plan
 from spmoe.errors import UsageError
 from spmoe.models.checkpoint import Checkpoint
@@ -75,7 +75,7 @@ def make_job(
         if config.shape is None or memory.share is not None:  # a share is the same number of widened experts
             plan = _plan(options, memory)
             if config.shape is None:
-                require_context(prompts, matrix.output_len, plan.context)
+                require_context(prompts, matrix.output_len, plan.target.max_length)
     labels = {
         "matrix": matrix.name,
         "prompt_set": prompt_set.name,
@@ -97,7 +97,7 @@ def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
             cutoffs.append(cutoff)
         elif cutoff == EVERY:
             plan = _plan(options, matrix.budgets[0])
-            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.moe_layers + 1)]
+            cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.target.moe_layers + 1)]
     configs = make_configs(matrix.budgets, matrix.policy_pairs, matrix.draft_tokens, cutoffs, matrix.ablation)
     for one in configs:
         EngineConfig.make(**options, **one.engine_options)

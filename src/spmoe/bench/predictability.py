@@ -124,7 +124,7 @@ class _Comparison:
     def add(self, tokens: list[int]) -> None:
         """Run one window through both models and compare."""
         draft_states, draft_logits = run_window(self._draft, tokens)
-        self._engine.source.begin_step()
+        self._engine.experts.step.begin()
         target_states, target_logits = run_window(self._target, tokens)
         draft_logits = pad(draft_logits, (0, target_logits.shape[-1] - draft_logits.shape[-1]), value=float("-inf"))
         self._agreement += float((draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean())
@@ -164,8 +164,8 @@ class _Comparison:
         if layer:
             next_gate = self._target.rank(layer, target_states[self._target.moe[layer - 1].depth])
             metrics.next_gate_recall += recall(used, top_k_mask(next_gate, k))
-        if self._engine.projection is not None:
-            guess = self._engine.projection([layer], guess[None])[0]
+        if self._engine.parts.projection is not None:
+            guess = self._engine.parts.projection([layer], guess[None])[0]
         elif self._draft.hidden_size != self._target.hidden_size:
             return  # the gate cannot read the draft's hidden states; the metrics stay 0
         ranking = self._target.rank(layer, guess)

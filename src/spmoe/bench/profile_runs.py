@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spmoe.bench.apart import Apart
 from spmoe.bench.ceilings import machine
 from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, PolicyStats, Predictor, Subject
+from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, SamplingParams, Size
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
@@ -52,10 +52,10 @@ def make_prompts(engine: Engine, count: int) -> list[list[int]]:
 
 def _text_tokens(engine: Engine) -> list[int]:
     """Return tokens of the sample text, which decide the experts in use; without a tokenizer, the whole vocabulary."""
-    found = engine.tokenizer(sample_text()[:_TEXT_CHARACTERS])["input_ids"] if engine.tokenizer is not None else []
+    found = engine.parts.tokenizer(sample_text()[:_TEXT_CHARACTERS])["input_ids"] if engine.parts.tokenizer is not None else []
     vocabulary = engine.target.vocab_size
-    if isinstance(engine.draft, DraftModel):
-        vocabulary = min(vocabulary, engine.draft.runner.vocab_size)
+    if isinstance(engine.parts.drafter, DraftModel):
+        vocabulary = min(vocabulary, engine.parts.drafter.runner.vocab_size)
     return [token for token in found if token < vocabulary] or list(range(vocabulary))
 
 
@@ -78,32 +78,32 @@ def measure_profile(llm: LLM, draft_tokens: int, workload: Workload) -> EnginePr
 def _measure_parts(engine: Engine) -> PartTimes:
     """Time the parts without prefetching; the engine's options are restored afterwards."""
     before = engine.config
-    draft = engine.draft.runner if isinstance(engine.draft, DraftModel) else None
-    timer = Timer(engine.source, engine.clock, engine.room.backend.synchronize)
+    draft = engine.parts.drafter.runner if isinstance(engine.parts.drafter, DraftModel) else None
+    timer = Timer(engine.experts, engine.parts.clock, engine.parts.runtime.backend.synchronize)
     engine.reconfigure(prefetch="on-demand", eviction="lru", overlap=True)
     try:
         return measure_parts(
-            timer, engine.target, draft, engine.store, engine.slots, before.most_draft_tokens + 1, _text_tokens(engine)
+            timer, engine.target, draft, engine.spec, engine.slots, before.max_draft_tokens + 1, _text_tokens(engine)
         )
     finally:
         engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, overlap=before.overlap)
 
 
 def _subject(engine: Engine) -> Subject:
-    config, spec = engine.config, engine.store
+    config, spec = engine.config, engine.spec
     return Subject(
         model=config.model,
         draft=config.draft,
-        dtype=str(engine.dtype).removeprefix("torch."),
+        dtype=str(engine.parts.models.dtype).removeprefix("torch."),
         device=engine.device.type,
         shape=config.shape,
         layers=len(spec.experts),
         experts_per_layer=max(spec.experts),
         top_k=engine.target.top_k,
         expert_bytes=spec.layout.nbytes,
-        draft_layers=engine.draft.runner.depth_count if isinstance(engine.draft, DraftModel) else 0,
+        draft_layers=engine.parts.drafter.runner.depth_count if isinstance(engine.parts.drafter, DraftModel) else 0,
         slots=engine.slots,
-        eviction=config.eviction_rule,
+        eviction=config.eviction_policy,
         emulated_link_gbps=config.link_gbps,
     )
 
@@ -113,11 +113,11 @@ def measure_policies(
 ) -> tuple[PolicyStats, ...]:
     """Generate every prompt under each policy in turns, after one warm-up turn; skip unavailable policies."""
     engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, Completion]]]()
-    apart = Apart(engine)
+    isolated = IsolatedConfigs(engine)
     for turn, prompt in enumerate([workload.prompts[0], *workload.prompts]):
         for policy in policies:
             changes = {"prefetch": policy, "num_speculative_tokens": draft_tokens, "cutoff": Cutoff(CutoffMode.ALL)}
-            apart.enter(policy, changes)
+            isolated.select(policy, changes)
             if engine.loop.policy.name != policy:
                 continue
             if turn == 0:
@@ -132,18 +132,15 @@ def measure_policies(
 @contextmanager
 def counted_predictions(engine: Engine) -> Iterator[PredictionCounter]:
     """Count the predictions of the engine's policy while the context is open."""
-    policy = engine.loop.policy
-    engine.loop.policy = counter = PredictionCounter(policy, engine.source, len(engine.store.experts))
-    try:
+    counter = PredictionCounter(engine.loop.policy, engine.experts, len(engine.spec.experts))
+    with engine.using_policy(counter):
         yield counter
-    finally:
-        engine.loop.policy = policy
 
 
 def generate(llm: LLM, prompt: list[int], workload: Workload) -> Completion:
     """Generate greedily, a few tokens beyond the length: a draft that is cut short by the limit has another K."""
     engine, length = llm.engine, workload.output_len
-    limit = min(length + _EXTRA_STEPS * (engine.loop.draft_tokens + 1), engine.max_model_len - len(prompt))
+    limit = min(length + _EXTRA_STEPS * (engine.loop.max_draft_tokens + 1), engine.parts.max_model_len - len(prompt))
     generation = llm.stream(prompt, SamplingParams(max_tokens=limit, ignore_eos=True))
     complete = False
     with workload.interruptible(generation):
@@ -341,15 +338,15 @@ def check_engine(
 ) -> Check:
     """Run policies and cutoffs on one engine and compare each with its prediction; `depths` None: every cutoff."""
     found = Check([], [])
-    engine, apart = llm.engine, Apart(llm.engine)
-    layers, memory = len(engine.store.experts), str(expert_memory)
+    engine, isolated = llm.engine, IsolatedConfigs(llm.engine)
+    layers, memory = len(engine.spec.experts), str(expert_memory)
     for k in draft_tokens:
-        chosen = _automatic_cutoffs(llm, apart, k, workload) if k else None
+        chosen = _automatic_cutoffs(llm, isolated, k, workload) if k else None
         runs = [_Run(policy, k, None) for policy in ("on-demand", "next-gate") if _is_available(engine, policy, k)]
         if chosen is not None:
             swept = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
             runs += [_Run(_SWEPT_POLICY, k, depth) for depth in sorted({*swept, *chosen})]
-        completions = _take_turns(llm, apart, runs, repeat, workload, f"{memory}, K={k}")
+        completions = _take_turns(llm, isolated, runs, repeat, workload, f"{memory}, K={k}")
         steps = [_checked_step(engine, predictor, memory, run, completions[run]) for run in runs]
         found.steps.extend(steps)
         if chosen is not None:
@@ -381,26 +378,26 @@ def _is_available(engine: Engine, policy: str, draft_tokens: int) -> bool:
     return engine.loop.policy.name == policy
 
 
-def _automatic_cutoffs(llm: LLM, apart: Apart, draft_tokens: int, workload: Workload) -> tuple[int, int] | None:
+def _automatic_cutoffs(llm: LLM, isolated: IsolatedConfigs, draft_tokens: int, workload: Workload) -> tuple[int, int] | None:
     """Return the cutoffs of `auto` and `just-in-time`, once learned; None if the draft does not prefetch."""
     engine, prompts = llm.engine, workload.prompts
     changes = _Run(_SWEPT_POLICY, draft_tokens, None).options
-    apart.enter(("automatic cutoffs", draft_tokens), changes)
-    if engine.cutoff is None:
+    isolated.select(("automatic cutoffs", draft_tokens), changes)
+    if engine.prefetching.cutoff is None:
         return None
-    before = engine.loop.counters.verified
+    before = engine.counters.verified
     for number in range(ENOUGH_STEPS):
-        if engine.loop.counters.verified - before >= ENOUGH_STEPS:
+        if engine.counters.verified - before >= ENOUGH_STEPS:
             break
         generate(llm, prompts[number % len(prompts)], workload)
     engine.learn_cutoff()
-    auto = engine.cutoff
+    auto = engine.prefetching.cutoff
     engine.reconfigure(cutoff=Cutoff(CutoffMode.JUST_IN_TIME))
-    return auto, engine.cutoff
+    return auto, engine.prefetching.cutoff
 
 
 def _take_turns(
-    llm: LLM, apart: Apart, runs: Sequence[_Run], repeat: int, workload: Workload, title: str
+    llm: LLM, isolated: IsolatedConfigs, runs: Sequence[_Run], repeat: int, workload: Workload, title: str
 ) -> dict[_Run, list[Completion]]:
     """Run every configuration on every prompt, each turn starting with another one, after one warm-up turn."""
     found: dict[_Run, list[Completion]] = {run: [] for run in runs}
@@ -409,7 +406,7 @@ def _take_turns(
         workload.progress(f"{title}: " + (f"turn {turn} of {len(turns) - 1}" if turn else "warm-up"))
         first = turn % len(runs)
         for run in [*runs[first:], *runs[:first]]:
-            apart.enter(run, run.options)
+            isolated.select(run, run.options)
             completion = generate(llm, prompt, workload)
             if turn:
                 found[run].append(completion)
@@ -421,7 +418,7 @@ def _take_turns(
 def _checked_step(
     engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[Completion]
 ) -> CheckedStep:
-    means, layers, k = _StepMeans.of(completions), len(engine.store.experts), run.draft_tokens
+    means, layers, k = _StepMeans.of(completions), len(engine.spec.experts), run.draft_tokens
     slots, cutoff = engine.slots, run.cutoff or 0
     missing = sum(one.stats.decode_counters.useful_loads for one in completions) / means.steps / layers
     costs = replace(

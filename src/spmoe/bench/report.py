@@ -37,12 +37,10 @@ from spmoe.bench.comparison import (
 )
 from spmoe.bench.configs import ABLATIONS, ALL_ON, ablated_record
 from spmoe.bench.labels import Row, is_plain_decoding, model_name
-from spmoe.bench.profile import EngineProfile
-from spmoe.bench.profile_predict import Predictor
+from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, Predictor
 from spmoe.bench.results import WorkloadResults
 from spmoe.config import format_bytes
 from spmoe.errors import UsageError
-from spmoe.predict.latency import POLICIES
 
 _IMPLAUSIBLE_EFFICIENCY = 1.05  # more than this means that the machine's speed changed between measurements
 _GREY = 7
@@ -225,7 +223,7 @@ def _mismatch(profile: EngineProfile, machine: Row) -> tuple[str, str] | None:
 def _predicted_line(profile: EngineProfile, sweep: dict[int, Row]) -> list[Line]:
     """Return the latency model's prediction for every cutoff, if it models the policy of the sweep."""
     row = sweep[min(sweep)]
-    if row["prefetch"] not in POLICIES or row["num_speculative_tokens"] == "auto":
+    if row["prefetch"] not in PROFILED_POLICIES or row["num_speculative_tokens"] == "auto":
         return []
     predictor, k = Predictor(profile), row["num_speculative_tokens"]
     points = []

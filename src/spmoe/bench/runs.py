@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spmoe.backends.devices import forget_freed
+from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.configs import BenchConfig
-from spmoe.config import DraftTokens, SamplingParams, Size, most_of
+from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine, LearnedState
 from spmoe.engine.llm import LLM, Completion, Generation
-from spmoe.engine.memory_plan import MemoryPlan
+from spmoe.engine.memory import MemoryPlan
 from spmoe.errors import BudgetError, PromptError, UsageError
-from spmoe.experts.filling import load_all
 from spmoe.experts.store import StoreSpec
-from spmoe.predict.oracle import Recording
+from spmoe.predict.policies.base import RecordedRouting
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -120,7 +119,7 @@ class IsolatedConfigs:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._all_fit = engine.slots >= engine.store.count
+        self._all_fit = engine.slots >= engine.spec.count
         self._selected: Hashable = None
         self._states: dict[Hashable, LearnedState] = {}
 
@@ -158,7 +157,7 @@ class BenchRunner:
         self._on_run = on_run
         self._notices: set[str] = set()  # shown already
         self._host_store: HostStore | None = None  # passed from one engine to the next
-        self._recordings: dict[tuple[object, ...], Recording] = {}  # of requests that the oracle replays
+        self._recordings: dict[tuple[object, ...], RecordedRouting] = {}  # of requests that the oracle replays
         self._time_left = TimeLeft()
 
     def run(self) -> None:
@@ -179,7 +178,7 @@ class BenchRunner:
     def _run_budget(self, llm: LLM, memory: Size) -> None:
         configs = [config for config in self.job.configs if config.memory == memory and self._missing(config)]
         self._take_turns(llm, configs, self.runs, "run")
-        if llm.engine.slots == llm.engine.store.count and llm.engine.config.link_gbps is None:
+        if llm.engine.slots == llm.engine.spec.count and llm.engine.config.link_gbps is None:
             self._run_resident(llm, memory)
 
     def _missing(self, config: BenchConfig) -> list[tuple[int, int]]:
@@ -204,7 +203,7 @@ class BenchRunner:
         configs = [BenchConfig(memory, "on-demand", k) for k in self._unknown_resident_steps()]
         if not configs:
             return
-        load_all(llm.engine.source, llm.engine.store.experts)
+        llm.engine.experts.load_all(llm.engine.spec.experts)
         self._take_turns(llm, configs, self.resident_runs, "all experts in slots, run")
 
     def _unknown_resident_steps(self) -> list[int]:
@@ -223,10 +222,10 @@ class BenchRunner:
         self._work_on_engine(work, memory, {**self.job.engine, **options})
         gc.collect()  # the engine is out of scope by now; a closed one keeps its captured graphs' memory
         if self.facts is not None:
-            forget_freed(self.facts.device)
+            empty_device_cache(self.facts.device)
 
     def _work_on_engine(self, work: Callable[[LLM, Size], None], memory: Size, options: dict[str, Any]) -> None:
-        most = max(most_of(config.draft_tokens) for config in self.job.configs)
+        most = max(max_draft_tokens(config.draft_tokens) for config in self.job.configs)
         store, self._host_store = self._host_store, None
         try:
             llm = LLM(**options, expert_memory=memory, prefetch="on-demand", num_speculative_tokens=most, store=store)
@@ -239,26 +238,26 @@ class BenchRunner:
                 self._inspect(llm)
                 work(llm, memory)
             finally:
-                self._host_store = llm.engine.room.give_up_store()
+                self._host_store = llm.engine.parts.runtime.take_store()
 
     def _inspect(self, llm: LLM) -> None:
         """Check that prompts fit, and collect facts about the first engine."""
         engine, job = llm.engine, self.job
         self._show_notices(llm)
-        require_context(job.prompts, job.output_len, engine.max_model_len)
+        require_context(job.prompts, job.output_len, engine.parts.max_model_len)
         if self.facts is None:
             if self.stored is not None:
                 _require_same_machine(self.stored.machine, machine(engine.device))
             self._notify("measuring the link and the memory")
             self.facts = EngineFacts(
                 device=engine.device,
-                dtype=engine.dtype,
-                store=engine.store,
+                dtype=engine.parts.models.dtype,
+                store=engine.spec,
                 top_k=engine.target.top_k,
-                memory=engine.memory,
+                memory=engine.parts.memory,
                 ceilings=measure_ceilings(engine),
                 dense_bytes=engine.target.resident_bytes,
-                draft_bytes=engine.draft.runner.resident_bytes if isinstance(engine.draft, DraftModel) else 0,
+                draft_bytes=engine.parts.drafter.runner.resident_bytes if isinstance(engine.parts.drafter, DraftModel) else 0,
             )
 
     def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:
@@ -280,7 +279,7 @@ class BenchRunner:
                 left = self._time_left.text({one: len(self._missing(one)) for one in job.configs}) if counted else ""
                 where = f"{config}; prompt {prompt + 1}, repeat {repeat + 1}"
                 self._notify(f"{what} {len(runs) + 1} of {total}: {where}{left}")
-                timed = runs is self.resident_runs and llm.engine.room.recorder is not None
+                timed = runs is self.resident_runs and llm.engine.parts.runtime.recorder is not None
                 stop_timing = self._start_timing(llm) if timed else None
                 started = time.perf_counter()
                 completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len)
@@ -290,7 +289,7 @@ class BenchRunner:
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
         """Start to time CUDA graphs on the device; return a function that stops and returns the seconds."""
-        stopwatch = llm.engine.room.recorder.stopwatch  # type: ignore[union-attr]
+        stopwatch = llm.engine.parts.runtime.recorder.stopwatch  # type: ignore[union-attr]
         stopwatch.running = True
 
         def stop() -> float:
@@ -372,7 +371,7 @@ def generate_with_timeline(
     llm: LLM, prompt: str, params: SamplingParams, on_token: Callable[[int], None]
 ) -> tuple[Completion, list[Span]]:
     """Complete a prompt; return the completion and the timeline of its last steps."""
-    timeline = llm.engine.source.timeline
+    timeline = llm.engine.experts.timeline
     timeline.recording = True
     generation = llm.stream(prompt, params)
     for _ in generation:

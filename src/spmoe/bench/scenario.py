@@ -32,16 +32,15 @@ from pydantic_core import ErrorDetails
 from spmoe.bench.prompts import SAMPLE
 from spmoe.config import (
     DEVICES,
-    DRAFTS,
     DTYPES,
-    EVICTIONS,
-    PREFETCH_POLICIES,
     Cutoff,
     DraftTokens,
     EngineConfig,
     Size,
+    drafter_name,
 )
 from spmoe.errors import UsageError
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: every number of layers that the model has
 SHIPPED = "shipped"  # as a model or draft: the one of the shipped pair
@@ -62,12 +61,14 @@ def _without_duplicates(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _choice(kind: str, list_names: Callable[[], Sequence[str]]) -> AfterValidator:
+def _choice(kind: str, list_names: Callable[[], Sequence[str]], *, combined: bool = False) -> AfterValidator:
     def check(value: str) -> str:
-        if value not in (names := list_names()):
-            close = get_close_matches(value, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
-            raise ValueError(f"unknown {kind} {value!r}; {hint}")
+        names = list_names()
+        for part in value.split("+") if combined else [value]:
+            if part not in names:
+                close = get_close_matches(part, names, 1)
+                hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+                raise ValueError(f"unknown {kind} {part!r}; {hint}")
         return value
 
     return AfterValidator(check)
@@ -103,7 +104,7 @@ def _parse_draft_tokens(value: Any) -> DraftTokens:
 
 def _resolve_path(value: str, info: ValidationInfo) -> str:
     """Make the path absolute if it exists beside the scenario file (validation context); hub ids stay as they are."""
-    if info.context is None or value in (*DRAFTS, "none", SHIPPED, SAMPLE):
+    if info.context is None or drafter_name(value)[0] != "model" or value in (SHIPPED, SAMPLE):
         return value
     try:
         path = info.context / Path(value).expanduser()
@@ -121,8 +122,8 @@ OneOrMore = Annotated[tuple[T, ...], BeforeValidator(_as_tuple), AfterValidator(
 Text = Annotated[StrictStr, Field(min_length=1)]
 Located = Annotated[Text, AfterValidator(_resolve_path)]
 OptionalText = Annotated[Text | None, BeforeValidator(lambda value: None if value == "none" else value)]
-Policy = Annotated[Text, _choice("prefetch policy", lambda: PREFETCH_POLICIES)]
-Eviction = Annotated[Text, _choice("eviction policy", lambda: EVICTIONS)]
+Policy = Annotated[Text, _choice("prefetch policy", PREFETCH_POLICIES.names, combined=True)]
+Eviction = Annotated[Text, _choice("eviction policy", lambda: ("auto", *EVICTION_POLICIES.names()))]
 Budget = Annotated[Size, _parsed_by(Size.parse)]
 Link = Annotated[float | None, PlainValidator(_parse_link)]
 NumDraftTokens = Annotated[DraftTokens, PlainValidator(_parse_draft_tokens)]

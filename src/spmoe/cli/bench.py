@@ -13,8 +13,8 @@ import typer
 
 from spmoe.cli.listed import parse_draft_tokens, parse_list, parse_whole
 from spmoe.cli.options import ctrl_c_stops, stderr
-from spmoe.cli.output import require_writable
-from spmoe.config import DRAFTS
+from spmoe.cli.options import require_writable
+from spmoe.config import drafter_name
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.files import model_directory, write_text
 
@@ -98,7 +98,7 @@ def bench(
     from spmoe.bench.scenario import SHIPPED, Scenario, read_scenario, validate
 
     for name in (model, draft):
-        if name and name not in (SHIPPED, "none", *DRAFTS):
+        if name and name != SHIPPED and drafter_name(name)[0] == "model":
             model_directory(name)  # fails early, before torch is imported
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
@@ -192,7 +192,7 @@ class _BenchCommand:
         """Run one job; return a forbidden difference of tokens, if there is one."""
         from spmoe.bench.records import find_stored
         from spmoe.bench.runs import BenchRunner
-        from spmoe.engine.threads import threads_for
+        from spmoe.engine.llm import threads_for
 
         if (link := job.engine["link_gbps"]) is not None:
             self._notify(f"note: emulated link of {link:g} GB/s; times are not those of this machine's own link")

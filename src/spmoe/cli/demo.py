@@ -51,7 +51,7 @@ def demo(
 
     Uses float32, slots for a quarter of the experts and an emulated link.
     """
-    from spmoe.engine.threads import threads_for
+    from spmoe.engine.llm import threads_for
 
     if model is not None and draft is None:
         raise UsageError("the demo needs a draft for this model; give one with --draft")

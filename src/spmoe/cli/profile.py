@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmoe.cli.listed import listed, whole
+from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
@@ -65,8 +65,8 @@ def profile(
     """
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageError(f"--plot writes SVG, not {plot.suffix or 'a file without a suffix'}; use {plot.stem}.svg")
-    memories = listed("--expert-memory", expert_memory, Size.parse)
-    lengths = listed("--num-speculative-tokens", num_speculative_tokens, whole)
+    memories = parse_list("--expert-memory", expert_memory, Size.parse)
+    lengths = parse_list("--num-speculative-tokens", num_speculative_tokens, parse_whole)
     depths = _parse_depths(cutoff)
     if stored is not None and output is not None:
         raise UsageError("--from measures no profile, so there is none to write; leave out --from or --output")
@@ -138,7 +138,7 @@ def _parse_depths(text: str | None) -> list[int] | None:
         return []
     if text.strip().lower() == "every":
         return None
-    found = listed("--cutoff", text, Cutoff.parse)
+    found = parse_list("--cutoff", text, Cutoff.parse)
     if any(one.mode is not CutoffMode.FIXED for one in found):
         raise UsageError(
             f"--cutoff takes numbers of layers or 'every' here, not {text!r}; --check runs auto and just-in-time anyway"

@@ -151,10 +151,10 @@ def replay_trace(
     settings = [
         Setting(policy, eviction_policy_for(policy if policy in PREFETCH_POLICIES else "on-demand", rule), k, depth, memory, link)
         for policy, rule, k, depth, memory, link in product(
-            listed("--prefetch", prefetch, str),
-            listed("--eviction", eviction, str),
-            _each("--num-speculative-tokens", num_speculative_tokens, whole),
-            listed("--cutoff", cutoff, Cutoff.parse),
+            parse_list("--prefetch", prefetch, str),
+            parse_list("--eviction", eviction, str),
+            _each("--num-speculative-tokens", num_speculative_tokens, parse_whole),
+            parse_list("--cutoff", cutoff, Cutoff.parse),
             _each("--expert-memory", expert_memory, Size.parse),
             _each("--link-gbps", link_gbps, speed),
         )

@@ -140,14 +140,20 @@ class Engine:
         self.loop = self._make_loop()
 
     @contextmanager
-    def record(self) -> Iterator[RecordedRouting]:
-        """Record the routing of one request that runs inside, on demand; set it as `recording` for the oracle."""
-        before, recorder = self.loop, RoutingRecorder()
-        self.loop = self._make_loop(recorder)
+    def using_policy(self, policy: PrefetchPolicy) -> Iterator[None]:
+        """Run the requests inside with this prefetch policy."""
+        before, self.loop = self.loop, self._make_loop(policy)
         try:
-            yield recorder.recording
+            yield
         finally:
             self.loop = before
+
+    @contextmanager
+    def record(self) -> Iterator[RecordedRouting]:
+        """Record the routing of one request that runs inside, on demand; set it as `recording` for the oracle."""
+        recorder = RoutingRecorder()
+        with self.using_policy(recorder):
+            yield recorder.recording
 
     def learn_cutoff(self) -> None:
         """Choose an automatic cutoff again from the experts that requests so far have missed."""

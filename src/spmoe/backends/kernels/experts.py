@@ -19,6 +19,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from spmoe.backends.base import MAX_KERNEL_ROWS
 from spmoe.backends.kernels.dense import ACTIVATIONS, activate
 
 _MIN_PROGRAMS = 512  # enough loads in flight to saturate the memory of a large device
