@@ -7,7 +7,7 @@ from spmoe.bench.profile_predict import Needs, per_expert
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
 from spmoe.predict.latency import BLIND, Guess
-from spmoe.replay.replay import Replayer, Setting
+from spmoe.replay.replay import ReplayConfig, Replayer
 from spmoe.replay.trace import Trace
 
 _QUICK_LINK = 1e6  # gigabytes per second: whatever is wished for arrives
@@ -39,7 +39,7 @@ class TraceNeeds:
     def _replay(self, policy: str, draft_tokens: int, slots: int) -> Needs:
         memory, every = Size(bytes=slots * self._blob), Cutoff(CutoffMode.ALL)
         as_here, at_once = (
-            self._replayer.run(Setting(policy, self._eviction, draft_tokens, every, memory, link))
+            self._replayer.run(ReplayConfig(policy, self._eviction, draft_tokens, every, memory, link))
             for link in (self._link, _QUICK_LINK)
         )
         c, steps, guess = as_here.counters, as_here.steps * self._replayer.trace.shape.layers, BLIND
