@@ -19,7 +19,7 @@ from spmoe.replay.engine import ReplayEngine
 from spmoe.replay.eviction import LIVE_EVICTIONS, make_replay_eviction
 from spmoe.replay.policies import POLICIES, make_policy
 from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
-from spmoe.replay.steps import StepPlan
+from spmoe.replay.steps import StepPlan, plan_steps
 from spmoe.replay.trace import Trace
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 
@@ -95,8 +95,10 @@ def test_perfect_draft_is_between_draft_gate_and_oracle() -> None:
 @pytest.mark.parametrize("prefetch", list(POLICIES))
 @pytest.mark.parametrize("eviction", LIVE_EVICTIONS)
 def test_counters_of_every_configuration_add_up(prefetch: str, eviction: str, count: int) -> None:
-    counters, _ = every_step(TRACE, ReplayConfig(prefetch, eviction, memory=slots(count)))
-    needed = sum(len(experts) for step in REPLAYER.steps(4) for forward in step.forwards for experts in forward.experts)
+    trace = make_trace(steps=12)
+    counters, _ = every_step(trace, ReplayConfig(prefetch, eviction, memory=slots(count)))
+    steps = plan_steps(trace)
+    needed = sum(len(experts) for step in steps for forward in step.forwards for experts in forward.experts)
     assert counters.asked == needed
     assert counters.demand_loads > 0
     assert (counters.prefetch_loads > 0) == (prefetch != "on-demand")
@@ -134,18 +136,40 @@ def test_layers_may_have_different_numbers_of_experts(eviction: str) -> None:
     assert counters.demand_loads >= least.demand_loads
 
 
-# demand loads, prefetch loads, hits, late, wasted loads, stall in microseconds, of the first release's own simulator
-FIGURES = {}
+# demand loads, prefetch loads, hits, late, wasted loads and stall in microseconds, by the simulator of version 0.1
+FIGURES = {
+    ("on-demand", "recorded"): (463, 0, 697, 0, 0, 301280),
+    ("draft-gate", "recorded"): (134, 366, 860, 166, 25, 126018),
+    ("next-gate", "recorded"): (176, 333, 765, 219, 21, 235203),
+    ("draft-gate+next-gate", "recorded"): (100, 397, 854, 206, 29, 131672),
+    ("activation", "recorded"): (324, 219, 738, 98, 56, 250527),
+    ("adaptive", "recorded"): (168, 342, 768, 224, 28, 229194),
+    ("perfect-draft", "recorded"): (38, 455, 937, 185, 1, 86523),
+    ("oracle", "recorded"): (65, 352, 964, 131, 0, 78852),
+    ("on-demand", "cuda"): (463, 0, 697, 0, 0, 301280),
+    ("draft-gate", "cuda"): (137, 363, 850, 173, 25, 123613),
+    ("next-gate", "cuda"): (193, 301, 736, 231, 20, 213016),
+    ("draft-gate+next-gate", "cuda"): (106, 391, 850, 204, 27, 126511),
+    ("activation", "cuda"): (327, 219, 724, 109, 51, 251399),
+    ("adaptive", "cuda"): (204, 298, 733, 223, 28, 220531),
+    ("perfect-draft", "cuda"): (41, 451, 932, 187, 1, 83162),
+    ("oracle", "cuda"): (65, 352, 964, 131, 0, 78852),
+}
 
 
 @pytest.mark.parametrize("transfer", ["recorded", "cuda"])
 @pytest.mark.parametrize("prefetch", list(POLICIES))
-def test_figures_stay_the_same(prefetch: str, transfer: str) -> None:
+def test_figures_agree_with_the_simulator_of_version_0_1(prefetch: str, transfer: str) -> None:
+    """Whole copies agree exactly; that simulator knew no chunks that are queued behind a demand load."""
     trace = on_link(TRACE, expert_bytes=EXPERT_BYTES * 400, link_bytes_per_second=LINK * 400)
     result = Replayer(as_cuda(trace) if transfer == "cuda" else trace).run(ReplayConfig(prefetch, cutoff=ALL_LAYERS))
     c = result.counters
     found = (c.demand_loads, c.prefetch_loads, c.hits, c.late, result.wasted_loads, round(1e6 * c.stall_seconds))
-    assert found == FIGURES[prefetch, transfer]
+    if transfer == "recorded":
+        assert found == FIGURES[prefetch, transfer]
+    else:
+        assert found[5] == pytest.approx(FIGURES[prefetch, transfer][5], rel=0.05)
+        assert sum(found[:2]) == pytest.approx(sum(FIGURES[prefetch, transfer][:2]), rel=0.03)
 
 
 # ---- time

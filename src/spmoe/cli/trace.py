@@ -59,8 +59,8 @@ def record_trace(
     """
     if draft_tokens(engine["num_speculative_tokens"]) == "auto":
         raise UsageError(
-            "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a number "
-            "(a replay may use any smaller one)"
+            "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a "
+            "number (a replay may use any smaller one)"
         )
     require_writable(output)
 

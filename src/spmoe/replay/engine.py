@@ -64,7 +64,7 @@ class ReplayEngine:
             threaded=False, timeline=timeline,
         )  # fmt: skip
         self._source.grants.step_budget = None if step_budget is None else step_budget * blob_bytes
-        self._clock.add_event_source(self._link.next_event, self._source.pump)
+        self._clock.add_event_source(self._link.next_event, self._on_link_event)
 
     @property
     def now(self) -> float:
@@ -117,6 +117,10 @@ class ReplayEngine:
     def close(self) -> None:
         """Release the live classes."""
         self._source.close()
+
+    def _on_link_event(self) -> None:
+        if self._link.on_event():
+            self._source.pump()
 
     def _after_demands(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         """Submit what routing lets the policy predict; return what the layer's hidden states predicted before."""

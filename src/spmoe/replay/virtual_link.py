@@ -28,6 +28,10 @@ class VirtualLink(Protocol):
         """Return when the next copy, or chunk of one, ends; None if the link is idle."""
         ...
 
+    def on_event(self) -> bool:
+        """Handle that event, at its time; return whether a copy has ended."""
+        ...
+
     def busy_seconds(self) -> float:
         """Return the seconds in which the link was busy, up to now."""
         ...
@@ -49,6 +53,9 @@ class WholeCopyLink:
         self._seconds = shape.expert_bytes / bytes_per_second  # of one copy
         self._busy = 0.0
 
+    def on_event(self) -> bool:
+        return True
+
     def busy_seconds(self) -> float:
         return self._busy
 
@@ -62,11 +69,17 @@ class ChunkedLink:
     def __init__(self, clock: VirtualClock, shape: Shape, bytes_per_second: float) -> None:
         if shape.chunk_bytes is None:
             raise ValueError("the shape has no chunk size")
-        stream = VirtualCopyStream(clock, bytes_per_second)
+        self._stream = VirtualCopyStream(clock, bytes_per_second, shape.expert_bytes)
         addresses = NoAddresses(shape.expert_bytes)
-        self.transfer: Transfer = CudaTransfer(stream, addresses, chunk=shape.chunk_bytes, window=shape.window)
-        self.next_event = stream.next_event
-        self.busy_seconds = stream.busy_seconds
+        self.transfer: Transfer = CudaTransfer(self._stream, addresses, chunk=shape.chunk_bytes, window=shape.window)
+        self.next_event = self._stream.next_event
+        self.busy_seconds = self._stream.busy_seconds
+
+    def on_event(self) -> bool:
+        if self._stream.pop_event():
+            return True
+        self.transfer.keep_full()
+        return False
 
 
 class VirtualEvent:
@@ -86,26 +99,29 @@ class VirtualEvent:
 class VirtualCopyStream:
     """A stream that runs one copy after the other at a fixed rate. Compute is done by the caller, on the same clock."""
 
-    def __init__(self, clock: VirtualClock, bytes_per_second: float) -> None:
+    def __init__(self, clock: VirtualClock, bytes_per_second: float, blob_bytes: int) -> None:
         self._clock = clock
         self._rate = bytes_per_second
+        self._blob_bytes = blob_bytes
         self._free_at = 0.0
         self._busy = 0.0  # seconds that all submitted copies take
-        self._ends: deque[float] = deque()
+        self._ends: deque[tuple[float, bool]] = deque()  # end of each submission, and whether it completes a blob
 
     def copy(self, pieces: Sequence[CopyRange]) -> Event:
         seconds = sum(piece.nbytes for piece in pieces) / self._rate
         self._free_at = max(self._free_at, self._clock.now()) + seconds
         self._busy += seconds
-        self._ends.append(self._free_at)
+        completes = any(piece.source + piece.nbytes == self._blob_bytes for piece in pieces)  # all blobs are at 0
+        self._ends.append((self._free_at, completes))
         return VirtualEvent(self._clock, self._free_at)
 
     def next_event(self) -> float | None:
         """Return when the next submission ends; None if the stream is idle."""
-        now, ends = self._clock.now(), self._ends
-        while ends and ends[0] <= now:
-            ends.popleft()
-        return ends[0] if ends else None
+        return self._ends[0][0] if self._ends else None
+
+    def pop_event(self) -> bool:
+        """Forget the submission that ends now; return whether it completes a blob."""
+        return self._ends.popleft()[1]
 
     def busy_seconds(self) -> float:
         """Return the seconds in which copies have run, up to now."""
@@ -132,7 +148,7 @@ class VirtualCopyStream:
 
 
 class NoAddresses:
-    """Addresses of blobs and slots that do not exist."""
+    """Addresses of blobs and slots that do not exist: all are 0."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes  # of a blob
