@@ -45,10 +45,10 @@ class RecordedGates:
             )
         start = layers[0] - known.start
         if list(layers) == list(known[start : start + len(layers)]):
-            chosen: slice | list[int] = slice(start, start + len(layers))
+            rows: slice | list[int] = slice(start, start + len(layers))
         else:
-            chosen = [layer - known.start for layer in layers]
-        return Routing(routing.experts[chosen], routing.scores[chosen])
+            rows = [layer - known.start for layer in layers]
+        return Routing(routing.experts[rows], routing.scores[rows])
 
 
 class ReplayPolicy:
@@ -115,13 +115,13 @@ class PerfectDraft(DraftGate):
         self._step, self._done = next(self._steps), 0
         return super().begin_step(sequence_id)
 
-    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
-        if seen.stage is Stage.PREFILL:
-            return super().on_chunk(seen)  # the draft reads the prompt as well
+    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
+        if chunk.stage is Stage.PREFILL:
+            return super().on_chunk(chunk)  # the draft reads the prompt as well
         routed = self._step.forwards[-1].routed  # [rows, layers, top_k]
         row, first = divmod(self._done, self._layers)
-        self._done += len(seen.depths)
-        keys = _keys(routed[row, first : first + len(seen.depths)], first)
+        self._done += len(chunk.depths)
+        keys = _keys(routed[row, first : first + len(chunk.depths)], first)
         if self._done == self._step.drafted * self._layers:
             for later in routed[row + 1 :]:  # the last row has no draft pass of its own
                 keys |= _keys(later, 0)

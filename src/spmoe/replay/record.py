@@ -137,30 +137,30 @@ class TraceRecorder(PrefetchPolicy):
         self._add_overhead(started)
         return routing
 
-    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
+    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
         started = self._now()
-        if seen.stage is not Stage.VERIFY:
-            self._record_chunk(seen, started)
-        elif seen.routing is not None:
-            self._record_ahead(seen.depths, seen.routing)
+        if chunk.stage is not Stage.VERIFY:
+            self._record_chunk(chunk, started)
+        elif chunk.routing is not None:
+            self._record_ahead(chunk.depths, chunk.routing)
         prefetches = NO_PREFETCHES
-        if seen.stage in self._inner.stages:
-            own = seen if seen.stage is not Stage.VERIFY else replace(seen, routing=None)
+        if chunk.stage in self._inner.stages:
+            own = chunk if chunk.stage is not Stage.VERIFY else replace(chunk, routing=None)
             prefetches = self._inner.on_chunk(own)
-        if seen.stage is Stage.VERIFY:
+        if chunk.stage is Stage.VERIFY:
             self._asking += self._now() - started
         else:
             self._last_end = self._now()
         self._add_overhead(started)
         return prefetches
 
-    def on_accept(self, accepted: DraftOutcome) -> None:
-        self._inner.on_accept(accepted)
+    def on_accept(self, outcome: DraftOutcome) -> None:
+        self._inner.on_accept(outcome)
         records = self._records
         chunks, forwards = self._step_start
         records.sequence.append(self._sequence_id)
-        records.drafted.append(accepted.drafted)
-        records.accepted.append(accepted.accepted)
+        records.drafted.append(outcome.drafted)
+        records.accepted.append(outcome.accepted)
         records.chunks.append(len(records.chunk_pass) - chunks)
         records.forwards.append(len(records.forward_rows) - forwards)
         records.rest.append(max(0.0, self._now() - self._last_end))
@@ -234,11 +234,11 @@ class TraceRecorder(PrefetchPolicy):
         }  # fmt: skip
         return records.trace(shape, about)
 
-    def _record_chunk(self, seen: LayerChunk, now: float) -> None:
+    def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
         """Record what the draft's hidden states predict."""
         records = self._records
-        routing = seen.routing if seen.routing is not None else self.ask(seen.stage, seen.depths, seen.residual)
-        layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
+        routing = chunk.routing if chunk.routing is not None else self.ask(chunk.stage, chunk.depths, chunk.residual)
+        layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return
         if layers[0] < self._next_layer:  # the next pass has begun
