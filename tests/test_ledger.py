@@ -206,7 +206,7 @@ class Alarms:
     ) -> None:
         self.times, self.name, self._clock = sorted(times), name, clock
         self.log = [] if log is None else log
-        clock.observer(lambda: self.times[0] if self.times else None, self.ring)
+        clock.add_event_source(lambda: self.times[0] if self.times else None, self.ring)
 
     def ring(self) -> None:
         self.times.pop(0)
@@ -261,7 +261,7 @@ def test_an_event_may_schedule_another() -> None:
             pending.append(clock.now() + 2.0)
 
     pending = [1.0]
-    clock.observer(lambda: pending[0] if pending else None, ring)
+    clock.add_event_source(lambda: pending[0] if pending else None, ring)
     clock.sleep(4.0)
     assert rung == [1.0, 3.0]
     clock.sleep(10.0)

@@ -1,4 +1,4 @@
-"""`spmoe trace`, and timelines of runs: what people type, and what is refused."""
+"""`spmoe trace`, and timelines of runs: output and refusals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from spmoe.config import PREFETCH_POLICIES
 from spmoe.engine.loop import Loop
-from spmoe.registry import PREFETCH_POLICIES
-from spmoe.replay.foresight import POLICIES
+from spmoe.replay.policies import POLICIES
 from spmoe.replay.replay import Replayer
 from spmoe.replay.trace import Trace
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a prompt."""
+    """Return a file with one prompt."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     path.write_text("hello hello hello\n")
     return path
@@ -30,7 +30,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trace(checkpoints: Path, text: Path, invoke: Invoke) -> Path:
-    """A trace of the tiny pair, recorded once."""
+    """Return a trace of the tiny pair, recorded once."""
     path = text.with_name("a.trace")
     if path.exists():
         return path
@@ -41,7 +41,7 @@ def trace(checkpoints: Path, text: Path, invoke: Invoke) -> Path:
     return path
 
 
-def test_a_trace_is_recorded_and_replayed(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_record_and_replay(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
     assert Trace.load(trace).shape.draft_tokens == 2
     chrome = tmp_path / "a.json"
     wide = (
@@ -65,26 +65,26 @@ def test_a_trace_is_recorded_and_replayed(trace: Path, tmp_path: Path, invoke: I
     assert not [word for word in ("on-demand", "draft-gate", "TPOT ms", "efficiency", "recorded:") if word not in table]
 
 
-def test_policies_that_only_replays_have_are_named(invoke: Invoke) -> None:
+def test_help_names_the_policies_that_only_replays_have(invoke: Invoke) -> None:
     shown = " ".join(invoke("trace", "replay", "--help").succeeded().out.split())
-    own = {*POLICIES} - {*PREFETCH_POLICIES.names(), "draft-gate+next-gate"} | {"oracle"}
+    own = {*POLICIES} - {*PREFETCH_POLICIES} | {"oracle"}
     assert [name for name in sorted(own) if f"'{name}'" not in shown] == []
 
 
-def test_several_processes_print_what_one_does(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_output_does_not_depend_on_the_number_of_processes(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
     options = ("--prefetch", "on-demand,draft-gate", "--link-gbps", "0.1,1", "--json", "--chrome")
-    said = []
+    outputs = []
     for workers in (1, 3):
         path = tmp_path / f"{workers}.json"
         result = invoke("trace", "replay", trace, *options, path, "--workers", workers).succeeded()
         records = [json.loads(line) for line in result.out.splitlines()]
         assert all(record.pop("replayed_steps_per_second") > 0 for record in records)
-        said.append((records, path.read_text()))
-    assert said[0] == said[1]
+        outputs.append((records, path.read_text()))
+    assert outputs[0] == outputs[1]
     invoke("trace", "replay", trace, "--workers", 0).refused(2, "--workers")
 
 
-def test_other_sizes_and_times_can_be_assumed(trace: Path, invoke: Invoke) -> None:
+def test_assumed_sizes_and_times_replace_recorded_ones(trace: Path, invoke: Invoke) -> None:
     large = ("--expert-size", "336MiB", "--draft-pass-ms", 2.6, "--verify-layer-ms", 0.56, "--transfer", "cuda")
     result = invoke("trace", "replay", trace, *large, "--prefetch", "draft-gate", "--link-gbps", 54.7, "--json")
     record = json.loads(result.succeeded().out)
@@ -109,24 +109,24 @@ def test_other_sizes_and_times_can_be_assumed(trace: Path, invoke: Invoke) -> No
         (("--chrome", "/no/such/place.json"), ("cannot write",)),
     ],
 )
-def test_bad_options_are_one_line(
+def test_bad_option_is_refused_in_one_line(
     trace: Path, invoke: Invoke, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     invoke("trace", "replay", trace, *options).refused(2, *words)
 
 
-def test_a_trace_has_one_k(invoke: Invoke, tmp_path: Path) -> None:
+def test_recording_needs_a_fixed_k(invoke: Invoke, tmp_path: Path) -> None:
     invoke("trace", "record", "-k", "auto", "-o", tmp_path / "a.trace").refused(2, "K", "give a number")
 
 
-def test_files_that_are_no_traces_are_one_line(tmp_path: Path, invoke: Invoke) -> None:
+def test_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, invoke: Invoke) -> None:
     other = tmp_path / "other"
     other.write_text("something else")
-    invoke("trace", "replay", other).refused(2, "not a whole trace", "spmoe trace record")
+    invoke("trace", "replay", other).refused(2, "not a complete trace", "spmoe trace record")
     invoke("trace", "replay", tmp_path / "nothing").refused(2, "cannot read", "check the path")
 
 
-def test_what_cannot_be_replayed_is_refused_before_the_rest_is(
+def test_every_configuration_is_checked_before_the_first_replay(
     trace: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ran(*ignored: object) -> None:
@@ -137,7 +137,7 @@ def test_what_cannot_be_replayed_is_refused_before_the_rest_is(
     invoke("trace", "replay", trace, "--eviction", "lru,magic").refused(2, "eviction must be one of")
 
 
-def test_auto_is_the_rule_that_a_policy_was_published_with(trace: Path, invoke: Invoke) -> None:
+def test_auto_eviction_follows_the_prefetch_policy(trace: Path, invoke: Invoke) -> None:
     options = ("--prefetch", "on-demand,activation", "--eviction", "auto,activation", "--link-gbps", 1, "--json")
     records = [json.loads(line) for line in invoke("trace", "replay", trace, *options).succeeded().out.splitlines()]
     pairs = [(record["prefetch"], record["eviction"]) for record in records]
@@ -147,17 +147,17 @@ def test_auto_is_the_rule_that_a_policy_was_published_with(trace: Path, invoke: 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """As a terminal has it: a shell starts what it leaves in the background deaf to Ctrl-C."""
+    """Handle SIGINT as in a terminal; a background process of a shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_keeps_what_was_recorded(
+def test_ctrl_c_keeps_the_steps_so_far(
     checkpoints: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of the second prompt of three."""
+    """Interrupt in the middle of the second prompt of three."""
     prompts, path, steps = tmp_path / "prompts.txt", tmp_path / "a.trace", 0
     prompts.write_text("hello\n\nhello hello\n\nhello hello hello\n")
     step = Loop.step
@@ -173,12 +173,12 @@ def test_ctrl_c_keeps_what_was_recorded(
     options = ("--prompts", prompts, "--max-tokens", 8, "--ignore-eos", "-k", 0, "-o", path)
     result = invoke("trace", "record", checkpoints / "target", *options)
     assert result.code == 130
-    assert "interrupted; 12 steps" in result.err
-    assert "replay it with --link-gbps" in result.err, "nothing was prefetched, so nothing was measured"
-    assert Trace.load(path).step_request.tolist() == [0] * 8 + [1] * 4
+    assert "interrupted; wrote 12 steps" in result.err
+    assert "replay it with --link-gbps" in result.err, "the link is measured only for prefetching"
+    assert Trace.load(path).step_sequence.tolist() == [0] * 8 + [1] * 4
 
 
-def test_a_prompt_that_does_not_fit_is_refused_before_any_is_run(
+def test_prompt_that_is_too_long_is_refused_before_any_is_run(
     checkpoints: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ran(*ignored: object) -> None:
@@ -191,13 +191,13 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_is_run(
     invoke("trace", "record", checkpoints / "target", *options).refused(2, "shorten the prompt")
 
 
-def test_where_a_trace_cannot_be_written_nothing_is_loaded(checkpoints: Path, invoke: Invoke) -> None:
+def test_unwritable_output_is_refused_before_loading(checkpoints: Path, invoke: Invoke) -> None:
     invoke("run", checkpoints / "target", "-p", "x", "--chrome", "/no/such/a.json").refused(2, "cannot write")
     invoke("trace", "record", checkpoints / "target", "-o", "/no/such/a.trace").refused(2, "cannot write", "directory")
 
 
 @pytest.mark.parametrize("link", [(), ("--link-gbps", "0.05")])
-def test_a_run_can_be_drawn(checkpoints: Path, tmp_path: Path, invoke: Invoke, link: tuple[str, ...]) -> None:
+def test_run_writes_a_timeline(checkpoints: Path, tmp_path: Path, invoke: Invoke, link: tuple[str, ...]) -> None:
     path = tmp_path / "run.json"
     options = ("--prompt", "hello", "--draft", checkpoints / "draft", "--max-tokens", 12, "--expert-memory", "75%")
     invoke("run", checkpoints / "target", *options, *link, "--chrome", path).succeeded()

@@ -131,7 +131,7 @@ def replay(
     rule = make_eviction(eviction, [EXPERTS] * LAYERS)
     source = ExpertSource(NoWeights(slots), transfer, rule, BLOB, clock, counters, threaded=False)
     source.grants.step_budget = budget
-    clock.observer(transfer.link.next_event, source.pump)
+    clock.add_event_source(transfer.link.next_event, source.pump)
     policy: PrefetchPolicy = OnDemand() if guesses is None else DraftGate(ReadGates(), LAYERS, cutoff)
     found = Replay(counters, transfer.demanded, transfer.wished, 0.0, 0.0)
 

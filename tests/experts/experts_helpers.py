@@ -167,7 +167,7 @@ class ExpertRuntime:
             threaded=False,
         )
         if follow:
-            self.clock.observer(self.transfer.link.next_event, self.source.pump)
+            self.clock.add_event_source(self.transfer.link.next_event, self.source.pump)
         self.using: Using | None = None
         self.closed = False
         self.refusing = False  # submissions raise

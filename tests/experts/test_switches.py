@@ -54,7 +54,7 @@ class Place:
         eviction = make_eviction(rule, [EXPERTS] * LAYERS)
         room: Any = NoWeights(slots)
         self.source = ExpertSource(room, self.transfer, eviction, blob, self.clock, Counters(), threaded=False)
-        self.clock.observer(self.transfer.link.next_event, self.source.pump)
+        self.clock.add_event_source(self.transfer.link.next_event, self.source.pump)
         self.source.begin_step()
 
     def prefetch(self, *keys: tuple[int, int]) -> None:

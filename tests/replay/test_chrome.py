@@ -1,4 +1,4 @@
-"""Chrome trace events: what viewers need to open them."""
+"""Chrome trace events, in the form that viewers read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPANS = [
 
 
 def check(event: dict[str, Any]) -> None:
-    """The parts of the trace event format that are used here."""
+    """Assert that an event follows the trace event format."""
     assert isinstance(event["name"], str)
     assert event["name"]
     assert type(event["pid"]) is int
@@ -42,7 +42,7 @@ def check(event: dict[str, Any]) -> None:
         assert isinstance(event["id"], str)
 
 
-def test_the_file_is_as_viewers_read_it(tmp_path: Path) -> None:
+def test_file_follows_the_trace_event_format(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_chrome(path, {"one": SPANS, "two": SPANS[:2]})
     document = json.loads(path.read_text())
@@ -54,15 +54,15 @@ def test_the_file_is_as_viewers_read_it(tmp_path: Path) -> None:
     shown = [event for event in events if event["ph"] != "M"]
     assert {(event["pid"], event["tid"]) for event in shown} <= named, "every track has a name"
     processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
-    assert len(set(processes.values())) == len(processes) == 4, "two of each run"
-    pinned = {event["id"]: event for event in shown if event["ph"] == "b"}
-    closed = {event["id"]: event for event in shown if event["ph"] == "e"}
-    assert pinned.keys() == closed.keys()
-    assert len(pinned) == 3
-    assert all(pinned[key]["ts"] <= closed[key]["ts"] for key in pinned)
+    assert len(set(processes.values())) == len(processes) == 4, "two for each run"
+    begun = {event["id"]: event for event in shown if event["ph"] == "b"}
+    ended = {event["id"]: event for event in shown if event["ph"] == "e"}
+    assert begun.keys() == ended.keys()
+    assert len(begun) == 3
+    assert all(begun[key]["ts"] <= ended[key]["ts"] for key in begun)
 
 
-def test_times_are_microseconds_from_the_first_span(tmp_path: Path) -> None:
+def test_times_are_microseconds_since_the_first_span(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_chrome(path, {"run": SPANS})
     events = {event["name"]: event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"}
@@ -71,6 +71,6 @@ def test_times_are_microseconds_from_the_first_span(tmp_path: Path) -> None:
     assert events["layer 0"]["ts"] == pytest.approx(0.5e6)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_unwritable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"):
         write_chrome(tmp_path / "none" / "a.json", {"run": SPANS})

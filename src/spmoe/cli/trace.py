@@ -1,4 +1,4 @@
-"""`spmoe trace`: record what real generations do, and replay it under other policies, budgets and links."""
+"""`spmoe trace`: record the routing of real generations, and replay it under other policies, budgets and links."""
 
 from __future__ import annotations
 
@@ -16,57 +16,62 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
-from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, eviction_policy_for
+from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
+from spmoe.cli.output import require_writable
+from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, rule_for
 from spmoe.errors import UsageError
-from spmoe.registry import PREFETCH_POLICIES
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import Generation
-    from spmoe.replay.replay import Outcome, Setting
+    from spmoe.replay.replay import ReplayConfig, ReplayResult
     from spmoe.replay.trace import Trace
 
 T = TypeVar("T")
 
-trace = typer.Typer(name="trace", help="Record what real generations do, and replay it without a GPU or weights.")
+trace = typer.Typer(
+    name="trace", help="Record the routing of real generations, and replay it without a GPU or weights."
+)
 
 
 @trace.callback(invoke_without_command=True)
 def options(context: typer.Context) -> None:
-    """Record what real generations do, and replay it without a GPU or weights."""
+    """Record the routing of real generations, and replay it without a GPU or weights."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-@trace.command("record", short_help="Generate, and write down what was routed.")
-@takes_shared_options_except("enforce_eager")  # always
+@trace.command("record", short_help="Generate, and write the routing to a file.")
+@takes_shared_options_but("enforce_eager")  # it is always on
 def record_trace(
     engine: dict[str, Any],
     params: SamplingParams,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the trace to.")],
     prompts: Annotated[
-        str, typer.Option(help="Prompts: a file (text, or JSON lines), a set of the hub, or 'sample'.")
+        str, typer.Option(help="Prompts: a file (text, or JSON lines), a dataset of the hub, or 'sample'.")
     ] = "sample",
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Take no more prompts than this.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate from prompts, and write what was routed, foretold and took how long to a file.
+    """Generate from prompts, and write routing, predictions and times to a file.
 
-    Generates as `spmoe run` does, except that on CUDA there are no graphs, so that each layer can be timed. Ctrl-C
-    keeps what there is.
+    Generates as `spmoe run` does, but without CUDA graphs, so that each layer can be timed. After Ctrl-C the file holds
+    the steps so far.
     """
     if draft_tokens(engine["num_speculative_tokens"]) == "auto":
-        raise UsageError("a trace is replayed with any K up to its own, which every step must have had; give a number")
+        raise UsageError(
+            "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a "
+            "number (a replay may use any smaller one)"
+        )
     require_writable(output)
 
     from spmoe.bench.prompts import find_prompts
     from spmoe.observe.progress import progress_bar
     from spmoe.replay.record import record
 
-    chosen, bar, stopped = find_prompts(prompts).first(max_prompts).prompts, not as_json and sys.stderr.isatty(), False
+    texts, stopped = find_prompts(prompts).first(max_prompts).prompts, False
 
     @contextmanager
-    def observer(generation: Generation) -> Iterator[None]:
+    def stop_on_ctrl_c(generation: Generation) -> Iterator[None]:
         nonlocal stopped
         with ctrl_c_stops(generation):
             yield
@@ -74,67 +79,75 @@ def record_trace(
 
     with (
         load({**engine, "enforce_eager": True}, progress=not as_json) as llm,
-        progress_bar("Recording", bar) as report,
+        progress_bar("Recording", not as_json and sys.stderr.isatty()) as report,
     ):
-        made = record(llm, list(chosen), params, observer, report)
-    made.save(output)
+        recorded = record(llm, list(texts), params, stop_on_ctrl_c, report)
+    recorded.save(output)
     size = output.stat().st_size
-    facts = {"file": str(output), "bytes": size, "steps": len(made), "verified_steps": made.verified}
+    facts = {"file": str(output), "bytes": size, "steps": len(recorded), "verified_steps": recorded.verified}
     if as_json:
-        print(json.dumps({**facts, "live": made.about["live"]}))
+        print(json.dumps({**facts, "live": recorded.about["live"]}))
     else:
-        kept = "interrupted; " * stopped + f"{len(made)} steps, {made.verified} of them with a draft, in {output}"
-        stderr().print(f"{kept} ({size / 1e6:.1f} MB)", soft_wrap=True)
-        if not made.shape.link_bytes_per_second:  # which is known from the profile of what prefetches from a draft
-            stderr().print("note: the link was not measured in such a run; replay it with --link-gbps", soft_wrap=True)
+        counts = f"{len(recorded)} steps, {recorded.verified} of them with a draft"
+        message = "interrupted; " * stopped + f"wrote {counts} to {output} ({size / 1e6:.1f} MB)"
+        stderr().print(message, soft_wrap=True)
+        if not recorded.shape.link_bytes_per_second:  # it is measured only for policies that predict from a draft
+            stderr().print("note: the link was not measured in this run; replay it with --link-gbps", soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
 
 
-@trace.command("replay", short_help="Play a trace on a virtual clock.")
+@trace.command("replay", short_help="Replay a trace on a virtual clock.")
 def replay_trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `spmoe trace record` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `spmoe trace record`.")],
     prefetch: Annotated[
-        str, typer.Option(help="Prefetch policies, with commas; also 'perfect-draft' and 'oracle'.")
+        str, typer.Option(help="Prefetch policies, separated by commas; also 'perfect-draft' and 'oracle'.")
     ] = "on-demand,draft-gate",
     eviction: Annotated[
-        str, typer.Option(help="Eviction rules, with commas; also 'belady' and 'one-step-perfect'; auto: the policy's.")
+        str,
+        typer.Option(
+            help="Eviction policies, separated by commas; also 'belady' and 'one-step-perfect'. auto: the one that "
+            "belongs to the prefetch policy."
+        ),
     ] = "auto",
     num_speculative_tokens: Annotated[
-        str | None, typer.Option("--num-speculative-tokens", "-k", help="K, with commas; default: as recorded.")
+        str | None, typer.Option("--num-speculative-tokens", "-k", help="K, separated by commas; default: as recorded.")
     ] = None,
     cutoff: Annotated[
-        str, typer.Option(help="Layers to prefetch for, with commas: auto, just-in-time, none, numbers.")
+        str, typer.Option(help="Layers to prefetch for, separated by commas: auto, just-in-time, all, numbers.")
     ] = "auto",
     expert_memory: Annotated[
-        str | None, typer.Option(help="Memory for experts, with commas: sizes or shares; default: as recorded.")
+        str | None,
+        typer.Option(help="Memory for experts, separated by commas: sizes or percentages; default: as recorded."),
     ] = None,
     link_gbps: Annotated[
-        str | None, typer.Option(help="Gigabytes per second of the link, with commas; default: as recorded.")
+        str | None, typer.Option(help="Link speed in GB/s, separated by commas; default: as recorded.")
     ] = None,
-    compute_scale: Annotated[float, typer.Option(min=0, help="Compute takes this many times as long.")] = 1.0,
-    expert_size: Annotated[str | None, typer.Option(help="As if an expert had this size, such as 336MiB.")] = None,
-    draft_pass_ms: Annotated[float | None, typer.Option(min=0, help="As if a draft pass took this long.")] = None,
+    compute_scale: Annotated[float, typer.Option(min=0, help="Multiply all compute times by this factor.")] = 1.0,
+    expert_size: Annotated[str | None, typer.Option(help="Assume experts of this size, such as 336MiB.")] = None,
+    draft_pass_ms: Annotated[float | None, typer.Option(min=0, help="Assume this time for a draft pass.")] = None,
     verify_layer_ms: Annotated[
-        float | None, typer.Option(min=0, help="As if a layer of the target took this long, its experts resident.")
+        float | None, typer.Option(min=0, help="Assume this time for a target layer with resident experts.")
     ] = None,
     transfer: Annotated[
         str,
         typer.Option(
-            help="How copies move: 'recorded', or 'cuda' (prefetch requests in chunks that a demand overtakes)."
+            help="Kind of transfer: 'recorded', or 'cuda' (prefetches in chunks, which demand loads overtake)."
         ),
     ] = "recorded",
     chrome: Annotated[
         Path | None, typer.Option(help="Write the last steps as Chrome trace events (for Perfetto) to this file.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that replay at once; default: one for each usable core.")
+        int | None, typer.Option(min=1, help="Number of processes; default: one per usable core.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per configuration and line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per configuration, one per line.")
+    ] = False,
 ) -> None:
-    """Play a recorded trace on a virtual clock: every combination of what is given, with nothing loaded."""
+    """Replay a trace on a virtual clock, for every combination of the options. No model is loaded."""
     from spmoe.observe.chrome import write_chrome
-    from spmoe.replay.replay import Replayer, Setting, Times, as_cuda, rank
+    from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
     from spmoe.replay.trace import Trace
     from spmoe.replay.workers import replay_all, usable_cores
 
@@ -147,38 +160,38 @@ def replay_trace(
         recorded = replace(recorded, shape=replace(recorded.shape, expert_bytes=size))
     if transfer == "cuda":
         recorded = as_cuda(recorded)
-    times = Times(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
-    settings = [
-        Setting(policy, eviction_policy_for(policy if policy in PREFETCH_POLICIES else "on-demand", rule), k, depth, memory, link)
-        for policy, rule, k, depth, memory, link in product(
-            parse_list("--prefetch", prefetch, str),
-            parse_list("--eviction", eviction, str),
-            _each("--num-speculative-tokens", num_speculative_tokens, parse_whole),
-            parse_list("--cutoff", cutoff, Cutoff.parse),
-            _each("--expert-memory", expert_memory, Size.parse),
-            _each("--link-gbps", link_gbps, speed),
+    times = ComputeTimes(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
+    configs = [
+        ReplayConfig(policy, rule_for(policy, evicts), k, layers, memory, link)
+        for policy, evicts, k, layers, memory, link in product(
+            listed("--prefetch", prefetch, str),
+            listed("--eviction", eviction, str),
+            _values("--num-speculative-tokens", num_speculative_tokens, whole),
+            listed("--cutoff", cutoff, Cutoff.parse),
+            _values("--expert-memory", expert_memory, Size.parse),
+            _values("--link-gbps", link_gbps, speed),
         )
     ]
-    settings = list(dict.fromkeys(settings))  # a rule may be named twice, by its name and as auto
+    configs = list(dict.fromkeys(configs))  # an eviction policy may be given by its name and as auto
     replayer = Replayer(recorded, times)
-    for setting in settings:
-        replayer.require(setting)
-    replayed = list(replay_all(replayer, settings, workers or usable_cores(), draw=chrome is not None))
-    outcomes = [outcome for outcome, _ in replayed]
+    for config in configs:
+        replayer.require(config)
+    replayed = list(replay_all(replayer, configs, workers or usable_cores(), draw=chrome is not None))
+    results = [result for result, _ in replayed]
     if chrome is not None:
-        write_chrome(chrome, {_label(made.setting): line.spans for made, line in replayed if line is not None})
-    places = rank(outcomes)
+        write_chrome(chrome, {_label(result.config): line.spans for result, line in replayed if line is not None})
+    ranks = rank(results)
     if as_json:
-        for outcome, place in zip(outcomes, places, strict=True):
-            print(json.dumps({**outcome.to_dict(), "rank": place}))
+        for result, place in zip(results, ranks, strict=True):
+            print(json.dumps({**result.to_dict(), "rank": place}))
     else:
-        table, console = _table(outcomes, places), Console(highlight=False, markup=False, emoji=False)
-        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # a row is one line
+        table, console = _table(results, ranks), Console(highlight=False, markup=False, emoji=False)
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # never wrap a row
         console.print(table)
         console.print(_recorded_line(recorded), soft_wrap=True)
 
 
-def _table(outcomes: list[Outcome], places: list[int]) -> Table:
+def _table(results: list[ReplayResult], ranks: list[int]) -> Table:
     columns = (
         "rank", "prefetch", "eviction", "K", "cutoff", "slots", "GB/s", "step ms", "TPOT ms", "stall ms", "loads/token",
         "MB/token", "hits", "used", "late", "wasted", "link busy", "efficiency",
@@ -186,8 +199,8 @@ def _table(outcomes: list[Outcome], places: list[int]) -> Table:
     table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
-    for outcome, place in zip(outcomes, places, strict=True):
-        d = outcome.to_dict()
+    for result, place in zip(results, ranks, strict=True):
+        d = result.to_dict()
         prefetches = d["prefetch_loads_per_step"] > 0
         table.add_row(
             str(place), d["prefetch"], d["eviction"], str(d["num_speculative_tokens"]),
@@ -201,7 +214,7 @@ def _table(outcomes: list[Outcome], places: list[int]) -> Table:
 
 
 def _recorded_line(recorded: Trace) -> str:
-    """What the recorded run itself came to."""
+    """Describe the recorded run itself."""
     live, options = recorded.about.get("live") or {}, recorded.about.get("options") or {}
     if not live.get("steps"):
         return ""
@@ -213,20 +226,13 @@ def _recorded_line(recorded: Trace) -> str:
     )
 
 
-def _label(setting: Setting) -> str:
-    parts = (
-        setting.prefetch,
-        setting.eviction,
-        setting.draft_tokens,
-        setting.cutoff,
-        setting.memory,
-        setting.link_gbps,
-    )
+def _label(config: ReplayConfig) -> str:
+    parts = (config.prefetch, config.eviction, config.draft_tokens, config.cutoff, config.memory, config.link_gbps)
     return " ".join(str(part) for part in parts if part is not None)
 
 
-def _each(name: str, text: str | None, convert: Callable[[str], T]) -> Sequence[T | None]:
-    """The values of an option that takes several; None where it was not given."""
+def _values(name: str, text: str | None, convert: Callable[[str], T]) -> Sequence[T | None]:
+    """Parse the values of an option; [None] if it was not given."""
     return [None] if text is None else listed(name, text, convert)
 
 

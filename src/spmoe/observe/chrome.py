@@ -1,7 +1,7 @@
-"""Timelines as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write timelines as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Every activity has a track: the draft, the target and its layers, waiting, and the link's copies, apart by what they
-were for. Times are microseconds from the first span on.
+Each activity has its own track. Demand loads and prefetches are on separate tracks. Times are microseconds since the
+first span.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 from spmoe.files import write_text
 from spmoe.observe.timeline import Activity, Span
 
-# process and thread of each activity, in the order in which they are shown
+# process and thread of each activity, in display order
 _TRACKS: dict[Activity, tuple[str, str]] = {
     Activity.DRAFT: ("compute", "draft"),
     Activity.VERIFY: ("compute", "verify"),
     Activity.LAYER: ("compute", "layers"),
     Activity.STALL: ("compute", "stall"),
-    Activity.COPY: ("link", "demanded"),
-    Activity.PREFETCH: ("link", "prefetched"),
+    Activity.COPY: ("link", "demand loads"),
+    Activity.PREFETCH: ("link", "prefetches"),
 }
 
-_OVERLAPPING = {Activity.COPY, Activity.PREFETCH}  # several may be under way; drawn as asynchronous events
+_OVERLAPPING = {Activity.COPY, Activity.PREFETCH}  # several may overlap, so they are written as asynchronous events
 
 
 def chrome_events(spans: Sequence[Span], run: str = "spmoe", first_process: int = 1) -> list[dict[str, Any]]:
-    """The events of one run: names of its tracks, then the spans."""
+    """Return the events of one run: the names of its tracks, then its spans."""
     start = min((span.start for span in spans), default=0.0)
     processes = {name: first_process + i for i, name in enumerate(dict.fromkeys(p for p, _ in _TRACKS.values()))}
-    places = {activity: (processes[p], i) for i, (activity, (p, _)) in enumerate(_TRACKS.items(), start=1)}
+    tracks = {activity: (processes[p], i) for i, (activity, (p, _)) in enumerate(_TRACKS.items(), start=1)}
     events = [_name("process_name", pid, 0, f"{run}: {process}") for process, pid in processes.items()]
     for activity, (_, track) in _TRACKS.items():
-        events.append(_name("thread_name", *places[activity], track))
+        events.append(_name("thread_name", *tracks[activity], track))
     for number, span in enumerate(sorted(spans, key=lambda span: span.start)):
-        pid, tid = places[span.activity]
+        pid, tid = tracks[span.activity]
         event = {"name": span.detail or span.activity.value, "cat": span.activity.value, "pid": pid, "tid": tid}
         begin, end = 1e6 * (span.start - start), 1e6 * (span.end - start)
         if span.activity in _OVERLAPPING:
@@ -49,7 +49,7 @@ def chrome_events(spans: Sequence[Span], run: str = "spmoe", first_process: int 
 
 
 def write_chrome(path: Path, runs: Mapping[str, Sequence[Span]]) -> None:
-    """Write runs, by name, beside each other into one file."""
+    """Write several named runs into one file, each as its own pair of processes."""
     width = len({process for process, _ in _TRACKS.values()})
     events = [
         event

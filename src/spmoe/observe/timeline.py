@@ -1,4 +1,4 @@
-"""The timeline: when compute ran, copies moved and compute waited. Off unless somebody wants to draw it."""
+"""The timeline: spans of compute, copies and stalls. Recording is off unless a timeline is to be drawn."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from enum import Enum
 
 
 class Activity(Enum):
-    """What a span of time was spent on."""
+    """Kind of a span."""
 
     DRAFT = "draft"
     VERIFY = "verify"
     LAYER = "layer"  # of the target, within VERIFY
-    COPY = "copy"  # a copy that was demanded
-    PREFETCH = "prefetch"  # a copy for a prefetch request
+    COPY = "copy"  # a demand load
+    PREFETCH = "prefetch"  # a load for a prefetch request
     STALL = "stall"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From one moment to another, in the engine clock's seconds."""
+    """An activity from `start` to `end`, in seconds of the engine's clock."""
 
     activity: Activity
     start: float
     end: float
-    detail: str = ""  # which layer, or which expert as layer.expert
+    detail: str = ""  # the layer, or the expert as layer.expert
 
 
 @dataclass
@@ -35,6 +35,6 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, activity: Activity, start: float, end: float, detail: str = "") -> None:
-        """Note a span, if recording."""
+        """Append a span if recording is on and the span is not empty."""
         if self.recording and end > start:
             self.spans.append(Span(activity, start, end, detail))

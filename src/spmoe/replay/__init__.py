@@ -1,1 +1,1 @@
-"""Traces of real generations, and a simulator that replays them under other policies, budgets and links."""
+"""Record traces of real generations, and replay them on a virtual clock under other policies, budgets and links."""

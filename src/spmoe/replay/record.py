@@ -1,11 +1,12 @@
-"""Recording: what a running engine routes, foretells and takes, noted while it generates."""
+"""Record a trace while an engine generates: its routing, its predictions and its times."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,37 +22,63 @@ from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_seam import attach
-from spmoe.predict.policies.base import PrefetchPolicy
-from spmoe.predict.policies.draft_gate import DraftGate, layers_by_draft_depth
-from spmoe.predict.policies.next_gate import NextGate
-from spmoe.replay.notes import Notes
+from spmoe.predict.base import PrefetchPolicy
+from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.next_gate import NextGate, draft_gate_part
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
 
-AHEAD = 3  # layers ahead for which the target's own states are asked
+AHEAD = 3  # layers ahead that are predicted from the target's own hidden states
+
+
+def record(
+    llm: LLM,
+    prompts: list[str],
+    params: SamplingParams,
+    around: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext(),
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Trace:
+    """Generate from each prompt and return the trace.
+
+    Each generation runs inside the context manager `around(generation)`; if it stops one, the trace ends there.
+    `report` is called with the number of finished prompts and of all prompts.
+    """
+    generations = [llm.stream(prompt, params) for prompt in prompts]  # raises for a bad prompt before any is run
+    recorder = TraceRecorder(llm.engine)
+    completions = []
+    try:
+        for number, generation in enumerate(generations):
+            report(number, len(generations))
+            with around(generation):
+                completions.append(generation.run())
+            if generation.stopped:
+                break
+        return recorder.trace(completions)
+    finally:
+        recorder.detach()
 
 
 class TraceRecorder(PrefetchPolicy):
-    """Stands between an engine's loop and its policy, and between its target and the experts.
+    """Record an engine's steps, from between the loop and its prefetch policy and between the target and its experts.
 
-    The policy's prefetch requests are what they were; besides, draft and target are asked about the layers to come, so that every
-    policy can be replayed. What that takes is not counted as the layers' time.
+    The policy's own requests stay the same. In addition, the gates are asked about the draft's and the target's hidden
+    states, so that every policy can be replayed. Times of layers do not include that.
     """
 
     stages = frozenset(Stage)
 
     def __init__(self, engine: Engine) -> None:
         if engine.room.cuda is not None and engine.room.cuda.all_resident:
-            raise UsageError("with every expert in a slot nothing is routed by the host; lower --expert-memory")
+            raise UsageError("with every expert resident, routing is never read by the host; lower --expert-memory")
         if engine.target.gated and not engine.target.gates_found:
-            raise UsageError("some layers' gates cannot be called alone, so a trace would lack their predictions")
+            raise UsageError("the gates of some layers cannot be called alone, so their predictions cannot be recorded")
         self._engine = engine
         self.source, self.clock, self.synchronize = engine.source, engine.clock, engine.room.backend.synchronize
         self._inner: PrefetchPolicy = engine.loop.policy
         self.name = self._inner.name
         target, drafter = engine.target, engine.loop.drafter
         self._layers = len(target.moe)
-        self._draft_gate: PrefetchPolicy | None = self._inner if Stage.DRAFT in self._inner.stages else None
+        self._draft_gate: DraftGate | None = draft_gate_part(self._inner)
         self._layers_at: list[list[int]] = []
         if isinstance(drafter, DraftModel):
             depth = drafter.runner.depth_count
@@ -59,119 +86,120 @@ class TraceRecorder(PrefetchPolicy):
             if self._draft_gate is None and target.gates_found and drafter.runner.has_hidden_states:
                 fits = engine.projection is not None or drafter.runner.hidden_size == target.hidden_size
                 self._draft_gate = DraftGate(target, depth, self._layers, engine.projection) if fits else None
-        asks = target.gates_found and target.has_hidden_states
-        self._next = NextGate(target, AHEAD) if asks else None
-        self._notes = Notes()
-        self._request = 0
-        self._mark = self._own = 0.0
-        self._spent: dict[int, list[float]] = {}  # on noting, by request and step
-        self._at_step = (0, 0)  # chunks and forwards noted when the step began
-        self._pass, self._reached = -1, self._layers
+        can_ask = target.gates_found and target.has_hidden_states
+        self._next_gate = NextGate(target, AHEAD) if can_ask else None
+        self._records = _Records()
+        self._sequence_id = 0
+        self._last_end = 0.0  # when the last recorded chunk or layer ended
+        self._asking = 0.0  # seconds of the recorder's own predictions since then
+        self._overhead: dict[int, list[float]] = {}  # seconds of recording, by sequence and step
+        self._step_start = (0, 0)  # chunks and forwards recorded when the step began
+        self._pass, self._next_layer = -1, self._layers
         self._before = engine.loop.counters.copy()
-        self._forward = -1  # the layer that ran last
-        self._tapped = -1  # the decoder layer that was seen last
-        self._ports = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
+        self._last_layer = -1  # the MoE layer that ran last
+        self._last_depth = -1  # the decoder layer whose hidden states were read last
+        self._forwards = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
         for layer, moe_layer in enumerate(target.moe):
-            attach(moe_layer.experts, _NotingExperts(self, layer, self._ports[layer]))  # type: ignore[arg-type]
+            attach(moe_layer.experts, _RecordingForward(self, layer, self._forwards[layer]))  # type: ignore[arg-type]
         engine.loop.policy = self
 
     def detach(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine's own policy and experts."""
         self._engine.loop.policy = self._inner
-        for port, moe_layer in zip(self._ports, self._engine.target.moe, strict=True):
-            attach(moe_layer.experts, port)  # type: ignore[arg-type]
+        for forward, moe_layer in zip(self._forwards, self._engine.target.moe, strict=True):
+            attach(moe_layer.experts, forward)  # type: ignore[arg-type]
 
-    # ---- as the loop's policy
+    # ---- the loop's policy
 
-    def begin_step(self, request: int) -> PrefetchRequests:
-        notes = self._notes
-        self._at_step = (len(notes.slab_pass), len(notes.forward_rows))
-        self._request = request
-        self._pass, self._reached = -1, self._layers
-        self._forward = self._tapped = -1
-        self._own = 0.0
-        prefetches = self._inner.begin_step(request)
-        self._spent.setdefault(request, []).append(0.0)
-        self._mark = self._now()
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
+        records = self._records
+        self._step_start = (len(records.chunk_pass), len(records.forward_rows))
+        self._sequence_id = sequence_id
+        self._pass, self._next_layer = -1, self._layers
+        self._last_layer = self._last_depth = -1
+        self._asking = 0.0
+        prefetches = self._inner.begin_step(sequence_id)
+        self._overhead.setdefault(sequence_id, []).append(0.0)
+        self._last_end = self._now()
         return prefetches
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         return self._inner.on_routed(layer, experts)
 
-    def predict_routing(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         if stage is not Stage.VERIFY:
-            return self._draft_gate.predict_routing(stage, depths, residual) if self._draft_gate is not None else None
-        if self._next is None:
+            return self._draft_gate.ask(stage, depths, residual) if self._draft_gate is not None else None
+        if self._next_gate is None:
             return None
         started = self._now()
-        routing = self._next.predict_routing(stage, depths, residual)
-        self._own += self._now() - started
-        self._spend(started)
+        routing = self._next_gate.ask(stage, depths, residual)
+        self._asking += self._now() - started
+        self._add_overhead(started)
         return routing
 
-    def on_chunk(self, seen: LayerChunk) -> PrefetchRequests:
+    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
         started = self._now()
-        if seen.stage is not Stage.VERIFY:
-            self._note_slab(seen, started)
-        elif seen.routing is not None:
-            self._note_ahead(seen.depths, seen.routing)
+        if chunk.stage is not Stage.VERIFY:
+            self._record_chunk(chunk, started)
+        elif chunk.routing is not None:
+            self._record_ahead(chunk.depths, chunk.routing)
         prefetches = NO_PREFETCHES
-        if seen.stage in self._inner.stages:
-            own = seen if seen.stage is not Stage.VERIFY else replace(seen, routing=None)
+        if chunk.stage in self._inner.stages:
+            own = chunk if chunk.stage is not Stage.VERIFY else replace(chunk, routing=None)
             prefetches = self._inner.on_chunk(own)
-        if seen.stage is Stage.VERIFY:
-            self._own += self._now() - started
+        if chunk.stage is Stage.VERIFY:
+            self._asking += self._now() - started
         else:
-            self._mark = self._now()
-        self._spend(started)
+            self._last_end = self._now()
+        self._add_overhead(started)
         return prefetches
 
-    def on_accept(self, accepted: DraftOutcome) -> None:
-        self._inner.on_accept(accepted)
-        notes = self._notes
-        chunks, forwards = self._at_step
-        notes.request.append(self._request)
-        notes.drafted.append(accepted.drafted)
-        notes.accepted.append(accepted.accepted)
-        notes.chunks.append(len(notes.slab_pass) - chunks)
-        notes.forwards.append(len(notes.forward_rows) - forwards)
-        notes.rest.append(max(0.0, self._now() - self._mark))
+    def on_accept(self, outcome: DraftOutcome) -> None:
+        self._inner.on_accept(outcome)
+        records = self._records
+        chunks, forwards = self._step_start
+        records.sequence.append(self._sequence_id)
+        records.drafted.append(outcome.drafted)
+        records.accepted.append(outcome.accepted)
+        records.chunks.append(len(records.chunk_pass) - chunks)
+        records.forwards.append(len(records.forward_rows) - forwards)
+        records.rest.append(max(0.0, self._now() - self._last_end))
 
-    # ---- as the target runs
+    # ---- while the target runs
 
-    def routed(self, layer: int, index: Tensor, weights: Tensor) -> None:
-        """A router has chosen; what it chose is about to run."""
-        notes, started = self._notes, self._now()
+    def before_experts(self, layer: int, index: Tensor, weights: Tensor) -> None:
+        """Record a layer's routing; its experts are about to run."""  # index, weights: [rows, top_k]
+        records, started = self._records, self._now()
         rows = len(index)
-        if layer <= self._forward or not notes.forward_rows or len(notes.forward_rows) == self._at_step[1]:
-            notes.forward_rows.append(rows)
-            notes.front.append(np.zeros(self._layers, dtype=np.float32))
-            notes.experts.append(np.zeros(self._layers, dtype=np.float32))
+        if layer <= self._last_layer or not records.forward_rows or len(records.forward_rows) == self._step_start[1]:
+            records.forward_rows.append(rows)
+            records.front.append(np.zeros(self._layers, dtype=np.float32))
+            records.experts.append(np.zeros(self._layers, dtype=np.float32))
             shape = (rows, self._layers, self._engine.target.top_k)
-            notes.chosen.append(np.full(shape, -1, dtype=np.int16))
-            notes.weight.append(np.zeros(shape, dtype=np.float16))
-            if len(notes.ahead) < len(notes.forward_rows):
-                self._new_ahead(rows)
-        self._forward = layer
-        notes.front[-1][layer] = max(0.0, started - self._mark - self._own)
-        self._own = 0.0
-        width = index.shape[-1]
-        notes.chosen[-1][:, layer, :width] = index.cpu().numpy()
-        notes.weight[-1][:, layer, :width] = weights.float().cpu().numpy()
-        self._mark = self._now()
-        self._spend(started)
+            records.routed.append(np.full(shape, -1, dtype=np.int16))
+            records.routed_weight.append(np.zeros(shape, dtype=np.float16))
+            if len(records.ahead) < len(records.forward_rows):
+                self._add_ahead(rows)
+        self._last_layer = layer
+        records.front[-1][layer] = max(0.0, started - self._last_end - self._asking)
+        self._asking = 0.0
+        top_k = index.shape[-1]
+        records.routed[-1][:, layer, :top_k] = index.cpu().numpy()
+        records.routed_weight[-1][:, layer, :top_k] = weights.float().cpu().numpy()
+        self._last_end = self._now()
+        self._add_overhead(started)
 
-    def ran(self, layer: int, seconds: float) -> None:
-        """The layer's experts took this long, waiting not included."""
-        self._notes.experts[-1][layer] = max(0.0, seconds)
-        self._mark = self._now()
+    def after_experts(self, layer: int, seconds: float) -> None:
+        """Record the time of a layer's experts, stalls excluded."""
+        self._records.experts[-1][layer] = max(0.0, seconds)
+        self._last_end = self._now()
 
     def trace(self, completions: Iterable[Completion]) -> Trace:
-        """All that was noted."""
-        engine, notes = self._engine, self._notes
+        """Return everything recorded so far."""
+        engine, records = self._engine, self._records
         spec, config, target = engine.store, engine.config, engine.target
         drafter = engine.loop.drafter
-        if not notes.request:
+        if not records.sequence:
             raise UsageError("nothing was generated, so there is nothing to record; give another prompt")
         seconds = engine.profile.seconds_per_expert if engine.profile is not None else 0.0
         link = config.link_gbps * 1e9 if config.link_gbps else (spec.layout.nbytes / seconds if seconds else 0.0)
@@ -193,68 +221,71 @@ class TraceRecorder(PrefetchPolicy):
             "model": config.model,
             "draft": config.draft,
             "options": {
-                "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
+                "prefetch": self._inner.name, "eviction": config.eviction_rule, "cutoff": str(config.cutoff),
                 "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
-                "device": str(engine.device), "link_gbps": config.link_gbps, "projection": engine.projection is not None,
+                "device": str(engine.device), "link_gbps": config.link_gbps,
+                "projection": engine.projection is not None,
             },
             "profile": None if engine.profile is None else asdict(engine.profile),
             "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": f"{platform.machine()}, {platform.system()}",
-            "live": _totals([completion.stats for completion in completions], self._spent),
+            "live": _totals([completion.stats for completion in completions], self._overhead),
             "ledger": asdict(counters),
         }  # fmt: skip
-        return notes.trace(shape, about)
+        return records.trace(shape, about)
 
-    # ---- notes
-
-    def _note_slab(self, seen: LayerChunk, now: float) -> None:
-        notes = self._notes
-        routing = seen.routing if seen.routing is not None else self.predict_routing(seen.stage, seen.depths, seen.residual)
-        layers = [layer for depth in seen.depths for layer in self._layers_at[depth]]
+    def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
+        """Record what the draft's hidden states predict."""
+        records = self._records
+        routing = chunk.routing if chunk.routing is not None else self.ask(chunk.stage, chunk.depths, chunk.residual)
+        layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return
-        if layers[0] < self._reached:  # the layers begin anew
+        if layers[0] < self._next_layer:  # the next pass has begun
             self._pass += 1
-        self._reached = layers[-1] + 1
-        notes.slab_pass.append(self._pass)
-        notes.slab_layers.append((layers[0], layers[-1] + 1))
-        notes.slab_seconds.append(max(0.0, now - self._mark))
-        notes.slab_rows.append(routing.experts.shape[1])
+        self._next_layer = layers[-1] + 1
+        records.chunk_pass.append(self._pass)
+        records.chunk_layers.append((layers[0], layers[-1] + 1))
+        records.chunk_seconds.append(max(0.0, now - self._last_end))
+        records.chunk_rows.append(routing.experts.shape[1])
         top_k = self._engine.target.top_k
-        notes.foretold.append(routing.experts.cpu().numpy().reshape(-1, top_k).astype(np.int16))
-        notes.foretold_score.append(routing.scores.float().cpu().numpy().reshape(-1, top_k).astype(np.float16))
+        records.predicted.append(routing.experts.cpu().numpy().reshape(-1, top_k).astype(np.int16))
+        records.predicted_score.append(routing.scores.float().cpu().numpy().reshape(-1, top_k).astype(np.float16))
 
-    def _note_ahead(self, depths: range, routing: Routing) -> None:
-        notes, target = self._notes, self._engine.target
+    def _record_ahead(self, depths: range, routing: Routing) -> None:
+        """Record what the target's own hidden states predict of the next layers."""
+        records, target = self._records, self._engine.target
         rows = routing.experts.shape[1]
-        if self._next is None:
+        if self._next_gate is None:
             return
-        if len(notes.ahead) == len(notes.forward_rows) and (self._tapped == -1 or depths[0] <= self._tapped):
-            self._new_ahead(rows)  # another forward begins
-        self._tapped = depths[-1]
-        at = list(target.layer_depths)
+        if len(records.ahead) == len(records.forward_rows) and (
+            self._last_depth == -1 or depths[0] <= self._last_depth
+        ):
+            self._add_ahead(rows)  # the next forward has begun
+        self._last_depth = depths[-1]
+        layer_depths = list(target.layer_depths)
         row = 0
         for depth in depths:
-            for ahead, layer in enumerate([layer for layer, where in enumerate(at) if where > depth][:AHEAD]):
-                # a layer may follow several decoder layers: the last of them knows best
-                notes.ahead[-1][ahead, :, layer] = routing.experts[row].cpu().numpy()
-                notes.ahead_score[-1][ahead, :, layer] = routing.scores[row].float().cpu().numpy()
+            for distance, layer in enumerate([layer for layer, at in enumerate(layer_depths) if at > depth][:AHEAD]):
+                # several decoder layers may come before an MoE layer; the prediction of the last one stays
+                records.ahead[-1][distance, :, layer] = routing.experts[row].cpu().numpy()
+                records.ahead_score[-1][distance, :, layer] = routing.scores[row].float().cpu().numpy()
                 row += 1
 
-    def _new_ahead(self, rows: int) -> None:
+    def _add_ahead(self, rows: int) -> None:
         shape = (AHEAD, rows, self._layers, self._engine.target.top_k)
-        self._notes.ahead.append(np.full(shape, -1, dtype=np.int16))
-        self._notes.ahead_score.append(np.zeros(shape, dtype=np.float16))
+        self._records.ahead.append(np.full(shape, -1, dtype=np.int16))
+        self._records.ahead_score.append(np.zeros(shape, dtype=np.float16))
 
-    def _spend(self, started: float) -> None:
-        self._spent[self._request][-1] += self._now() - started
+    def _add_overhead(self, started: float) -> None:
+        self._overhead[self._sequence_id][-1] += self._now() - started
 
     def _now(self) -> float:
         return self._engine.clock.now()
 
 
-class _NotingExperts:
-    """A port that says what was routed and how long it took."""
+class _RecordingForward:
+    """An experts forward that records the layer's routing and time around the real one."""
 
     def __init__(self, recorder: TraceRecorder, layer: int, inner: ExpertsForward) -> None:
         self._recorder = recorder
@@ -263,52 +294,81 @@ class _NotingExperts:
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         recorder = self._recorder
-        source, wait, clock = recorder.source, recorder.synchronize, recorder.clock
-        wait()
-        recorder.routed(self._layer, index, weights)
+        source, synchronize, clock = recorder.source, recorder.synchronize, recorder.clock
+        synchronize()
+        recorder.before_experts(self._layer, index, weights)
         source.book_stalls()
         stalled, started = source.counters.stall_seconds, clock.now()
         out = self._inner.run(experts, hidden, index, weights)
-        wait()
+        synchronize()
         source.book_stalls()
-        recorder.ran(self._layer, clock.now() - started - (source.counters.stall_seconds - stalled))
+        recorder.after_experts(self._layer, clock.now() - started - (source.counters.stall_seconds - stalled))
         return out
 
 
-def _totals(requests: list[Stats], spent: dict[int, list[float]]) -> dict[str, float]:
-    """What the steps after each request's first one came to, as a replay counts it; noting took no time."""
-    parts = [stats.decode_counters for stats in requests]
+@dataclass
+class _Records:
+    """Values of the trace's arrays, in the order in which they were recorded."""
+
+    sequence: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    rest: list[float] = field(default_factory=list)
+    chunk_pass: list[int] = field(default_factory=list)
+    chunk_layers: list[tuple[int, int]] = field(default_factory=list)
+    chunk_seconds: list[float] = field(default_factory=list)
+    chunk_rows: list[int] = field(default_factory=list)
+    predicted: list[np.ndarray] = field(default_factory=list)
+    predicted_score: list[np.ndarray] = field(default_factory=list)
+    forward_rows: list[int] = field(default_factory=list)
+    front: list[np.ndarray] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)
+    routed_weight: list[np.ndarray] = field(default_factory=list)
+    ahead: list[np.ndarray] = field(default_factory=list)
+    ahead_score: list[np.ndarray] = field(default_factory=list)
+
+    def trace(self, shape: Shape, about: dict[str, Any]) -> Trace:
+        """Return a trace of all records."""
+        layers, top_k, rows = shape.layers, shape.top_k, sum(self.forward_rows)
+
+        def join(parts: list[np.ndarray], empty: tuple[int, ...], dtype: Any, axis: int = 0) -> np.ndarray:
+            return np.concatenate(parts, axis=axis).astype(dtype) if parts else np.zeros(empty, dtype=dtype)
+
+        return Trace(
+            shape,
+            about,
+            step_sequence=np.unique(self.sequence, return_inverse=True)[1].astype(np.int32),
+            step_drafted=np.array(self.drafted, dtype=np.int16),
+            step_accepted=np.array(self.accepted, dtype=np.int16),
+            step_chunks=np.array(self.chunks, dtype=np.int16),
+            step_forwards=np.array(self.forwards, dtype=np.int16),
+            step_rest=np.array(self.rest, dtype=np.float32),
+            chunk_pass=np.array(self.chunk_pass, dtype=np.int16),
+            chunk_layers=np.array(self.chunk_layers, dtype=np.int16).reshape(-1, 2),
+            chunk_seconds=np.array(self.chunk_seconds, dtype=np.float32),
+            chunk_rows=np.array(self.chunk_rows, dtype=np.int32),
+            predicted=join(self.predicted, (0, top_k), np.int16),
+            predicted_score=join(self.predicted_score, (0, top_k), np.float16),
+            forward_rows=np.array(self.forward_rows, dtype=np.int32),
+            forward_front=np.stack(self.front),
+            forward_experts=np.stack(self.experts),
+            routed=join(self.routed, (0, layers, top_k), np.int16),
+            routed_weight=join(self.routed_weight, (0, layers, top_k), np.float16),
+            ahead=join(self.ahead, (0, rows, layers, top_k), np.int16, axis=1),
+            ahead_score=join(self.ahead_score, (0, rows, layers, top_k), np.float16, axis=1),
+        )
+
+
+def _totals(stats: list[Stats], overhead: dict[int, list[float]]) -> dict[str, float]:
+    """Sum up the steps after each sequence's first one, as a replay counts them, without the time of recording."""
+    parts = [each.decode_counters for each in stats]
     names = ("steps", "hits", "late", "demand_loads", "prefetch_loads", "prefetch_used", "stall_seconds")
     return {
-        "requests": len(requests),
+        "requests": len(stats),
         "tokens": sum(part.tokens for part in parts),
-        "seconds": sum(stats.decode_seconds for stats in requests) - sum(sum(steps[1:]) for steps in spent.values()),
+        "seconds": sum(each.decode_seconds for each in stats) - sum(sum(steps[1:]) for steps in overhead.values()),
         **{name: sum(getattr(part, name) for part in parts) for name in names},
     }
-
-
-def record(
-    llm: LLM,
-    prompts: list[str],
-    params: SamplingParams,
-    observer: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext(),
-    report: Callable[[int, int], None] = lambda done, total: None,
-) -> Trace:
-    """Generate from each prompt and note everything.
-
-    `watch` is entered around every generation; where it stops one, what there is so far is the trace. `report` is told
-    how many prompts are done.
-    """
-    generations = [llm.stream(prompt, params) for prompt in prompts]  # a prompt that cannot be read is refused first
-    recorder = TraceRecorder(llm.engine)
-    completions = []
-    try:
-        for number, generation in enumerate(generations):
-            report(number, len(generations))
-            with observer(generation):
-                completions.append(generation.run())
-            if generation.stopped:
-                break
-        return recorder.trace(completions)
-    finally:
-        recorder.detach()

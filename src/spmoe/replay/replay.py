@@ -1,11 +1,10 @@
-"""Replaying a trace: one configuration at a time, on times that were recorded or are given, and what comes of it."""
+"""Replay a trace under one configuration at a time, with recorded or given compute times."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from typing import Any
 
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
@@ -15,78 +14,83 @@ from spmoe.gc_pause import gc_paused
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
-from spmoe.replay.evictions import make_rule, require_rule
-from spmoe.replay.foresight import make_replay_policy
-from spmoe.replay.moving import NEVER, Machine
-from spmoe.replay.simulate import Simulation
-from spmoe.replay.steps import ForwardPlan, Prediction, StepPlan, plan_steps
+from spmoe.replay.engine import ReplayEngine
+from spmoe.replay.eviction import make_replay_eviction, require_eviction
+from spmoe.replay.policies import make_policy, require_policy
+from spmoe.replay.steps import ForwardPlan, StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
+from spmoe.types import DraftOutcome, PrefetchRequests
 
 _ALL_LAYERS = Cutoff(CutoffMode.ALL)
 _DRAWN_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What a replay varies."""
+class ReplayConfig:
+    """Options of one replay; None: as recorded."""
 
     prefetch: str = "draft-gate"
     eviction: str = "draft-informed"
-    draft_tokens: int | None = None  # None: as recorded
+    draft_tokens: int | None = None
     cutoff: Cutoff = _ALL_LAYERS
-    memory: Size | None = None  # None: as recorded
-    link_gbps: float | None = None  # None: as recorded
+    memory: Size | None = None
+    link_gbps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """What compute takes, where it is not as recorded. Seconds."""
+class ComputeTimes:
+    """Compute times in seconds that replace the recorded ones; None: as recorded."""
 
-    scale: float = 1.0  # of everything that follows
+    scale: float = 1.0  # factor for all times, recorded or given
     draft_pass: float | None = None
-    verify_layer: float | None = None  # front and experts, when all that a layer needs is there
+    verify_layer: float | None = None  # before and in its experts, all of them resident
     rest: float | None = None  # of a step, outside of passes and layers
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one configuration, steps with a prompt left out."""
+class ReplayResult:
+    """Totals of one replay, without the steps that read a prompt."""
 
-    setting: Setting
+    config: ReplayConfig
     draft_tokens: int
     slots: int
-    cutoff_layers: int | None
+    cutoff_layers: int | None  # None: the policy does not predict from the draft
     link_bytes_per_second: float
     expert_bytes: int
     steps: int
     tokens: int
     seconds: float
-    compute_seconds: float  # of them that compute did not wait: a step with every expert in a slot
-    link_seconds: float  # of them that the link was busy
-    counters: Counters  # in experts, not bytes
-    ideal_seconds: float  # each step at its own best: its useful loads, or its compute, whichever takes longer
-    wall_seconds: float  # that the replay itself took
+    compute_seconds: float  # without stalls: a step with every expert resident
+    link_seconds: float  # in which the link was busy
+    counters: Counters
+    ideal_seconds: float  # sum over steps of the larger of the useful loads' time and compute
+    wall_seconds: float  # real time of the replay itself
 
     @property
     def useful_seconds(self) -> float:
-        """What the loads that were used take on the link."""
+        """Seconds that the loads that were used take on the link."""
         return self.counters.useful_loads * self.expert_bytes / self.link_bytes_per_second
 
     @property
+    def wasted_loads(self) -> int:
+        """Prefetched experts that were evicted before use."""
+        return self.counters.wasted_bytes // self.expert_bytes
+
+    @property
     def efficiency(self) -> float:
-        """The pipeline's: the larger of useful loads and compute, over the time taken."""
+        """Pipeline efficiency: the larger of useful loads and compute, over the time taken."""
         return max(self.useful_seconds, self.compute_seconds) / self.seconds if self.seconds else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         c, steps, tokens = self.counters, max(1, self.steps), max(1, self.tokens)
-        settled = max(1, c.prefetch_used + c.wasted_bytes)
+        settled = max(1, c.prefetch_used + self.wasted_loads)
         return {
             "type": "replay",
-            "prefetch": self.setting.prefetch,
-            "eviction": self.setting.eviction,
+            "prefetch": self.config.prefetch,
+            "eviction": self.config.eviction,
             "num_speculative_tokens": self.draft_tokens,
-            "cutoff": str(self.setting.cutoff),
+            "cutoff": str(self.config.cutoff),
             "cutoff_layers": self.cutoff_layers,
             "slots": self.slots,
             "link_gbps": self.link_bytes_per_second / 1e9,
@@ -106,7 +110,7 @@ class Outcome:
             "prefetch_loads_per_step": c.prefetch_loads / steps,
             "used_share": c.prefetch_used / settled,
             "late_share": c.late / settled,
-            "wasted_share": c.wasted_bytes / settled,
+            "wasted_share": self.wasted_loads / settled,
             "pipeline_efficiency": self.efficiency,
             "step_bound_ms": 1e3 * self.ideal_seconds / steps,
             "link_busy_share": self.link_seconds / self.seconds if self.seconds else 0.0,
@@ -115,35 +119,36 @@ class Outcome:
 
 
 class Replayer:
-    """A trace, its steps worked out once per K, and the times that compute takes."""
+    """A trace, its steps planned once per K, and the compute times."""
 
-    def __init__(self, trace: Trace, times: Times | None = None) -> None:
+    def __init__(self, trace: Trace, times: ComputeTimes | None = None) -> None:
         self.trace = trace
-        self.times = times or Times()
-        self.width = max(trace.shape.experts)
-        self._plans = lru_cache(maxsize=None)(self._plan)
+        self.times = times or ComputeTimes()
+        self._plans: dict[int, list[StepPlan]] = {}  # by K
 
-    def run(self, setting: Setting, timeline: Timeline | None = None) -> Outcome:
-        """Replay the trace, from empty slots, under one configuration; the last steps go to the timeline."""
+    def run(self, config: ReplayConfig, timeline: Timeline | None = None) -> ReplayResult:
+        """Replay the trace from empty slots; the last steps go to the timeline."""
         with gc_paused():
-            return self.start(setting, timeline).all()
+            return self.start(config, timeline).finish()
 
-    def start(self, setting: Setting, timeline: Timeline | None = None) -> Run:
-        """A run that has not begun."""
-        return Run(self, setting, timeline)
+    def start(self, config: ReplayConfig, timeline: Timeline | None = None) -> ReplayRun:
+        """Return a replay that can be run step by step."""
+        return ReplayRun(self, config, timeline)
 
-    def require(self, setting: Setting) -> None:
-        """Refuse what cannot be replayed, before anything else is."""
+    def require(self, config: ReplayConfig) -> None:
+        """Raise UsageError if the configuration cannot be replayed."""
         shape = self.trace.shape
-        self.steps(shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens)
-        make_replay_policy(setting.prefetch, shape.layers, self.width)
-        require_rule(setting.eviction)
-        _slots(setting.memory, shape)
-        _rate(setting.link_gbps, shape)
+        self.steps(shape.draft_tokens if config.draft_tokens is None else config.draft_tokens)
+        require_policy(config.prefetch)
+        require_eviction(config.eviction)
+        _slots(config.memory, shape)
+        _rate(config.link_gbps, shape)
 
     def steps(self, draft_tokens: int) -> list[StepPlan]:
-        """The trace's steps for this K, with the times that compute takes."""
-        return self._plans(draft_tokens)
+        """Return the trace's steps for this K, with their compute times."""
+        if draft_tokens not in self._plans:
+            self._plans[draft_tokens] = self._plan(draft_tokens)
+        return self._plans[draft_tokens]
 
     def _plan(self, draft_tokens: int) -> list[StepPlan]:
         steps, times, layers = plan_steps(self.trace, draft_tokens), self.times, self.trace.shape.layers
@@ -151,11 +156,11 @@ class Replayer:
         for step in steps:
             for chunk in step.chunks:
                 if times.draft_pass is not None:
-                    chunk.seconds = times.draft_pass * chunk.layers / layers
+                    chunk.seconds = times.draft_pass * len(chunk.prediction.layers) / layers
                 chunk.seconds *= times.scale
             for forward in step.forwards:
                 if times.verify_layer is not None:
-                    counts = [max(1, len(needed)) for needed in forward.needed]
+                    counts = [max(1, len(experts)) for experts in forward.experts]
                     forward.front = [times.verify_layer * (1 - share)] * layers
                     forward.per_expert = [times.verify_layer * share / count for count in counts]
                 forward.front = [times.scale * seconds for seconds in forward.front]
@@ -164,119 +169,100 @@ class Replayer:
         return steps
 
 
-class Run:
-    """A trace under one configuration, step by step."""
+class ReplayRun:
+    """One configuration, step by step."""
 
-    def __init__(self, replayer: Replayer, setting: Setting, timeline: Timeline | None) -> None:
+    def __init__(self, replayer: Replayer, config: ReplayConfig, timeline: Timeline | None) -> None:
         shape = replayer.trace.shape
-        self.setting = setting
-        self.k = shape.draft_tokens if setting.draft_tokens is None else setting.draft_tokens
-        self.plan = replayer.steps(self.k)
-        self.shape, self.expert_bytes = shape, shape.expert_bytes
-        self.slots = _slots(setting.memory, shape)
-        self.rate = rate = _rate(setting.link_gbps, shape)
-        chunk = None if shape.chunk_bytes is None else shape.chunk_bytes / rate
-        machine = Machine(
-            self.slots, self.expert_bytes / rate, shape.depth, chunk, shape.window, demands_first=chunk is not None
-        )
-        rule = make_rule(setting.eviction, shape.experts, self.plan)
-        self.foresight = make_replay_policy(setting.prefetch, shape.layers, replayer.width)
-        self.foresight.prepare(self.plan)
-        self.sim = Simulation(machine, rule, timeline)
-        self.timeline = timeline
-        # as in the live engine: who knows what comes is not bounded
-        self.sim.step_budget = NEVER if setting.prefetch == "oracle" else self.slots
-        self.inputs = CutoffInputs(shape.layers, replayer.width, shape.top_k, self.slots, self.k)
-        self.profile = self._first_profile()
-        self.missing = self.verified = 0
+        self.config, self.timeline, self._shape = config, timeline, shape
+        self.draft_tokens = shape.draft_tokens if config.draft_tokens is None else config.draft_tokens
+        self.plan = replayer.steps(self.draft_tokens)
+        self.slots, self.rate = _slots(config.memory, shape), _rate(config.link_gbps, shape)
+        self.policy = make_policy(config.prefetch, shape, self.plan)
+        eviction = make_replay_eviction(config.eviction, shape.experts, self.plan)
+        budget = self.slots if self.policy.bounded else None
+        self.engine = ReplayEngine(shape, self.slots, self.rate, eviction, budget, timeline)
+        self._cutoff_inputs = CutoffInputs(shape.layers, max(shape.experts), shape.top_k, self.slots, self.draft_tokens)
+        self._profile = self._first_profile()
+        self._missing = self._verified = 0  # experts that verified steps had to load, and those steps
         self.cutoff = shape.layers
-        self._choose_depth()
+        self._choose_cutoff()
 
-    def all(self) -> Outcome:
-        """Every step, one after the other."""
-        began, sim = time.perf_counter(), self.sim
+    def finish(self) -> ReplayResult:
+        """Run every step and return the totals."""
+        began, engine = time.perf_counter(), self.engine
         seconds = compute = link = ideal = 0.0
         total, since, tokens, steps = Counters(), None, 0, 0
-        counters, t_io = sim.counters, sim.machine.seconds_per_expert
-        request = -1
+        counters = engine.counters
+        sequence_id = -1
         for number, step in enumerate(self.plan):
-            first = step.request != request
-            if first:
-                request = step.request
+            reads_prompt = step.sequence_id != sequence_id
+            if reads_prompt:
+                sequence_id = step.sequence_id
                 self._learn()
-            if first and since is not None:  # what a prompt takes is not counted
+            if reads_prompt and since is not None:  # steps that read a prompt are not counted
                 total, since = _add(total, counters.minus(since)), None
-            elif not first and since is None:
+            elif not reads_prompt and since is None:
                 since = counters.copy()
             if self.timeline is not None:
                 self.timeline.recording = number >= len(self.plan) - _DRAWN_STEPS
-            started, busy, stalled, useful = sim.now, sim.link_seconds, counters.stall_seconds, counters.useful_loads
+            started, busy = engine.now, engine.link_seconds
+            stalled, useful = counters.stall_seconds, counters.useful_loads
             self.step(number, step)
             useful = counters.useful_loads - useful
             if step.drafted:
-                self.verified += 1
-                self.missing += useful
-            if not first:
-                took, waited = sim.now - started, counters.stall_seconds - stalled
+                self._verified += 1
+                self._missing += useful
+            if not reads_prompt:
+                took, waited = engine.now - started, counters.stall_seconds - stalled
                 seconds += took
                 compute += took - waited
-                link += sim.link_seconds - busy
-                ideal += max(took - waited, useful * t_io)
+                link += engine.link_seconds - busy
+                ideal += max(took - waited, useful * engine.seconds_per_expert)
                 tokens += step.tokens
                 steps += 1
         if since is not None:
             total = _add(total, counters.minus(since))
+        engine.close()
         if not steps:
             raise UsageError("the trace has no step after the prompts; record longer generations")
-        shown = self.cutoff if self.foresight.uses_draft else None
-        return Outcome(
-            self.setting, self.k, self.slots, shown, self.rate, self.expert_bytes, steps, tokens,
+        cutoff = self.cutoff if self.policy.uses_draft else None
+        return ReplayResult(
+            self.config, self.draft_tokens, self.slots, cutoff, self.rate, self._shape.expert_bytes, steps, tokens,
             seconds, compute, link, total, ideal, time.perf_counter() - began,
         )  # fmt: skip
 
     def step(self, number: int, step: StepPlan) -> None:
-        """Replay one step."""
-        sim, foresight = self.sim, self.foresight
-        sim.begin_step(step.request)
-        began = sim.now
-        if (told := foresight.at_begin(step)) is not None:
-            sim.prefetch(told, self.shape.layers)
+        """Replay one step: draft, predict, prefetch, verify."""
+        engine, policy = self.engine, self.policy
+        began = engine.now
+        engine.begin_step(step.sequence_id, policy.on_routed)
+        engine.prefetch(policy.begin_step(step.sequence_id))
         for chunk in step.chunks:
-            sim.compute(chunk.seconds)
-            if (told := foresight.at_slab(chunk)) is not None:
-                sim.prefetch(told, self.cutoff)
-        drafted = sim.now
+            engine.compute(chunk.seconds)
+            if (requests := policy.on_prediction(chunk.prediction)) is not None:
+                engine.prefetch(self._below_cutoff(requests))
+        drafted = engine.now
         for forward in step.forwards:
-            self._forward(forward)
-        sim.compute(step.rest)
+            self._verify(forward)
+        engine.compute(step.rest)
+        engine.end_step()
+        policy.on_accept(DraftOutcome(step.drafted, step.accepted))
         if self.timeline is not None:
             self.timeline.add(Activity.DRAFT, began, drafted, f"step {number}")
-            self.timeline.add(Activity.VERIFY, drafted, sim.now, f"step {number}")
-        sim.end_step()
+            self.timeline.add(Activity.VERIFY, drafted, engine.now, f"step {number}")
 
-    def _forward(self, forward: ForwardPlan) -> None:
-        sim, foresight, layers = self.sim, self.foresight, self.shape.layers
-        for layer, needed in enumerate(forward.needed):
-            began = sim.now
-            sim.compute(forward.front[layer])
-            if forward.shares[layer]:
-                sim.rule.on_prompt(layer, [key - layer * sim.width for key in needed], forward.shares[layer])
-            told = foresight.at_layer(forward, layer)
-            if told is not None and not sim.machine.demands_first:
-                sim.prefetch(told, layers)
-                told = None
-            heard = told is not None or foresight.follows
-            then = partial(self._after_demands, layer, needed, told) if heard else None
-            sim.use(layer, needed, forward.per_expert[layer], then)
-            if self.timeline is not None:
-                self.timeline.add(Activity.LAYER, began, sim.now, f"layer {layer}")
+    def _verify(self, forward: ForwardPlan) -> None:
+        for layer, experts in enumerate(forward.experts):
+            self.engine.compute(forward.front[layer])
+            predicted = self.policy.on_prediction(forward.ahead[layer])
+            self.engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted)
 
-    def _after_demands(self, layer: int, needed: list[int], told: Prediction | None) -> None:
-        for prefetches in (self.foresight.at_routed(layer, needed), told):
-            if prefetches is not None:
-                self.sim.prefetch(prefetches, self.shape.layers)
+    def _below_cutoff(self, requests: PrefetchRequests) -> PrefetchRequests:
+        """Return the requests; those beyond the cutoff are not to be fetched, only to be kept where resident."""
+        return replace(requests, fetch=requests.fetch & (requests.layers < self.cutoff))
 
-    # ---- the cutoff, as the live engine chooses it
+    # ---- the cutoff, chosen as in the live engine
 
     def _first_profile(self) -> Profile:
         drafted = [step for step in self.plan if step.drafted]
@@ -284,29 +270,31 @@ class Run:
         draft = sum(chunk.seconds for step in drafted for chunk in step.chunks) / max(1, passes)
         forwards = [forward for step in drafted or self.plan for forward in step.forwards]
         verify = sum(forward.seconds for forward in forwards)
-        depth, per_layer = max(1, self.shape.draft_layers), verify / max(1, len(forwards)) / self.shape.layers
+        depth, per_layer = max(1, self._shape.draft_layers), verify / max(1, len(forwards)) / self._shape.layers
         share = max(0.0, 1 - sum(sum(f.front) for f in forwards) / verify) if verify else 0.0
         return Profile(
             draft / depth,
             depth,
             per_layer,
-            self.sim.machine.seconds_per_expert,
-            self.inputs.free_slots,
+            self.engine.seconds_per_expert,
+            self._cutoff_inputs.free_slots,
             expert_share=share,
         )
 
-    def _choose_depth(self) -> None:
-        if self.foresight.uses_draft:
-            self.cutoff = choose_cutoff(self.setting.cutoff, self.profile, self.inputs)
+    def _choose_cutoff(self) -> None:
+        if self.policy.uses_draft:
+            self.cutoff = choose_cutoff(self.config.cutoff, self._profile, self._cutoff_inputs)
 
     def _learn(self) -> None:
-        if self.verified >= ENOUGH_STEPS:
-            found = self.missing / self.verified / self.shape.layers
-            self.profile = replace(self.profile, missing_per_layer=found)
-            self._choose_depth()
+        """Choose the cutoff again from the number of experts that verified steps had to load."""
+        if self._verified >= ENOUGH_STEPS:
+            found = self._missing / self._verified / self._shape.layers
+            self._profile = replace(self._profile, missing_per_layer=found)
+            self._choose_cutoff()
 
 
 def _expert_share(trace: Trace) -> float:
+    """Return the share of a verified layer's compute time that its experts take."""
     verifying = trace.forward_rows <= trace.shape.draft_tokens + 1
     front, experts = float(trace.forward_front[verifying].sum()), float(trace.forward_experts[verifying].sum())
     return experts / (front + experts) if front + experts else 0.5
@@ -334,17 +322,15 @@ def _add(a: Counters, b: Counters) -> Counters:
 
 
 def as_cuda(trace: Trace) -> Trace:
-    """The trace as if its copies had moved as they do on CUDA: prefetch requests in chunks, which demands overtake."""
-    size = trace.shape.expert_bytes
-    chunk = chunk_for(size)
-    depth = 1 + max(1, -(-2 * WINDOW * chunk // size))
-    return replace(trace, shape=replace(trace.shape, chunk_bytes=chunk, window=WINDOW, depth=depth))
+    """Return the trace as if recorded with the CUDA transfer: prefetches in chunks, which demand loads overtake."""
+    chunk = chunk_for(trace.shape.expert_bytes)
+    return replace(trace, shape=replace(trace.shape, chunk_bytes=chunk, window=WINDOW))
 
 
-def rank(outcomes: Sequence[Outcome]) -> list[int]:
-    """The place of each, by time per token, from 1."""
-    order = sorted(range(len(outcomes)), key=lambda i: outcomes[i].seconds / max(1, outcomes[i].tokens))
-    places = [0] * len(outcomes)
+def rank(results: Sequence[ReplayResult]) -> list[int]:
+    """Return the rank of each result by time per token; 1 is the fastest."""
+    order = sorted(range(len(results)), key=lambda i: results[i].seconds / max(1, results[i].tokens))
+    ranks = [0] * len(results)
     for place, i in enumerate(order, start=1):
-        places[i] = place
-    return places
+        ranks[i] = place
+    return ranks

@@ -1,0 +1,129 @@
+"""The live expert cache, prefetch scheduler and transfer on a virtual clock, driven step by step.
+
+This is the only module of a replay that builds and calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from spmoe.experts.eviction import Eviction
+from spmoe.experts.source import ExpertSource
+from spmoe.observe.clock import VirtualClock
+from spmoe.observe.ledger import Counters
+from spmoe.observe.timeline import Timeline
+from spmoe.replay.trace import Shape
+from spmoe.replay.virtual_link import make_link
+from spmoe.types import NO_PREFETCHES, PrefetchRequests
+
+OnRouted = Callable[[int, Sequence[int]], PrefetchRequests]  # layer, routed experts
+
+
+def _no_requests(layer: int, experts: Sequence[int]) -> PrefetchRequests:
+    return NO_PREFETCHES
+
+
+class NoWeights:
+    """Slots that hold nothing."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def weights(self, slot: int) -> Mapping[str, Tensor]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class ReplayEngine:
+    """Experts on demand and ahead of demand, in `slots` slots over a virtual link."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        slots: int,
+        bytes_per_second: float,
+        eviction: Eviction,
+        step_budget: int | None = None,  # experts that prefetch requests may load per step; None: no limit
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._clock = VirtualClock()
+        self.counters = Counters()
+        self.seconds_per_expert = shape.expert_bytes / bytes_per_second
+        # where the device runs behind the host, a layer's hidden states are read after its demand loads were submitted
+        self._demands_first = shape.chunk_bytes is not None
+        self._deferred = NO_PREFETCHES  # what the current layer predicted, to be submitted after its demand loads
+        self._on_routed: OnRouted = _no_requests
+        self._link = make_link(self._clock, shape, bytes_per_second)
+        blob_bytes = shape.expert_bytes
+        self._source = ExpertSource(
+            NoWeights(slots), self._link.transfer, eviction, blob_bytes, self._clock, self.counters,
+            threaded=False, timeline=timeline,
+        )  # fmt: skip
+        self._source.grants.step_budget = None if step_budget is None else step_budget * blob_bytes
+        self._clock.add_event_source(self._link.next_event, self._on_link_event)
+
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds."""
+        return self._clock.now()
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds in which the link was busy."""
+        return self._link.busy_seconds()
+
+    def begin_step(self, sequence_id: int, on_routed: OnRouted = _no_requests) -> None:
+        """Begin a step of a sequence; `on_routed` is called with the routed experts of each layer."""
+        self._on_routed = on_routed
+        self._source.begin_step(sequence_id, self._after_demands)
+
+    def compute(self, seconds: float) -> None:
+        """Let compute run for this long; copies go on meanwhile."""
+        self._clock.sleep(seconds)
+
+    def prefetch(self, requests: PrefetchRequests) -> None:
+        """Queue prefetch requests."""
+        self._source.prefetch(requests)
+
+    def run_layer(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        seconds: float,
+        shares: Sequence[float],
+        predicted: PrefetchRequests | None = None,
+    ) -> None:
+        """Run a layer's experts, `seconds` each, batch by batch as they become ready.
+
+        `shares` are the shares of a prompt's rows routed to each expert, or empty; `predicted` are requests that follow
+        from the layer's own hidden states.
+        """
+        if predicted is not None:
+            if self._demands_first:
+                self._deferred = predicted
+            else:
+                self._source.prefetch(predicted)
+        for batch in self._source.use(layer, experts, shares=shares):
+            self._clock.sleep(seconds * len(batch.experts))
+
+    def end_step(self) -> None:
+        """End the step; requests that still wait are dropped."""
+        self._source.end_step()
+
+    def close(self) -> None:
+        """Release the live classes."""
+        self._source.close()
+
+    def _on_link_event(self) -> None:
+        if self._link.on_event():
+            self._source.pump()
+
+    def _after_demands(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
+        """Submit what routing lets the policy predict; return what the layer's hidden states predicted before."""
+        self._source.prefetch(self._on_routed(layer, experts))
+        deferred, self._deferred = self._deferred, NO_PREFETCHES
+        return deferred
