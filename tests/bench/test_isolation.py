@@ -13,7 +13,6 @@ from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.scored import ScoredEviction
-from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import FileTransfer, FutureHandle
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]

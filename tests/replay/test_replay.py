@@ -15,9 +15,10 @@ from spmoe.errors import UsageError
 from spmoe.observe.chrome import chrome_events
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 from spmoe.replay.engine import ReplayEngine
-from spmoe.replay.eviction import LIVE_EVICTIONS, make_replay_eviction
-from spmoe.replay.policies import POLICIES, make_policy
+from spmoe.replay.eviction import make_replay_eviction
+from spmoe.replay.policies import ReplayPolicy
 from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
 from spmoe.replay.steps import StepPlan, plan_steps
 from spmoe.replay.trace import Trace
@@ -26,6 +27,8 @@ from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 TRACE = make_trace(steps=40)
 REPLAYER = Replayer(TRACE)
 ALL_LAYERS = Cutoff.parse("all")
+POLICIES = (*PREFETCH_POLICIES.names(), "draft-gate+next-gate", "perfect-draft")
+LIVE_EVICTIONS = EVICTION_POLICIES.names()
 
 
 def every_step(trace: Trace, config: ReplayConfig, steps: list[StepPlan] | None = None) -> tuple[Counters, float]:
@@ -92,7 +95,7 @@ def test_perfect_draft_is_between_draft_gate_and_oracle() -> None:
 
 
 @pytest.mark.parametrize("count", [5, 26])
-@pytest.mark.parametrize("prefetch", list(POLICIES))
+@pytest.mark.parametrize("prefetch", POLICIES)
 @pytest.mark.parametrize("eviction", LIVE_EVICTIONS)
 def test_counters_of_every_configuration_add_up(prefetch: str, eviction: str, count: int) -> None:
     trace = make_trace(steps=12)
@@ -158,7 +161,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("transfer", ["recorded", "cuda"])
-@pytest.mark.parametrize("prefetch", list(POLICIES))
+@pytest.mark.parametrize("prefetch", POLICIES)
 def test_figures_agree_with_the_simulator_of_version_0_1(prefetch: str, transfer: str) -> None:
     """Whole copies agree exactly; that simulator knew no chunks that are queued behind a demand load."""
     trace = on_link(TRACE, expert_bytes=EXPERT_BYTES * 400, link_bytes_per_second=LINK * 400)
@@ -175,7 +178,7 @@ def test_figures_agree_with_the_simulator_of_version_0_1(prefetch: str, transfer
 # ---- time
 
 
-@pytest.mark.parametrize("prefetch", list(POLICIES))
+@pytest.mark.parametrize("prefetch", POLICIES)
 def test_time_is_compute_plus_stalls(prefetch: str) -> None:
     result = REPLAYER.run(ReplayConfig(prefetch))
     assert result.seconds == pytest.approx(result.compute_seconds + result.counters.stall_seconds)
@@ -260,7 +263,7 @@ def test_chunks_do_not_change_on_demand_loads() -> None:
 
 def test_unknown_names_and_too_little_memory_are_refused() -> None:
     for config, words in [
-        (ReplayConfig(prefetch="magic"), "prefetch must be one of on-demand, draft-gate"),
+        (ReplayConfig(prefetch="magic"), "prefetch must be one of activation, adaptive, draft-gate"),
         (ReplayConfig(eviction="magic"), "eviction must be one of .*belady"),
         (ReplayConfig(memory=Size(bytes=EXPERT_BYTES)), "fewer than the 2 of one token"),
     ]:
@@ -284,7 +287,7 @@ def test_perfect_draft_needs_predictions_for_every_layer() -> None:
     drafted = next(step for step in steps if step.drafted)
     del drafted.chunks[-1]
     with pytest.raises(UsageError, match="perfect-draft cannot be replayed"):
-        make_policy("perfect-draft", TRACE.shape, steps)
+        ReplayPolicy("perfect-draft", TRACE.shape, steps)
 
 
 # ---- the bounds' own predictions
@@ -293,8 +296,8 @@ def test_perfect_draft_needs_predictions_for_every_layer() -> None:
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_perfect_draft_requests_what_a_row_needs_when_its_pass_ends(k: int) -> None:
     layers, steps = TRACE.shape.layers, Replayer(TRACE).steps(k)
-    perfect = make_policy("perfect-draft", TRACE.shape, steps)
-    draft_gate = make_policy("draft-gate", TRACE.shape, steps)
+    perfect = ReplayPolicy("perfect-draft", TRACE.shape, steps)
+    draft_gate = ReplayPolicy("draft-gate", TRACE.shape, steps)
     for step in steps:
         assert len(perfect.begin_step(step.sequence_id)) == 0
         requested, passes = set[tuple[int, int]](), 0
@@ -316,7 +319,7 @@ def test_perfect_draft_requests_what_a_row_needs_when_its_pass_ends(k: int) -> N
 
 
 def test_several_rows_request_an_expert_once_with_its_best_score() -> None:
-    policy = make_policy("draft-gate", TRACE.shape, [])
+    policy = ReplayPolicy("draft-gate", TRACE.shape, [])
     prompt = REPLAYER.steps(4)[0]
     assert not prompt.drafted
     for chunk in prompt.chunks:
@@ -346,7 +349,7 @@ def test_timeline_covers_the_last_steps() -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-@pytest.mark.parametrize("prefetch", list(POLICIES))
+@pytest.mark.parametrize("prefetch", POLICIES)
 def test_timeline_does_not_change_the_result(prefetch: str, cuda: bool) -> None:
     replayer = Replayer(as_cuda(TRACE) if cuda else TRACE)
     drawn, plain = (replayer.run(ReplayConfig(prefetch), line) for line in (Timeline(), None))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spmoe import types
 from spmoe.backends.devices import choose_device, device_facts
 from spmoe.config import SamplingParams
-from spmoe.draft.base import Observers, Drafter
+from spmoe.draft.base import Drafter, Observers
 from spmoe.engine.llm import LLM
 from spmoe.errors import reason
 from spmoe.models.checkpoint import quiet

@@ -14,10 +14,10 @@ from spmoe.bench.runs import BenchJob, require_context
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
 from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
-from spmoe.models.loaded import wide_shape
 from spmoe.engine.plan import Plan, make_plan
 from spmoe.errors import UsageError
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.loaded import wide_shape
 from spmoe.models.shipped import shipped_pair
 from spmoe.models.tokenizer import load_tokenizer
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from spmoe.cli.listed import parse_draft_tokens, parse_list, parse_whole
-from spmoe.cli.options import ctrl_c_stops, stderr
-from spmoe.cli.options import require_writable
+from spmoe.cli.options import ctrl_c_stops, require_writable, stderr
 from spmoe.config import drafter_name
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.files import model_directory, write_text

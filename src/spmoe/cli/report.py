@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spmoe.cli.options import stderr
-from spmoe.cli.options import require_writable
+from spmoe.cli.options import require_writable, stderr
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 

@@ -15,10 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.listed import listed, speed, whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, stderr, takes_shared_options_but
-from spmoe.cli.output import require_writable
-from spmoe.config import Cutoff, SamplingParams, Size, draft_tokens, rule_for
+from spmoe.cli.listed import parse_gbps, parse_list, parse_whole
+from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
+from spmoe.config import Cutoff, SamplingParams, Size, parse_num_speculative_tokens
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write the routing to a file.")
-@takes_shared_options_but("enforce_eager")  # it is always on
+@takes_shared_options_except("enforce_eager")  # it is always on
 def record_trace(
     engine: dict[str, Any],
     params: SamplingParams,
@@ -57,7 +56,7 @@ def record_trace(
     Generates as `spmoe run` does, but without CUDA graphs, so that each layer can be timed. After Ctrl-C the file holds
     the steps so far.
     """
-    if draft_tokens(engine["num_speculative_tokens"]) == "auto":
+    if parse_num_speculative_tokens(engine["num_speculative_tokens"]) == "auto":
         raise UsageError(
             "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a "
             "number (a replay may use any smaller one)"
@@ -147,6 +146,7 @@ def replay_trace(
 ) -> None:
     """Replay a trace on a virtual clock, for every combination of the options. No model is loaded."""
     from spmoe.observe.chrome import write_chrome
+    from spmoe.replay.policies import eviction_of
     from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
     from spmoe.replay.trace import Trace
     from spmoe.replay.workers import replay_all, usable_cores
@@ -162,14 +162,14 @@ def replay_trace(
         recorded = as_cuda(recorded)
     times = ComputeTimes(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
     configs = [
-        ReplayConfig(policy, rule_for(policy, evicts), k, layers, memory, link)
+        ReplayConfig(policy, eviction_of(policy, evicts), k, layers, memory, link)
         for policy, evicts, k, layers, memory, link in product(
-            listed("--prefetch", prefetch, str),
-            listed("--eviction", eviction, str),
-            _values("--num-speculative-tokens", num_speculative_tokens, whole),
-            listed("--cutoff", cutoff, Cutoff.parse),
+            parse_list("--prefetch", prefetch, str),
+            parse_list("--eviction", eviction, str),
+            _values("--num-speculative-tokens", num_speculative_tokens, parse_whole),
+            parse_list("--cutoff", cutoff, Cutoff.parse),
             _values("--expert-memory", expert_memory, Size.parse),
-            _values("--link-gbps", link_gbps, speed),
+            _values("--link-gbps", link_gbps, parse_gbps),
         )
     ]
     configs = list(dict.fromkeys(configs))  # an eviction policy may be given by its name and as auto
@@ -233,7 +233,7 @@ def _label(config: ReplayConfig) -> str:
 
 def _values(name: str, text: str | None, convert: Callable[[str], T]) -> Sequence[T | None]:
     """Parse the values of an option; [None] if it was not given."""
-    return [None] if text is None else listed(name, text, convert)
+    return [None] if text is None else parse_list(name, text, convert)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -6,11 +6,12 @@ This is the only module of a replay that builds and calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
 from torch import Tensor
 
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.source import ExpertSource
+from spmoe.experts.experts import Experts
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Timeline
@@ -51,7 +52,6 @@ class ReplayEngine:
         timeline: Timeline | None = None,
     ) -> None:
         self._clock = VirtualClock()
-        self.counters = Counters()
         self.seconds_per_expert = shape.expert_bytes / bytes_per_second
         # where the device runs behind the host, a layer's hidden states are read after its demand loads were submitted
         self._demands_first = shape.chunk_bytes is not None
@@ -59,12 +59,16 @@ class ReplayEngine:
         self._on_routed: OnRouted = _no_requests
         self._link = make_link(self._clock, shape, bytes_per_second)
         blob_bytes = shape.expert_bytes
-        self._source = ExpertSource(
-            NoWeights(slots), self._link.transfer, eviction, blob_bytes, self._clock, self.counters,
-            threaded=False, timeline=timeline,
-        )  # fmt: skip
-        self._source.grants.step_budget = None if step_budget is None else step_budget * blob_bytes
+        self._experts = Experts.build(
+            NoWeights(slots), self._link.transfer, eviction, blob_bytes, self._clock, threaded=False, timeline=timeline
+        )
+        self._experts.scheduler.step_budget = None if step_budget is None else step_budget * blob_bytes
         self._clock.add_event_source(self._link.next_event, self._on_link_event)
+
+    @property
+    def counters(self) -> Counters:
+        """Counts of the replay so far."""
+        return self._experts.ledger.counters
 
     @property
     def now(self) -> float:
@@ -79,7 +83,7 @@ class ReplayEngine:
     def begin_step(self, sequence_id: int, on_routed: OnRouted = _no_requests) -> None:
         """Begin a step of a sequence; `on_routed` is called with the routed experts of each layer."""
         self._on_routed = on_routed
-        self._source.begin_step(sequence_id, self._after_demands)
+        self._experts.step.begin(sequence_id, self._after_demands)
 
     def compute(self, seconds: float) -> None:
         """Let compute run for this long; copies go on meanwhile."""
@@ -87,7 +91,7 @@ class ReplayEngine:
 
     def prefetch(self, requests: PrefetchRequests) -> None:
         """Queue prefetch requests."""
-        self._source.prefetch(requests)
+        self._experts.scheduler.request(requests)
 
     def run_layer(
         self,
@@ -106,24 +110,25 @@ class ReplayEngine:
             if self._demands_first:
                 self._deferred = predicted
             else:
-                self._source.prefetch(predicted)
-        for batch in self._source.use(layer, experts, shares=shares):
-            self._clock.sleep(seconds * len(batch.experts))
+                self._experts.scheduler.request(predicted)
+        with closing(self._experts.access.use(layer, experts, shares=shares)) as batches:
+            for batch in batches:
+                self._clock.sleep(seconds * len(batch.experts))
 
     def end_step(self) -> None:
         """End the step; requests that still wait are dropped."""
-        self._source.end_step()
+        self._experts.step.end()
 
     def close(self) -> None:
         """Release the live classes."""
-        self._source.close()
+        self._experts.close()
 
     def _on_link_event(self) -> None:
         if self._link.on_event():
-            self._source.pump()
+            self._experts.scheduler.pump()
 
     def _after_demands(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         """Submit what routing lets the policy predict; return what the layer's hidden states predicted before."""
-        self._source.prefetch(self._on_routed(layer, experts))
+        self._experts.scheduler.request(self._on_routed(layer, experts))
         deferred, self._deferred = self._deferred, NO_PREFETCHES
         return deferred

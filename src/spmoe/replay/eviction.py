@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spmoe.config import EVICTION_RULES
 from spmoe.errors import UsageError
-from spmoe.experts.draft_informed import DraftInformed, any_use
-from spmoe.experts.eviction import Eviction, make_eviction
-from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.eviction import Eviction, ScoredEviction, make_eviction
+from spmoe.experts.eviction.draft_informed import DraftInformed, chance_of_any_use
+from spmoe.registry import EVICTION_POLICIES
 from spmoe.replay.steps import StepPlan
 from spmoe.types import ExpertKey, PrefetchRequests
 
@@ -33,11 +32,11 @@ class OneStepPerfect(DraftInformed):
     def on_prefetches(self, prefetches: PrefetchRequests) -> None:
         """Ignore predictions."""
 
-    def _value(self) -> np.ndarray:
+    def compute_scores(self) -> np.ndarray:
         to_come = np.arange(self.shape[0]) > self._position
         expected = np.where(to_come[:, None], self._needed, self._frequency)
-        values: np.ndarray = any_use(expected, self._later) * self._near[self._position + 1]
-        return values
+        scores: np.ndarray = chance_of_any_use(expected, self._later) * self._nearness[self._position + 1]
+        return scores
 
 
 class Belady(ScoredEviction):
@@ -67,16 +66,15 @@ class Belady(ScoredEviction):
             uses = self._uses[ExpertKey(layer, expert)]
             uses.pop()
             self._next[layer, expert] = uses[-1]
-        self._worths = None
+        self.invalidate()
 
-    def worth(self, key: ExpertKey) -> float:
+    def score(self, key: ExpertKey) -> float:
         return -float(self._next[key])
 
-    def _value(self) -> np.ndarray:
+    def compute_scores(self) -> np.ndarray:
         return -self._next
 
 
-LIVE_EVICTIONS = EVICTION_RULES
 BOUNDS: dict[str, Callable[[Sequence[int], Sequence[StepPlan]], Eviction]] = {
     "one-step-perfect": OneStepPerfect,
     "belady": Belady,
@@ -85,8 +83,9 @@ BOUNDS: dict[str, Callable[[Sequence[int], Sequence[StepPlan]], Eviction]] = {
 
 def require_eviction(name: str) -> None:
     """Raise UsageError if there is no eviction policy of this name."""
-    if name not in (*LIVE_EVICTIONS, *BOUNDS):
-        raise UsageError(f"eviction must be one of {', '.join((*LIVE_EVICTIONS, *BOUNDS))}, not {name!r}")
+    if name not in EVICTION_POLICIES and name not in BOUNDS:
+        names = ", ".join((*EVICTION_POLICIES.names(), *BOUNDS))
+        raise UsageError(f"eviction must be one of {names}, not {name!r}")
 
 
 def make_replay_eviction(name: str, experts: Sequence[int], steps: Sequence[StepPlan]) -> Eviction:

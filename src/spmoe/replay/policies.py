@@ -1,4 +1,4 @@
-"""Prefetch policies of a replay: the live classes, fed with recorded predictions, and two bounds that know the future.
+"""Prefetch policies of a replay: every registered one, fed with recorded predictions, and a perfect draft.
 
 A live policy predicts by asking the target's gates about hidden states. A trace holds no hidden states but the gates'
 answers, so `RecordedGates` stands in for the gates; everything else is the live code.
@@ -6,22 +6,35 @@ answers, so `RecordedGates` stands in for the gates; everything else is the live
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spmoe.config import eviction_policy_for, parse_prefetch_policy
 from spmoe.errors import UsageError
-from spmoe.predict.activation import Activation
-from spmoe.predict.adaptive import Adaptive
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.draft_gate import DraftGate
-from spmoe.predict.next_gate import CombinedPolicy, NextGate
-from spmoe.predict.on_demand import OnDemand
+from spmoe.predict.policies import make_policy
+from spmoe.predict.policies.base import PolicyContext, PrefetchPolicy, RecordedRouting
+from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.replay.steps import Prediction, StepPlan
 from spmoe.replay.trace import Shape
 from spmoe.types import LayerChunk, PrefetchRequests, Routing, Stage
+
+PERFECT_DRAFT = "perfect-draft"
+
+
+def require_policy(name: str) -> None:
+    """Raise UsageError if there is no prefetch policy of this name."""
+    if name != PERFECT_DRAFT:
+        parse_prefetch_policy(name)
+
+
+def eviction_of(prefetch: str, eviction: str) -> str:
+    """Return the eviction policy: the one named or, for `auto`, the one that the prefetch policy declares."""
+    require_policy(prefetch)
+    return eviction_policy_for("draft-gate" if prefetch == PERFECT_DRAFT else prefetch, eviction)
 
 
 class RecordedGates:
@@ -52,16 +65,35 @@ class RecordedGates:
 
 
 class ReplayPolicy:
-    """A prefetch policy that is shown the recorded chunks of a trace."""
+    """A prefetch policy for one replay of these steps, which is shown their recorded chunks."""
 
-    def __init__(self, policy: PrefetchPolicy, gates: RecordedGates) -> None:
-        self._policy = policy
-        self._gates = gates
-        self.begin_step = policy.begin_step
-        self.on_routed = policy.on_routed
-        self.on_accept = policy.on_accept
-        self.uses_draft = Stage.DRAFT in policy.stages  # then a cutoff bounds the layers to prefetch for
-        self.bounded = not isinstance(policy, Oracle)  # whether a step's prefetches are limited to the slots
+    def __init__(self, name: str, shape: Shape, steps: Sequence[StepPlan]) -> None:
+        require_policy(name)
+        self._steps = steps
+        self._sequence_id = -1
+        self._gates = RecordedGates(shape.layers)
+        context = PolicyContext(
+            experts_per_layer=shape.experts,
+            gates=self._gates,
+            gated_layers=range(shape.layers),
+            drafting=True,
+            draft_depth=shape.layers,
+            draft_routes=True,  # predictions are recorded, whichever gate or router made them
+            recorded_routing=lambda: self._recorded_routing[self._sequence_id],
+        )
+        self._policy: PrefetchPolicy = (
+            PerfectDraft(self._gates, steps) if name == PERFECT_DRAFT else make_policy(name, context)[0]
+        )
+        self.on_routed = self._policy.on_routed
+        self.on_accept = self._policy.on_accept
+        self.set_cutoff = self._policy.set_cutoff
+        self.uses_cutoff = self._policy.uses_cutoff
+        self.uses_step_budget = self._policy.uses_step_budget
+
+    def begin_step(self, sequence_id: int) -> PrefetchRequests:
+        """Return the policy's requests before anything of a step runs."""
+        self._sequence_id = sequence_id
+        return self._policy.begin_step(sequence_id)
 
     def on_prediction(self, prediction: Prediction | None) -> PrefetchRequests | None:
         """Return the policy's requests after a chunk of layers; None where it does not look at such chunks."""
@@ -72,24 +104,17 @@ class ReplayPolicy:
         residual = torch.empty(len(depths), prediction.routing.experts.shape[1], 0)
         return self._policy.on_chunk(LayerChunk(prediction.stage, depths, self._gates.depth_count, residual))
 
-
-class Oracle(PrefetchPolicy):
-    """Request, when a step begins, every expert that the step needs. A bound for all policies."""
-
-    name = "oracle"
-
-    def __init__(self, steps: Sequence[StepPlan]) -> None:
-        self._steps = iter(steps)
-
-    def begin_step(self, sequence_id: int) -> PrefetchRequests:
-        return _certain(
-            {
-                (layer, expert)
-                for forward in next(self._steps).forwards
-                for layer, experts in enumerate(forward.experts)
-                for expert in experts
-            }
-        )
+    @cached_property
+    def _recorded_routing(self) -> dict[int, RecordedRouting]:
+        """Routed experts of every step, by sequence."""
+        found: dict[int, RecordedRouting] = {}
+        for step in self._steps:
+            routing: dict[int, set[int]] = {}
+            for forward in step.forwards:
+                for layer, experts in enumerate(forward.experts):
+                    routing.setdefault(layer, set()).update(experts)
+            found.setdefault(step.sequence_id, []).append(routing)
+        return found
 
 
 class PerfectDraft(DraftGate):
@@ -98,7 +123,7 @@ class PerfectDraft(DraftGate):
     A bound for predictions from the draft: none can know more, or earlier.
     """
 
-    name = "perfect-draft"
+    name = PERFECT_DRAFT
 
     def __init__(self, gates: RecordedGates, steps: Sequence[StepPlan]) -> None:
         super().__init__(gates, gates.depth_count, gates.depth_count)
@@ -125,7 +150,8 @@ class PerfectDraft(DraftGate):
         if self._done == self._step.drafted * self._layers:
             for later in routed[row + 1 :]:  # the last row has no draft pass of its own
                 keys |= _keys(later, 0)
-        return _certain(keys)
+        layers, experts = np.array(sorted(keys), dtype=np.int64).reshape(-1, 2).T
+        return PrefetchRequests(layers, experts, np.ones(len(layers)), layers, layers < self.cutoff)
 
 
 def _predicted_layers(step: StepPlan) -> int:
@@ -141,41 +167,3 @@ def _keys(routed: np.ndarray, first: int) -> set[tuple[int, int]]:
         for expert in experts
         if expert >= 0
     }
-
-
-def _certain(keys: set[tuple[int, int]]) -> PrefetchRequests:
-    """Request these experts, given as layer and expert, with the highest score."""
-    layers, experts = np.array(sorted(keys), dtype=np.int64).reshape(-1, 2).T
-    return PrefetchRequests(layers, experts, np.ones(len(layers)), layers, np.ones(len(layers), dtype=bool))
-
-
-Maker = Callable[[Shape, RecordedGates, Sequence[StepPlan]], PrefetchPolicy]
-
-
-def _draft_gate(gates: RecordedGates) -> DraftGate:
-    return DraftGate(gates, gates.depth_count, gates.depth_count)  # the replay applies the cutoff
-
-
-POLICIES: dict[str, Maker] = {
-    "on-demand": lambda shape, gates, steps: OnDemand(),
-    "draft-gate": lambda shape, gates, steps: _draft_gate(gates),
-    "next-gate": lambda shape, gates, steps: NextGate(gates),
-    "draft-gate+next-gate": lambda shape, gates, steps: CombinedPolicy(_draft_gate(gates), NextGate(gates, sure=True)),
-    "activation": lambda shape, gates, steps: Activation(shape.experts),
-    "adaptive": lambda shape, gates, steps: Adaptive(gates),
-    "perfect-draft": lambda shape, gates, steps: PerfectDraft(gates, steps),
-    "oracle": lambda shape, gates, steps: Oracle(steps),
-}
-
-
-def require_policy(name: str) -> None:
-    """Raise UsageError if there is no prefetch policy of this name."""
-    if name not in POLICIES:
-        raise UsageError(f"prefetch must be one of {', '.join(POLICIES)}, not {name!r}")
-
-
-def make_policy(name: str, shape: Shape, steps: Sequence[StepPlan]) -> ReplayPolicy:
-    """Return the prefetch policy of this name for one replay of these steps."""
-    require_policy(name)
-    gates = RecordedGates(shape.layers)
-    return ReplayPolicy(POLICIES[name](shape, gates, steps), gates)

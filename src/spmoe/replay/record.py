@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_seam import attach
-from spmoe.predict.base import PrefetchPolicy
-from spmoe.predict.draft_gate import DraftGate, layers_by_draft_depth
-from spmoe.predict.next_gate import NextGate, draft_gate_part
+from spmoe.predict.policies._combined import CombinedPolicy
+from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.predict.policies.draft_gate import DraftGate, layers_by_draft_depth
+from spmoe.predict.policies.next_gate import NextGate
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
 
@@ -46,7 +47,7 @@ def record(
     generations = [llm.stream(prompt, params) for prompt in prompts]  # raises for a bad prompt before any is run
     recorder = TraceRecorder(llm.engine)
     completions = []
-    try:
+    with recorder.attached():
         for number, generation in enumerate(generations):
             report(number, len(generations))
             with around(generation):
@@ -54,8 +55,6 @@ def record(
             if generation.stopped:
                 break
         return recorder.trace(completions)
-    finally:
-        recorder.detach()
 
 
 class TraceRecorder(PrefetchPolicy):
@@ -68,24 +67,25 @@ class TraceRecorder(PrefetchPolicy):
     stages = frozenset(Stage)
 
     def __init__(self, engine: Engine) -> None:
-        if engine.room.cuda is not None and engine.room.cuda.all_resident:
+        if engine.parts.runtime.cuda is not None and engine.parts.runtime.cuda.all_resident:
             raise UsageError("with every expert resident, routing is never read by the host; lower --expert-memory")
         if engine.target.gated and not engine.target.gates_found:
             raise UsageError("the gates of some layers cannot be called alone, so their predictions cannot be recorded")
         self._engine = engine
-        self.source, self.clock, self.synchronize = engine.source, engine.clock, engine.room.backend.synchronize
+        self.experts, self.clock = engine.experts, engine.parts.clock
+        self.synchronize = engine.parts.runtime.backend.synchronize
         self._inner: PrefetchPolicy = engine.loop.policy
         self.name = self._inner.name
         target, drafter = engine.target, engine.loop.drafter
         self._layers = len(target.moe)
-        self._draft_gate: DraftGate | None = draft_gate_part(self._inner)
+        self._draft_gate: DraftGate | None = _draft_gate_of(self._inner)
         self._layers_at: list[list[int]] = []
         if isinstance(drafter, DraftModel):
             depth = drafter.runner.depth_count
             self._layers_at = layers_by_draft_depth(target.layer_depths, target.depth_count, depth)
             if self._draft_gate is None and target.gates_found and drafter.runner.has_hidden_states:
-                fits = engine.projection is not None or drafter.runner.hidden_size == target.hidden_size
-                self._draft_gate = DraftGate(target, depth, self._layers, engine.projection) if fits else None
+                fits = engine.parts.projection is not None or drafter.runner.hidden_size == target.hidden_size
+                self._draft_gate = DraftGate(target, depth, self._layers, engine.parts.projection) if fits else None
         can_ask = target.gates_found and target.has_hidden_states
         self._next_gate = NextGate(target, AHEAD) if can_ask else None
         self._records = _Records()
@@ -95,19 +95,23 @@ class TraceRecorder(PrefetchPolicy):
         self._overhead: dict[int, list[float]] = {}  # seconds of recording, by sequence and step
         self._step_start = (0, 0)  # chunks and forwards recorded when the step began
         self._pass, self._next_layer = -1, self._layers
-        self._before = engine.loop.counters.copy()
+        self._before = engine.counters.copy()
         self._last_layer = -1  # the MoE layer that ran last
         self._last_depth = -1  # the decoder layer whose hidden states were read last
         self._forwards = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
-        for layer, moe_layer in enumerate(target.moe):
-            attach(moe_layer.experts, _RecordingForward(self, layer, self._forwards[layer]))  # type: ignore[arg-type]
-        engine.loop.policy = self
 
-    def detach(self) -> None:
-        """Restore the engine's own policy and experts."""
-        self._engine.loop.policy = self._inner
-        for forward, moe_layer in zip(self._forwards, self._engine.target.moe, strict=True):
-            attach(moe_layer.experts, forward)  # type: ignore[arg-type]
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Record the requests that run inside; restore the engine's own policy and experts afterwards."""
+        moe_layers = self._engine.target.moe
+        try:
+            for layer, moe_layer in enumerate(moe_layers):
+                attach(moe_layer.experts, _RecordingForward(self, layer, self._forwards[layer]))  # type: ignore[arg-type]
+            with self._engine.using_policy(self):
+                yield
+        finally:
+            for forward, moe_layer in zip(self._forwards, moe_layers, strict=True):
+                attach(moe_layer.experts, forward)  # type: ignore[arg-type]
 
     # ---- the loop's policy
 
@@ -126,13 +130,13 @@ class TraceRecorder(PrefetchPolicy):
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         return self._inner.on_routed(layer, experts)
 
-    def ask(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
+    def predict_routing(self, stage: Stage, depths: range, residual: Tensor) -> Routing | None:
         if stage is not Stage.VERIFY:
-            return self._draft_gate.ask(stage, depths, residual) if self._draft_gate is not None else None
+            return self._draft_gate.predict_routing(stage, depths, residual) if self._draft_gate is not None else None
         if self._next_gate is None:
             return None
         started = self._now()
-        routing = self._next_gate.ask(stage, depths, residual)
+        routing = self._next_gate.predict_routing(stage, depths, residual)
         self._asking += self._now() - started
         self._add_overhead(started)
         return routing
@@ -197,36 +201,36 @@ class TraceRecorder(PrefetchPolicy):
     def trace(self, completions: Iterable[Completion]) -> Trace:
         """Return everything recorded so far."""
         engine, records = self._engine, self._records
-        spec, config, target = engine.store, engine.config, engine.target
+        spec, config, target = engine.spec, engine.config, engine.target
         drafter = engine.loop.drafter
         if not records.sequence:
             raise UsageError("nothing was generated, so there is nothing to record; give another prompt")
-        seconds = engine.profile.seconds_per_expert if engine.profile is not None else 0.0
+        seconds = engine.prefetching.profile.seconds_per_expert if engine.prefetching.profile is not None else 0.0
         link = config.link_gbps * 1e9 if config.link_gbps else (spec.layout.nbytes / seconds if seconds else 0.0)
-        on_cuda = engine.room.cuda is not None and config.link_gbps is None
+        on_cuda = engine.parts.runtime.cuda is not None and config.link_gbps is None
         shape = Shape(
             experts=tuple(spec.experts),
             top_k=target.top_k,
             expert_bytes=spec.layout.nbytes,
             draft_layers=drafter.runner.depth_count if isinstance(drafter, DraftModel) else 0,
-            draft_tokens=engine.loop.draft_tokens,
-            depth=engine.source.grants.depth,
+            draft_tokens=engine.loop.max_draft_tokens,
+            depth=engine.experts.pool.prefetch_depth,
             chunk_bytes=chunk_for(spec.layout.nbytes) if on_cuda else None,
             window=WINDOW,
             slots=engine.slots,
             link_bytes_per_second=link,
         )
-        counters = engine.loop.counters.minus(self._before)
+        counters = engine.counters.minus(self._before)
         about = {
             "model": config.model,
             "draft": config.draft,
             "options": {
-                "prefetch": self._inner.name, "eviction": config.eviction_rule, "cutoff": str(config.cutoff),
-                "cutoff_layers": engine.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.dtype),
+                "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
+                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.parts.models.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps,
-                "projection": engine.projection is not None,
+                "projection": engine.parts.projection is not None,
             },
-            "profile": None if engine.profile is None else asdict(engine.profile),
+            "profile": None if engine.prefetching.profile is None else asdict(engine.prefetching.profile),
             "versions": {"spmoe": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": f"{platform.machine()}, {platform.system()}",
             "live": _totals([completion.stats for completion in completions], self._overhead),
@@ -237,7 +241,7 @@ class TraceRecorder(PrefetchPolicy):
     def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
         """Record what the draft's hidden states predict."""
         records = self._records
-        routing = chunk.routing if chunk.routing is not None else self.ask(chunk.stage, chunk.depths, chunk.residual)
+        routing = chunk.routing if chunk.routing is not None else self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
         layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return
@@ -281,7 +285,7 @@ class TraceRecorder(PrefetchPolicy):
         self._overhead[self._sequence_id][-1] += self._now() - started
 
     def _now(self) -> float:
-        return self._engine.clock.now()
+        return self._engine.parts.clock.now()
 
 
 class _RecordingForward:
@@ -294,15 +298,15 @@ class _RecordingForward:
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         recorder = self._recorder
-        source, synchronize, clock = recorder.source, recorder.synchronize, recorder.clock
+        experts_side, synchronize, clock = recorder.experts, recorder.synchronize, recorder.clock
         synchronize()
         recorder.before_experts(self._layer, index, weights)
-        source.book_stalls()
-        stalled, started = source.counters.stall_seconds, clock.now()
+        experts_side.step.count_stalls()
+        stalled, started = experts_side.ledger.counters.stall_seconds, clock.now()
         out = self._inner.run(experts, hidden, index, weights)
         synchronize()
-        source.book_stalls()
-        recorder.after_experts(self._layer, clock.now() - started - (source.counters.stall_seconds - stalled))
+        experts_side.step.count_stalls()
+        recorder.after_experts(self._layer, clock.now() - started - (experts_side.ledger.counters.stall_seconds - stalled))
         return out
 
 
@@ -372,3 +376,9 @@ def _totals(stats: list[Stats], overhead: dict[int, list[float]]) -> dict[str, f
         "seconds": sum(each.decode_seconds for each in stats) - sum(sum(steps[1:]) for steps in overhead.values()),
         **{name: sum(getattr(part, name) for part in parts) for name in names},
     }
+
+
+def _draft_gate_of(policy: PrefetchPolicy) -> DraftGate | None:
+    """Return the part of a policy that predicts from the draft, if there is one."""
+    parts = policy.parts if isinstance(policy, CombinedPolicy) else (policy,)
+    return next((part for part in parts if isinstance(part, DraftGate)), None)

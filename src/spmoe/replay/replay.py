@@ -16,10 +16,10 @@ from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
 from spmoe.replay.engine import ReplayEngine
 from spmoe.replay.eviction import make_replay_eviction, require_eviction
-from spmoe.replay.policies import make_policy, require_policy
+from spmoe.replay.policies import ReplayPolicy, require_policy
 from spmoe.replay.steps import ForwardPlan, StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
-from spmoe.types import DraftOutcome, PrefetchRequests
+from spmoe.types import DraftOutcome
 
 _ALL_LAYERS = Cutoff(CutoffMode.ALL)
 _DRAWN_STEPS = 32
@@ -178,9 +178,9 @@ class ReplayRun:
         self.draft_tokens = shape.draft_tokens if config.draft_tokens is None else config.draft_tokens
         self.plan = replayer.steps(self.draft_tokens)
         self.slots, self.rate = _slots(config.memory, shape), _rate(config.link_gbps, shape)
-        self.policy = make_policy(config.prefetch, shape, self.plan)
+        self.policy = ReplayPolicy(config.prefetch, shape, self.plan)
         eviction = make_replay_eviction(config.eviction, shape.experts, self.plan)
-        budget = self.slots if self.policy.bounded else None
+        budget = self.slots if self.policy.uses_step_budget else None
         self.engine = ReplayEngine(shape, self.slots, self.rate, eviction, budget, timeline)
         self._cutoff_inputs = CutoffInputs(shape.layers, max(shape.experts), shape.top_k, self.slots, self.draft_tokens)
         self._profile = self._first_profile()
@@ -226,7 +226,7 @@ class ReplayRun:
         engine.close()
         if not steps:
             raise UsageError("the trace has no step after the prompts; record longer generations")
-        cutoff = self.cutoff if self.policy.uses_draft else None
+        cutoff = self.cutoff if self.policy.uses_cutoff else None
         return ReplayResult(
             self.config, self.draft_tokens, self.slots, cutoff, self.rate, self._shape.expert_bytes, steps, tokens,
             seconds, compute, link, total, ideal, time.perf_counter() - began,
@@ -241,7 +241,7 @@ class ReplayRun:
         for chunk in step.chunks:
             engine.compute(chunk.seconds)
             if (requests := policy.on_prediction(chunk.prediction)) is not None:
-                engine.prefetch(self._below_cutoff(requests))
+                engine.prefetch(requests)
         drafted = engine.now
         for forward in step.forwards:
             self._verify(forward)
@@ -257,10 +257,6 @@ class ReplayRun:
             self.engine.compute(forward.front[layer])
             predicted = self.policy.on_prediction(forward.ahead[layer])
             self.engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted)
-
-    def _below_cutoff(self, requests: PrefetchRequests) -> PrefetchRequests:
-        """Return the requests; those beyond the cutoff are not to be fetched, only to be kept where resident."""
-        return replace(requests, fetch=requests.fetch & (requests.layers < self.cutoff))
 
     # ---- the cutoff, chosen as in the live engine
 
@@ -282,8 +278,9 @@ class ReplayRun:
         )
 
     def _choose_cutoff(self) -> None:
-        if self.policy.uses_draft:
+        if self.policy.uses_cutoff:
             self.cutoff = choose_cutoff(self.config.cutoff, self._profile, self._cutoff_inputs)
+            self.policy.set_cutoff(self.cutoff)
 
     def _learn(self) -> None:
         """Choose the cutoff again from the number of experts that verified steps had to load."""

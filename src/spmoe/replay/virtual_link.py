@@ -13,7 +13,7 @@ from typing import Protocol
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.experts.link import VirtualTransfer
-from spmoe.experts.transfer import CopyJob, Event, Transfer
+from spmoe.experts.transfer import CopyJob, DeviceEvent, Transfer
 from spmoe.observe.clock import VirtualClock
 from spmoe.replay.trace import Shape
 from spmoe.types import ExpertKey
@@ -78,7 +78,7 @@ class ChunkedLink:
     def on_event(self) -> bool:
         if self._stream.pop_event():
             return True
-        self.transfer.keep_full()
+        self.transfer.pump()
         return False
 
 
@@ -107,7 +107,7 @@ class VirtualCopyStream:
         self._busy = 0.0  # seconds that all submitted copies take
         self._ends: deque[tuple[float, bool]] = deque()  # end of each submission, and whether it completes a blob
 
-    def copy(self, pieces: Sequence[CopyRange]) -> Event:
+    def copy(self, pieces: Sequence[CopyRange]) -> DeviceEvent:
         seconds = sum(piece.nbytes for piece in pieces) / self._rate
         self._free_at = max(self._free_at, self._clock.now()) + seconds
         self._busy += seconds
@@ -127,23 +127,23 @@ class VirtualCopyStream:
         """Return the seconds in which copies have run, up to now."""
         return self._busy - max(0.0, self._free_at - self._clock.now())
 
-    def wait_for(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Do nothing: compute has ended when its call returns."""
 
     def bind_compute_stream(self) -> None:
         """Do nothing: there is one thread."""
 
-    def record_compute_event(self) -> Event:
+    def record_compute_event(self) -> DeviceEvent:
         return VirtualEvent(self._clock, self._clock.now())
 
-    def compute_wait_event(self, event: Event) -> None:
+    def compute_wait_event(self, event: DeviceEvent) -> None:
         event.synchronize()
 
-    def stalled_seconds(self) -> float:
+    def take_stall_seconds(self) -> float:
         """Return 0: the caller measures every wait on the clock."""
         return 0.0
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         self._clock.sleep_until(self._free_at)
 
 
