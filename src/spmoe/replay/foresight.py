@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from spmoe.errors import UsageError
-from spmoe.predict import activation, adaptive
+from spmoe.predict.policies import activation, adaptive
 from spmoe.predict.policies.next_gate import even_share
 from spmoe.replay.steps import ChunkPlan, ForwardPlan, Prediction, StepPlan
 from spmoe.types import LayerChunk, PrefetchRequests, Routing, Stage
@@ -186,7 +186,7 @@ class Adaptive(Scripted):
                 self._live.on_routed(layer, [key % self.width for key in needed])
 
     def _ahead(self, forward: ForwardPlan, layer: int) -> Prediction | None:
-        deepest = self._live._DEEPEST
+        deepest = self._live.MAX_DISTANCE
         if forward.ahead_experts.shape[1] < deepest:
             raise UsageError(f"the trace looks fewer than {deepest} layers ahead, as adaptive does; record it anew")
         later = min(deepest, self.layers - layer - 1)
