@@ -321,7 +321,7 @@ def test_prefetch_is_a_registered_policy_or_several_joined(prefetch: str) -> Non
 def test_unknown_prefetch_policy_is_refused_with_all_names(wrong: str | None) -> None:
     message = refusal(EngineConfig.make, model="target", prefetch=wrong)
     names = ", ".join(PREFETCH_POLICIES.names())
-    assert message == f"prefetch must be one of {names}, or two of them joined by +, not {str(wrong)!r}"
+    assert message == f"prefetch must be one of {names}, or several of them joined by +, not {str(wrong)!r}"
 
 
 def test_only_policies_that_need_recorded_routing_are_refused_without_a_recording() -> None:

@@ -266,7 +266,7 @@ def require_prefetch(name: object) -> str:
     parts = str(name).split("+")
     if len({*parts}) < len(parts) or any(part not in PREFETCH_POLICIES for part in parts):
         names = ", ".join(PREFETCH_POLICIES.names())
-        raise UsageError(f"prefetch must be one of {names}, or two of them joined by +, not {str(name)!r}")
+        raise UsageError(f"prefetch must be one of {names}, or several of them joined by +, not {str(name)!r}")
     return str(name)
 
 

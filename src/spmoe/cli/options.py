@@ -23,7 +23,7 @@ from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
-_PREFETCH = f"{', '.join(PREFETCH_POLICIES.names())}, or two joined by +"
+_PREFETCH = f"{', '.join(PREFETCH_POLICIES.names())}, or several joined by +"
 _EVICTION = f"auto (the one that suits the prefetch policy), {', '.join(EVICTION_POLICIES.names())}"
 
 

@@ -1,4 +1,4 @@
-"""The prefetch policy of an engine: what the engine offers to policies, and the cutoff."""
+"""The prefetch policy of an engine, made from the engine's parts, and its cutoff."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_policy(engine: Engine) -> PrefetchPolicy:
 
 
 def policy_context(engine: Engine) -> PolicyContext:
-    """Describe what the engine offers to policies; the cutoff is not known yet."""
+    """Collect everything that policies may be built from, except the cutoff."""
     target, drafter = engine.target, engine.loop.drafter
     runner = drafter.runner if isinstance(drafter, DraftModel) else None
     recorded = engine.recording is not None
