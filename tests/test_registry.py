@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from checkpoints import Pair
+from checkpoints import LAYERS, Pair
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
@@ -104,6 +104,19 @@ def test_registered_policies_join_others(registered: None, mixtral_pair: Pair, e
     tokens, stats = generate(mixtral_pair, prefetch="draft-gate+repeat", eviction="lru")
     assert tokens == expected
     assert stats.prefetch == "draft-gate+repeat"
+
+
+def test_a_policy_may_use_the_cutoff_without_a_draft(
+    registered: None, monkeypatch: pytest.MonkeyPatch, mixtral_pair: Pair, expected: list[list[int]]
+) -> None:
+    cutoffs: list[int] = []
+    monkeypatch.setattr(Repeat, "uses_cutoff", True)
+    monkeypatch.setattr(Repeat, "set_cutoff", lambda self, layers: cutoffs.append(layers))
+    for cutoff, layers in (("auto", LAYERS), (1, 1)):
+        options = {"prefetch": "repeat", "cutoff": cutoff, "expert_memory": "50%", "progress": False}
+        with LLM(str(mixtral_pair.target), **options) as llm:
+            assert [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)] == expected
+            assert llm.engine.cutoff == layers == cutoffs[-1]
 
 
 def test_registered_names_are_listed_and_accepted(registered: None) -> None:
