@@ -51,23 +51,23 @@ def held(keys: Iterable[ExpertKey] = (), shape: tuple[int, int] = (len(EXPERTS),
 def play(eviction: Eviction, history: list[tuple[str, object]]) -> set[ExpertKey]:
     """Play a history, without impossible events; return the experts that are resident at its end."""
     resident: set[ExpertKey] = set()
-    for event, what in history:
+    for event, value in history:
         match event:
-            case "insert" if what not in resident:
-                resident.add(what)
-                eviction.on_insert(what)
-            case "remove" if what in resident:
-                resident.remove(what)
-                eviction.on_remove(what)
-            case "use" if what in resident:
-                eviction.on_use(what.layer, [what.expert])
+            case "insert" if value not in resident:
+                resident.add(value)
+                eviction.on_insert(value)
+            case "remove" if value in resident:
+                resident.remove(value)
+                eviction.on_remove(value)
+            case "use" if value in resident:
+                eviction.on_use(value.layer, [value.expert])
             case "prompt":
-                eviction.on_prompt(what.layer, [what.expert], [0.4])
+                eviction.on_prompt(value.layer, [value.expert], [0.4])
             case "prefetch":
-                key, score = what
+                key, score = value
                 eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(key, score, key.layer)]))
             case "layer":
-                eviction.on_layer(what)
+                eviction.on_layer(value)
             case "step":
                 eviction.begin_step()
     return resident

@@ -161,7 +161,7 @@ def registered() -> Iterator[None]:
     del PREFETCH_POLICIES._classes["circle"]
 
 
-# ---- what policies declare
+# ---- declarations
 
 
 def test_cutoff_applies_to_policies_that_use_it() -> None:

@@ -1,4 +1,4 @@
-"""Per-layer quotas of slots that adapt to what each layer gains from further slots."""
+"""Per-layer quotas of slots that follow the measured gain of each layer from further slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdaptiveQuotas(EqualQuotas):
     _FIRST_UPDATE, _MAX_INTERVAL = 16, 256  # steps; the interval between updates doubles up to the maximum
     _STEP_DECAY = 0.99  # weight of a step's measurements, one step later
     _HIDDEN_SHARE = 0.5  # of a load that was predicted
-    _PRIOR = 0.01  # uses at distance 0; 1/2 of it at distance 1, 1/3 at 2: stands for what was not observed
+    _PRIOR = 0.01  # uses at distance 0; 1/2 of it at distance 1, 1/3 at 2: a prior for distances not observed
 
     def __init__(self, experts_per_layer: Sequence[int]) -> None:
         super().__init__(experts_per_layer)

@@ -14,10 +14,7 @@ from spmoe.types import ExpertKey, PrefetchRequests
 
 
 class Eviction(Protocol):
-    """Observes everything that happens to experts, and chooses victims.
-
-    Experts also have numbers: expert e of layer l is `l * shape[1] + e`.
-    """
+    """Observes everything that happens to experts, and chooses victims."""
 
     shape: tuple[int, int]  # MoE layers, and experts of the layer that has most
 
@@ -62,26 +59,12 @@ class Eviction(Protocol):
         # held: bool [layers, experts]
         ...
 
-    # ---- for many experts at once, by number
-
-    def demanded(self, layer: int, experts: Sequence[int]) -> None:
-        """Insert these experts of a layer, one after the other, then use them."""
-        ...
-
-    def gone(self, numbers: Sequence[int]) -> None:
-        """Remove all of these."""
-        ...
-
-    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
-        """Choose victims among the free experts: resident, and not held. May change `free`."""
-        # free: bool [layers, experts]
-        ...
-
 
 class ScoredEviction:
     """Evicts the expert with the lowest score; of equal ones, the one that was not touched for longest.
 
-    A subclass computes the scores in `compute_scores` and calls `invalidate` when they change.
+    A subclass computes the scores in `compute_scores` and calls `invalidate` when they change. Inside, experts are
+    numbered: expert e of layer l is `l * shape[1] + e`.
     """
 
     _swap_margin = 1.0  # share of an expert's score that a resident must score below to be evicted for its prefetch
@@ -106,18 +89,6 @@ class ScoredEviction:
     def on_remove(self, key: ExpertKey) -> None:
         self._resident[key] = False
 
-    def demanded(self, layer: int, experts: Sequence[int]) -> None:
-        resident, start = self._resident_bytes, layer * self.shape[1]
-        for expert in experts:
-            resident[start + expert] = True
-        self._ticks += len(experts)
-        self.on_use(layer, experts)
-
-    def gone(self, numbers: Sequence[int]) -> None:
-        resident = self._resident_bytes
-        for number in numbers:
-            resident[number] = False
-
     def on_use(self, layer: int, experts: Sequence[int]) -> None:
         last_touch, start = self._last_touch_view, layer * self.shape[1]
         for tick, expert in enumerate(experts, start=self._ticks + 1):  # few experts: faster than array operations
@@ -141,10 +112,26 @@ class ScoredEviction:
         return self._swap_margin * float(self.scores()[key])
 
     def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
-        numbers = self.leaving(n, self._resident > held, below, layer)
+        numbers = self._select(n, self._resident > held, below, layer)
         return None if numbers is None else [self._keys[number] for number in numbers]
 
-    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
+    def compute_scores(self) -> np.ndarray:
+        """Compute the score of every expert, resident or not."""  # float [layers, experts]
+        raise NotImplementedError
+
+    def invalidate(self) -> None:
+        """Have the scores computed again when they are needed next."""
+        self._scores = None
+
+    def scores(self) -> np.ndarray:
+        """Return the score of every expert, computed if they are not valid."""  # float [layers, experts]
+        if self._scores is None:
+            self._scores = self.compute_scores()
+        return self._scores
+
+    def _select(self, n: int, free: np.ndarray, below: float, layer: int | None) -> list[int] | None:
+        """Choose victims, as `victims` does, among free experts: resident and not held."""
+        # free: bool [layers, experts], which may be changed
         if n == 0:
             return []
         numbers = free.ravel().nonzero()[0]
@@ -162,20 +149,6 @@ class ScoredEviction:
         numbers = numbers[among]
         victims: list[int] = numbers[np.lexsort((self._last_touch.ravel()[numbers], scores[among]))[:n]].tolist()
         return victims
-
-    def compute_scores(self) -> np.ndarray:
-        """Compute the score of every expert, resident or not."""  # float [layers, experts]
-        raise NotImplementedError
-
-    def invalidate(self) -> None:
-        """Have the scores computed again when they are needed next."""
-        self._scores = None
-
-    def scores(self) -> np.ndarray:
-        """Return the score of every expert, computed if they are not valid."""  # float [layers, experts]
-        if self._scores is None:
-            self._scores = self.compute_scores()
-        return self._scores
 
     def _lowest(self, numbers: np.ndarray, scores: np.ndarray, below: float) -> list[int] | None:
         """Return the first victim among these experts."""  # scores: [numbers], which is changed

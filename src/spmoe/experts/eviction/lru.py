@@ -41,7 +41,7 @@ class LeastRecentlyUsed(ScoredEviction):
     def begin_step(self, sequence_id: int = 0) -> None:
         self._protected[:] = False
 
-    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
+    def _select(self, n: int, free: np.ndarray, below: float, layer: int | None) -> list[int] | None:
         if below < np.inf:
             free = free > self._protected
-        return super().leaving(n, free, np.inf, layer)
+        return super()._select(n, free, np.inf, layer)

@@ -47,23 +47,10 @@ class EqualQuotas(LeastRecentlyUsed):
         self._excess[layer] -= 1
         self._total -= 1
 
-    def demanded(self, layer: int, experts: Sequence[int]) -> None:
-        self._excess[layer] += len(experts)
-        self._total += len(experts)
-        if self._total > self._slots:
-            self._grow()
-        super().demanded(layer, experts)
-
-    def gone(self, numbers: Sequence[int]) -> None:
-        super().gone(numbers)
-        for number in numbers:
-            self._excess[number // self.shape[1]] -= 1
-        self._total -= len(numbers)
-
     def score(self, key: ExpertKey) -> float:
         return 0.0
 
-    def leaving(self, n: int, free: np.ndarray, below: float, layer: int | None = None) -> list[int] | None:
+    def _select(self, n: int, free: np.ndarray, below: float, layer: int | None) -> list[int] | None:
         if n == 0:
             return []
         excess = self._excess.copy()

@@ -1,6 +1,6 @@
 """Prefetch policies, one file per name, and how a name becomes a policy.
 
-`A+B` runs two registered policies side by side; the second requests only experts that it finds likely.
+`A+B` runs registered policies side by side; all but the first request only experts that they find likely.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def plan_policy(name: str, context: PolicyContext) -> PolicyPlan:
 
 
 def policy_classes(name: str) -> tuple[type[PrefetchPolicy], ...]:
-    """Load the class of each policy that `A`, or `A+B`, names."""
+    """Load the class of each policy in a name such as `A` or `A+B`."""
     return tuple(PREFETCH_POLICIES.load(part) for part in name.split("+"))
 
 

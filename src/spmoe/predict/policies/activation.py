@@ -1,7 +1,7 @@
 """Prediction from past requests: the experts that similar requests went on to use.
 
 It reads no hidden states. The routed experts of each layer, as the target runs, are compared with those of past
-requests. It needs neither a draft nor callable gates, and predicts nothing before it has seen a request.
+requests. It needs neither a draft nor callable gates, and predicts nothing before the first request has run.
 """
 
 from __future__ import annotations

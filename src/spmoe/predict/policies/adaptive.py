@@ -26,15 +26,15 @@ class Adaptive(NextGate):
     needs = frozenset({Need.TARGET_STATES, Need.ROUTING})
     learns = True
     eviction = "adaptive"
-    _MAX_DISTANCE = 3  # layers ahead that are predicted
+    MAX_DISTANCE = 3  # layers ahead that are predicted
     _MIN_PRECISION = 0.9  # share of right predictions that a distance needs
     _STEP_DECAY = 0.98  # weight of a step's predictions, one step later
     _PRIOR = 8.0  # predictions that count as wrong, to begin with
 
     def __init__(self, gates: Gates, only: Collection[int] | None = None) -> None:
-        super().__init__(gates, ahead=self._MAX_DISTANCE, only=only)
-        self._predicted = np.full(self._MAX_DISTANCE, self._PRIOR)  # experts, by distance
-        self._right = np.zeros(self._MAX_DISTANCE)
+        super().__init__(gates, ahead=self.MAX_DISTANCE, only=only)
+        self._predicted = np.full(self.MAX_DISTANCE, self._PRIOR)  # experts, by distance
+        self._right = np.zeros(self.MAX_DISTANCE)
         self._pending: dict[int, dict[int, frozenset[int]]] = {}  # this step's predictions, by layer and distance
 
     @classmethod

@@ -1,7 +1,7 @@
 """The contract of prefetch policies: which experts to load before a router asks for them.
 
 A policy is a class registered by name (see `spmoe.registry`). It declares, as class attributes, what it needs from the
-engine, and turns what it is shown into prefetch requests. It touches no device, stream or cache.
+engine, and turns hidden states and routing into prefetch requests. It touches no device, stream or cache.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class PolicyContext:
     projection: HiddenStateProjection | None = None  # from the draft's hidden states to the target's
     cutoff: int | None = None  # layers, counted from the first, that may be prefetched for; None: all
     recorded_routing: Callable[[], RecordedRouting] | None = None  # of the request that runs
-    unmet: Mapping[Need, str] = field(default_factory=dict)  # needs that cannot be met, and why; "": not worth a notice
+    unmet: Mapping[Need, str] = field(default_factory=dict)  # needs that cannot be met: reason, or "" for no notice
     secondary: bool = False  # whether the policy supplements another one, and should request only likely experts
 
 
 class PrefetchPolicy:
-    """Turns what it is shown into prefetch requests; this base class requests nothing."""
+    """Turns hidden states and routing into prefetch requests; this base class requests nothing."""
 
     name: str  # set by the registry
-    summary: str = ""  # what happens under this policy, in a clause; ends notices about a fallback
+    summary: str = ""  # a clause that completes notices, such as "experts are loaded on demand"
     needs: frozenset[Need] = frozenset()
     stages: frozenset[Stage] = frozenset()  # the stages whose hidden states it is shown
     uses_cutoff: bool = False  # whether it heeds `PolicyContext.cutoff` and `set_cutoff`

@@ -47,7 +47,8 @@ class DraftGate(PrefetchPolicy):
 
     @classmethod
     def build(cls, context: PolicyContext) -> Self:
-        assert context.gates is not None and context.draft_depth is not None
+        assert context.gates is not None
+        assert context.draft_depth is not None
         cutoff = len(context.experts_per_layer) if context.cutoff is None else context.cutoff
         only = None if context.draft_routes else context.gated_layers
         return cls(context.gates, context.draft_depth, cutoff, context.projection, only)
