@@ -184,7 +184,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         names = {}
     if not paths:
         other_formats = any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.gguf"))
-        hint = "only safetensors files are supported; convert it" if other_formats else "download it again"
+        hint = "only safetensors are supported; convert it" if other_formats else "download it again"
         raise CheckpointError(f"{directory} holds no safetensors files; {hint}")
     files: dict[str, Path] = {}
     for path in paths:
