@@ -165,7 +165,7 @@ def parse_prefetch_policy(value: object) -> str:
     parts = str(value).split("+")
     if len({*parts}) < len(parts) or any(part not in PREFETCH_POLICIES for part in parts):
         names = ", ".join(PREFETCH_POLICIES.names())
-        raise UsageError(f"prefetch must be one of {names}, or two of them joined by +, not {str(value)!r}")
+        raise UsageError(f"prefetch must be one of {names}, or several of them joined by +, not {str(value)!r}")
     return str(value)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
 EMULATED_LINK_NOTE = "emulated link of {:g} GB/s: times are not those of this machine's own link"
-_PREFETCH = ", ".join(PREFETCH_POLICIES.names())
+_PREFETCH = f"{', '.join(PREFETCH_POLICIES.names())}, or several joined by +"
 _EVICTION = ", ".join(EVICTION_POLICIES.names())
 
 
