@@ -226,7 +226,8 @@ def _embedded(svg: str, title: str, kind: str, chart_id: str) -> str:
     name = escape(title)
     opening = f'<svg class="{kind}" {view[0] if view else ""} role="img" aria-label="{name}"><title>{name}</title>'
     body = svg[svg.index(">") + 1 :].replace("xlink:href", "href")
-    body = re.sub(r"<!--.*?-->|<defs>\s*<style.*?</defs>| font-family: [^;]*;| transform=\"apply_rotary\(-0[^\"]*\"", "", body, flags=re.DOTALL)
+    noise = (r"<!--.*?-->", r"<defs>\s*<style.*?</defs>", r" font-family: [^;]*;", r' transform="rotate\(-0[^"]*"')
+    body = re.sub("|".join(noise), "", body, flags=re.DOTALL)
     body = re.sub(r' id="(?:figure|axes|patch|line2d|text|matplotlib\.axis|xtick|ytick)_\d+"', "", body)
     body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{chart_id}-", body)
     body = re.sub(r"(?<=fill: |roke: )#[0-9a-f]{6}", lambda match: _as_variable(match[0]), body)
