@@ -26,8 +26,8 @@ COMMON_FROM = 3  # an option that so many commands declare alike is a common opt
 INTRODUCTION = """\
 # Command line
 
-`spmoe COMMAND --help` prints the same text as this page. `tools/cli_reference.py` generates the page
-from the code; do not edit it.
+`spmoe COMMAND --help` prints the same text as this page. `tools/cli_reference.py` generates the
+page from the code; do not edit it.
 
 Results go to standard output, progress and notices to standard error. Exit codes: 0 success,
 1 failure, 2 wrong usage. Ctrl-C stops a generation after the current step and keeps its text.

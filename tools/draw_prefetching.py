@@ -137,7 +137,16 @@ def draw(runs: dict[str, list[Span]]) -> str:
     axes[-1].set_xlim(0, longest * 1.005)
     axes[-1].set_xlabel("milliseconds", color=INK)
     handles = [Patch(color=colour, label=label) for colour, label in COLOURS.values()]
-    figure.legend(handles=handles, loc="lower center", ncols=5, frameon=False, labelcolor=INK, fontsize=8.5, handlelength=1.2, columnspacing=1.4)
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=5,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=8.5,
+        handlelength=1.2,
+        columnspacing=1.4,
+    )
     figure.subplots_adjust(left=0.07, right=0.985, top=0.92, bottom=0.22, hspace=0.45)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "picture.svg")
