@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import typer.main
 
+from spmoe.bench.scenario import read_scenario
 from spmoe.cli.main import app, main
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
@@ -122,6 +123,15 @@ def _registries_restored() -> Iterator[None]:
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs(block: Block) -> None:
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
+def test_scenario_example_is_valid(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "extras").symlink_to(ROOT / "extras")
+    file = tmp_path / "scenarios" / "example.toml"
+    file.parent.mkdir()
+    file.write_text(block.text)
+    assert read_scenario(file)
 
 
 @pytest.mark.parametrize("command", RUNNABLE)
