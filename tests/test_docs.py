@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CARDS = [ROOT / "src" / "spmoe" / "pair" / "README.md", ROOT / "extras" / "fine" / "README.md"]
-NOT_WRAPPED = {"architecture.md", "latency-model.md"}  # still to be wrapped
+NOT_WRAPPED = {"families.md", "families-cuda.md"}  # written by `spmoe families`
+NOT_WRAPPED |= {"architecture.md", "latency-model.md"}  # still to be wrapped
 
 MAX_README_LINES = 170
 MAX_PROSE_COLUMNS = 100
@@ -185,7 +186,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_prose_is_wrapped(page: Path) -> None:
     """A longer line may hold only a link or inline code, which cannot be broken."""
     if page.name in NOT_WRAPPED:
-        pytest.skip("still to be wrapped")
+        pytest.skip("not wrapped")
     unbreakable = re.compile(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`")
     long_lines = [(number, line) for number, line in prose_lines(page) if len(line) > MAX_PROSE_COLUMNS]
     assert not [(number, line) for number, line in long_lines if " " in unbreakable.sub("", line).strip()]
