@@ -1,21 +1,35 @@
-"""What the documentation tells people to type works: Python blocks run, commands run, links lead somewhere."""
+"""Documentation: Python blocks and README commands run, links and options exist, pages keep their form."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import typer.main
 
+from spmoe.bench.scenario import read_scenario
 from spmoe.cli.main import app, main
+from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CARDS = [ROOT / "src" / "spmoe" / "pair" / "README.md", ROOT / "extras" / "fine" / "README.md"]
+NOT_WRAPPED = {"families.md", "families-cuda.md"}  # written by `spmoe families`
+NOT_WRAPPED |= {"architecture.md", "latency-model.md"}  # still to be wrapped
+
+MAX_README_LINES = 170
+MAX_PROSE_COLUMNS = 100
+MAX_TABLE_COLUMNS = 8
+MAX_IMAGE_BYTES = 100_000
 
 
 class Block(NamedTuple):
@@ -32,21 +46,21 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page; `<!-- not run -->` on the line before says that one is not to be run."""
+    """Return the fenced blocks of a page; `<!-- not run -->` on the line before a block means that it is not run."""
     found: list[Block] = []
     lines = page.read_text().splitlines()
-    pinned: tuple[int, str] | None = None
+    opened: tuple[int, str] | None = None
     for number, line in enumerate(lines):
         if not line.lstrip().startswith("```"):
             continue
-        if pinned is None:
-            pinned = (number, line.strip().removeprefix("```").strip())
+        if opened is None:
+            opened = (number, line.strip().removeprefix("```").strip())
         else:
-            start, language = pinned
+            start, language = opened
             text = "\n".join(lines[start + 1 : number])
             found.append(Block(page, start + 1, language, text, lines[start - 1].strip() != "<!-- not run -->"))
-            pinned = None
-    assert pinned is None, f"{page}: a block is not closed"
+            opened = None
+    assert opened is None, f"{page}: a block is not closed"
     return found
 
 
@@ -54,50 +68,71 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.run]
 
 
-def commands(page: Path, *, all_of_them: bool = False) -> list[str]:
-    """The `spmoe` commands of a page's shell blocks, a line each; of those that are not run too, if asked for."""
+def commands(page: Path, *, include_not_run: bool = False) -> list[str]:
+    """Return the `spmoe` commands of a page's shell blocks, one line each."""
     shell = [block for block in BLOCKS if block.page == page and block.language in ("bash", "console")]
-    shell = [block for block in shell if block.run or all_of_them]
+    shell = [block for block in shell if block.run or include_not_run]
     lines = [line for block in shell for line in block.text.replace("\\\n", " ").splitlines()]
     return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith("spmoe ")]
 
 
 def is_pattern(command: str) -> bool:
-    """Whether the reader has to put something in: `<model>` or MODEL_DIR."""
+    """Return whether the reader has to replace something: `<model>` or MODEL_DIR."""
     return bool(re.search(r"<[^>]*>|\b[A-Z][A-Z_]+\b", command))
 
 
 def names_hub_model(command: str) -> bool:
-    """Whether a model would have to be downloaded."""
+    """Return whether the command would download a model."""
     words = shlex.split(command, comments=True)
     return any(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", word) and not Path(word).exists() for word in words)
 
 
-COMMANDS = commands(ROOT / "README.md")
+COMMANDS = commands(README)
 RUNNABLE = [command for command in COMMANDS if not is_pattern(command) and not names_hub_model(command)]
 
 
 @pytest.fixture(scope="module")
 def docs_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache directory for everything that the pages run."""
+    """Return one cache directory for everything that the pages run."""
     return tmp_path_factory.mktemp("docs-home")
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(docs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_empty_directory(docs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMOE_HOME", str(docs_home))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_is_something_to_check() -> None:
+def test_pages_have_python_blocks_and_commands() -> None:
     assert PYTHON
     assert RUNNABLE
 
 
+@pytest.fixture
+def _registries_restored() -> Iterator[None]:
+    """Unregister afterwards what a block has registered."""
+    registries = (PREFETCH_POLICIES, EVICTION_POLICIES, DRAFTERS)
+    before = [set(registry.names()) for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry.names()) - names:
+            del registry._classes[name]
+
+
+@pytest.mark.usefixtures("_registries_restored")
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs(block: Block) -> None:
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
+def test_scenario_example_is_valid(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "extras").symlink_to(ROOT / "extras")
+    file = tmp_path / "scenarios" / "example.toml"
+    file.parent.mkdir()
+    file.write_text(block.text)
+    assert read_scenario(file)
 
 
 @pytest.mark.parametrize("command", RUNNABLE)
@@ -114,22 +149,74 @@ def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
-    """Also of the commands that are not run."""
+    """Commands that are not run count too."""
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for command in commands(page, all_of_them=True):
+    for command in commands(page, include_not_run=True):
         verb, *words = shlex.split(command, comments=True)[1:]
         if verb.startswith("-") or is_pattern(verb):
             continue
         found = verbs[verb]
-        if hasattr(found, "commands"):  # a verb of verbs
+        if hasattr(found, "commands"):  # a command group
             found, words = found.commands[words[0]], words[1:]
-        known = {name for parameter in found.params for name in parameter.opts} | {"--help"}
+        known = {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        known |= {"--help"}
         assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, command
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def prose_lines(page: Path) -> list[tuple[int, str]]:
+    """Return the numbered lines of a page outside of fenced and indented code and tables."""
+    found, fenced = [], False
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith(("|", "    ", "<!--")):
+            found.append((number, line))
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose)
     broken = [link for link in targets if not re.match(r"\w+:", link) and not (page.parent / link).exists()]
     assert not broken
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_wrapped(page: Path) -> None:
+    """A longer line may hold only a link or inline code, which cannot be broken."""
+    if page.name in NOT_WRAPPED:
+        pytest.skip("not wrapped")
+    unbreakable = re.compile(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`")
+    long_lines = [(number, line) for number, line in prose_lines(page) if len(line) > MAX_PROSE_COLUMNS]
+    assert not [(number, line) for number, line in long_lines if " " in unbreakable.sub("", line).strip()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_narrow(page: Path) -> None:
+    rules = [line for line in page.read_text().splitlines() if re.fullmatch(r"\|( *:?-+:? *\|)+", line)]
+    assert all(line.count("|") - 1 <= MAX_TABLE_COLUMNS for line in rules)
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_readme_picture_is_small() -> None:
+    (picture,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
+    assert (ROOT / picture).stat().st_size <= MAX_IMAGE_BYTES
+
+
+def load_tool(name: str) -> ModuleType:
+    """Import a script from tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_command_line_reference_is_up_to_date() -> None:
+    tool = load_tool("cli_reference")
+    assert tool.PAGE.read_text() == tool.render(), "run python tools/cli_reference.py"
