@@ -277,8 +277,7 @@ class CudaExperts:
         if (pinned.slots >= 0).any():
             self._backend.post(pinned.slots)
             launch()
-        with run_ahead.reading_predictions():
-            run_ahead.settle(self._layer)  # the layer before, while the device is busy
+        run_ahead.settle(self._layer)  # the layer before, while the device is busy
         # not beyond the router's event: the device has one batch of work left then, and must not run dry
         run_ahead.submit_prefetches(until=known)
         run_ahead.wait(known)

@@ -49,6 +49,8 @@ class ExpertPool:
     ) -> None:
         self.blob_bytes = blob_bytes
         self.slot_count = slots.count
+        # most copies in flight for another prefetch to be submitted; one slot stays free for demands
+        self.prefetch_depth = min(transfer.depth, max(1, slots.count - 1))
         self._slots = slots
         self._transfer = transfer
         self._ledger = ledger
@@ -79,11 +81,6 @@ class ExpertPool:
     def has_unplaced_demand(self) -> bool:
         """Whether a demand waits for a slot; prefetches must not take one then."""
         return any(demand.absent for demand in self._demands)
-
-    @property
-    def prefetch_depth(self) -> int:
-        """Most copies in flight for another prefetch to be submitted; one slot stays free for demands."""
-        return min(self._transfer.depth, max(1, self.slot_count - 1))
 
     def residency(self, key: ExpertKey) -> Residency:
         """Return an expert's state."""

@@ -170,18 +170,17 @@ class PrefetchScheduler:
         while submitted:
             with self._lock:
                 self._pool.reap()
-                if self._pool.closed:
+                if self._pool.closed or not len(self._queue) or self._pool.has_unplaced_demand:
                     return None
                 try:
-                    submitted = not self._pool.has_unplaced_demand and self._submit_chunk()
+                    submitted = self._submit_chunk()
                 except SpmoeError:
                     return None  # counted as failed; the error is raised where the expert is used
-                full = self._pool.loads_in_flight >= self._pool.prefetch_depth
-                handle = self._pool.oldest_handle() if full and len(self._queue) else None
             if self._worker is not None:
                 time.sleep(0)  # let a thread that waits for the lock have it
             submitted = submitted and (until is None or not until.query())
-        return handle
+        full = self._pool.loads_in_flight >= self._pool.prefetch_depth
+        return self._pool.oldest_handle() if full and len(self._queue) else None
 
     def close(self) -> None:
         """Drop all requests and end the worker. Idempotent."""

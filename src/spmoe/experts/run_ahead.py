@@ -160,14 +160,21 @@ class RunAhead:
         self._deferred = _DeferredLayer(layer, commit, observations)
 
     def settle(self, next_layer: int | None = None) -> None:
-        """Do the deferred bookkeeping; show its observations only if the layer after it runs now."""
+        """Do the deferred bookkeeping; show its observations only if the layer after it runs now.
+
+        While a layer runs, prefetch requests that follow from it are queued for `submit_prefetches`.
+        """
         if (deferred := self._deferred) is None:
             return
         self._deferred = None
-        deferred.commit()
-        if next_layer == deferred.layer + 1:
-            for observe in deferred.observations:
-                observe()
+        if next_layer is None:
+            deferred.commit()
+            return
+        with self._scheduler.held():
+            deferred.commit()
+            if next_layer == deferred.layer + 1:
+                for observe in deferred.observations:
+                    observe()
 
     # ---- waiting
 
