@@ -1,4 +1,4 @@
-"""Helpers for the tests of `spmoe.experts`: slots that show their content, a checked expert pool, a small expert file."""
+"""Helpers for tests of `spmoe.experts`: slots that show their content, a checked expert pool, an expert file."""
 
 from __future__ import annotations
 
