@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from spmoe.errors import TransferError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
-from spmoe.experts.link import ThrottledTransfer, VirtualTransfer
+from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.prefetch import PrefetchQueue, PrefetchWorker
 from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, CopyJob
 from spmoe.observe.clock import VirtualClock
@@ -317,14 +317,6 @@ def test_refused_submission_fails_every_copy_that_was_not_submitted(batching: bo
     setup.transfer.refused = None
     setup.use(1, 0, 1, 2)
     assert all(setup.residency(1, expert) is Residency.READY for expert in range(3))
-
-
-@pytest.mark.parametrize("batching", [True, False])
-def test_throttled_transfer_passes_batching_on(batching: bool) -> None:
-    clock = VirtualClock()
-    inner = RefusingTransfer(clock, 1, 1.0)
-    ThrottledTransfer(inner, 1, 1.0, clock).set_batching(batching)
-    assert inner.batching is batching
 
 
 @pytest.mark.parametrize("depth", [1, 2, 8])
