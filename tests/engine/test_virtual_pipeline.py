@@ -135,7 +135,7 @@ def replay(
     experts = Experts.build(EmptySlots(slots), transfer, eviction_policy, BLOB, clock, threaded=False)
     counters = experts.ledger.counters
     experts.scheduler.step_budget = budget
-    clock.observer(transfer.link.next_event, experts.scheduler.pump)
+    clock.add_event_source(transfer.link.next_event, experts.scheduler.pump)
     policy: PrefetchPolicy = OnDemand() if predictions is None else DraftGate(NumberGates(), LAYERS, cutoff)
     result = Replay(counters, transfer.demanded, transfer.prefetched)
 

@@ -35,6 +35,11 @@ def cache_of(experts: Experts) -> ExpertCache:
     return experts.pool._cache
 
 
+def open_demands(experts: Experts) -> int:
+    """Return how many demands the private list of the pool holds."""
+    return len(experts.pool._demands)
+
+
 def requests_for(*keys: tuple[int, int], score: float = 0.9) -> PrefetchRequests:
     """Make prefetch requests, each due at the expert's own layer."""
     return PrefetchRequests.of(PrefetchRequest(ExpertKey(*key), score, key[0]) for key in keys)
@@ -93,7 +98,7 @@ class EmptySlots:
 
 
 class RecordingLink(EmulatedLink):
-    """Link that remembers the copies it was given, and which were prioritized."""
+    """Link that remembers its copies, and which of them were prioritized."""
 
     def __init__(self, bytes_per_second: float, clock: Clock) -> None:
         super().__init__(bytes_per_second, clock)
@@ -201,7 +206,7 @@ class CheckedExperts:
         self.cache = cache_of(self.experts)
         self.counters = self.experts.ledger.counters
         if auto_pump:
-            self.clock.observer(self.transfer.link.next_event, self.experts.scheduler.pump)
+            self.clock.add_event_source(self.transfer.link.next_event, self.experts.scheduler.pump)
         self.active: ActiveUse | None = None
         self.closed = False
         self.refuse_submissions = False
@@ -451,6 +456,7 @@ class CheckedExperts:
             while self.active is not None:
                 assert self.next_batch() is None
                 self.check()
+        assert open_demands(self.experts) == 0, "a demand that has ended is kept"
         self.close()
         self.close()
         assert self.transfer.close_calls == self.slots.close_calls == 1

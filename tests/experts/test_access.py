@@ -20,7 +20,7 @@ from spmoe.types import ExpertKey, PrefetchRequests, Residency
 
 
 class ProtectionRecorder(VirtualTransfer):
-    """Transfer that remembers which slots it was told to protect, and since which epoch."""
+    """Transfer that remembers which slots it must protect, up to which epoch, and which epochs have finished."""
 
     epoch = 0
 
@@ -213,8 +213,8 @@ def test_commit_reports_the_routed_experts_to_the_prefetch_policy() -> None:
     load(experts, 0, 0)
     routed: list[tuple[int, list[int]]] = []
 
-    def on_routed(layer: int, chosen: Sequence[int]) -> PrefetchRequests:
-        routed.append((layer, list(chosen)))
+    def on_routed(layer: int, layer_experts: Sequence[int]) -> PrefetchRequests:
+        routed.append((layer, list(layer_experts)))
         return requests_for((1, 1), (1, 2)) if layer == 0 else requests_for()
 
     experts.step.begin(7, on_routed)

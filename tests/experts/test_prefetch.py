@@ -278,7 +278,7 @@ class Setup:
         )
         self.counters = self.experts.ledger.counters
         if auto_pump:
-            self.clock.observer(self.transfer.link.next_event, self.experts.scheduler.pump)
+            self.clock.add_event_source(self.transfer.link.next_event, self.experts.scheduler.pump)
         self.experts.step.begin()
 
     def prefetch(self, *keys: tuple[int, int]) -> None:

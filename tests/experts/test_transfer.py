@@ -638,7 +638,7 @@ def test_virtual_clock_stops_at_every_event_on_the_way() -> None:
     clock = VirtualClock()
     transfer = VirtualTransfer(clock, BLOB, BLOB)
     times: list[float] = []
-    clock.observer(transfer.link.next_event, lambda: times.append(clock.now()))
+    clock.add_event_source(transfer.link.next_event, lambda: times.append(clock.now()))
     transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     clock.sleep(2.5)
     assert times == [1.0, 2.0]

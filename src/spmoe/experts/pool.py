@@ -144,9 +144,7 @@ class ExpertPool:
             self._cache.eviction.on_layer(pinned.layer)
             self._commit(pinned, experts)
 
-    def claim(
-        self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]
-    ) -> Demand:
+    def claim(self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]) -> Demand:
         """Pin what a layer needs and has, and submit loads of what it lacks.
 
         Experts of `pinned`, which kernels already read, are committed and left out. `shares`: for a prompt, the share

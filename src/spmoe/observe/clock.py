@@ -1,4 +1,4 @@
-"""Time, so that what waits on a copy can be tested in no real time."""
+"""Clocks: real time, and a virtual clock that lets tests and replays wait for copies in no real time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, and how to let them pass."""
+    """Tell the time in seconds, and wait."""
 
     def now(self) -> float: ...
 
@@ -16,7 +16,7 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """The machine's own clock."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -27,26 +27,33 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that moves only when asked, stopping on the way at every event of what it watches."""
+    """A clock that moves only in `sleep`, and stops on the way at every event of its event sources."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._watched: list[tuple[Callable[[], float | None], Callable[[], object]]] = []
+        self._sources: list[tuple[Callable[[], float | None], Callable[[], object]]] = []
 
-    def observer(self, next_event: Callable[[], float | None], on_event: Callable[[], object]) -> None:
-        """Call `on_event` at each time that `next_event` announces (None: nothing is coming)."""
-        self._watched.append((next_event, on_event))
+    def add_event_source(self, next_event: Callable[[], float | None], on_event: Callable[[], object]) -> None:
+        """Call `on_event` at each time that `next_event` returns (None: no event is scheduled)."""
+        self._sources.append((next_event, on_event))
 
     def now(self) -> float:
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        end = self._now + max(seconds, 0.0)
+        self.sleep_until(self._now + seconds)
+
+    def sleep_until(self, end: float) -> None:
+        """Move the clock to `end`, in seconds, exactly; a time in the past only runs events that are due."""
+        end = max(end, self._now)
         while True:
-            coming = [(at, index) for index, (event, _) in enumerate(self._watched) if (at := event()) is not None]
-            at, index = min(coming, default=(float("inf"), -1))
-            if at > end:
+            first, callback = end, None
+            for next_event, on_event in self._sources:
+                at = next_event()
+                if at is not None and (at < first or (at == first and callback is None)):
+                    first, callback = at, on_event
+            if callback is None:
                 break
-            self._now = max(self._now, at)
-            self._watched[index][1]()
+            self._now = max(self._now, first)
+            callback()
         self._now = end
