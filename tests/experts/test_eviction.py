@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from experts_helpers import BLOB, MarkedSlots
+from experts_helpers import BLOB, MarkedSlots, requests_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +18,9 @@ from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.eviction.lfru import FrequencyOverRecency
 from spmoe.experts.eviction.lfu import LeastFrequentlyUsed
 from spmoe.experts.eviction.lru import LeastRecentlyUsed
+from spmoe.experts.experts import Experts
 from spmoe.experts.link import VirtualTransfer
-from spmoe.experts.source import ExpertSource
 from spmoe.observe.clock import VirtualClock
-from spmoe.observe.ledger import Counters
 from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 
@@ -373,7 +372,7 @@ def test_prefetch_evicts_only_experts_with_clearly_lower_scores() -> None:
         cache = ExpertCache(1, eviction)
         reservation = next(cache.reserve_for_demand([ExpertKey(1, 0)]), None)
         assert reservation is not None
-        cache.loaded(reservation.entry)
+        cache.mark_ready(reservation.entry)
         eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 1), 0.9, 1)]))
         if predicted_too:
             eviction.on_prefetches(PrefetchRequests.of([PrefetchRequest(ExpertKey(1, 0), 0.8, 1)]))
@@ -478,33 +477,24 @@ def test_prefetch_scores_count_without_past_requests() -> None:
 def loads_per_step(name: str, slots: int, steps: int, *, predicted: bool) -> list[int]:
     """Return the demand loads of each step when four layers use the same two experts in every step."""
     layers, used = 4, (1, 3)
-    clock, counters = VirtualClock(), Counters()
-    source = ExpertSource(
-        MarkedSlots(slots),
-        VirtualTransfer(clock, BLOB, BLOB),
-        make_eviction(name, [4] * layers),
-        BLOB,
-        clock,
-        counters,
-        threaded=False,
-    )
-    source.grants.step_budget = 0  # predictions inform eviction only; nothing is prefetched
+    clock = VirtualClock()
+    transfer = VirtualTransfer(clock, BLOB, BLOB)
+    policy = make_eviction(name, [4] * layers)
+    experts = Experts.build(MarkedSlots(slots), transfer, policy, BLOB, clock, threaded=False)
+    counters = experts.ledger.counters
+    experts.scheduler.step_budget = 0  # predictions inform eviction only; nothing is prefetched
     loads = []
     for _ in range(steps):
         before = counters.demand_loads
-        source.begin_step()
+        experts.step.begin()
         if predicted:
-            source.prefetch(
-                PrefetchRequests.of(
-                    PrefetchRequest(ExpertKey(layer, e), 0.9, layer) for layer in range(layers) for e in used
-                )
-            )
+            experts.scheduler.request(requests_for(*((layer, e) for layer in range(layers) for e in used)))
         for layer in range(layers):
-            for _batch in source.use(layer, used):
+            for _batch in experts.access.use(layer, used):
                 clock.sleep(1.0)
-        source.end_step()
+        experts.step.end()
         loads.append(counters.demand_loads - before)
-    source.close()
+    experts.close()
     assert counters.prefetch_loads == 0
     return loads
 

@@ -87,7 +87,7 @@ def test_equals_one_lru_cache_per_layer(slots: int, wanted: list[tuple[int, int]
         key = ExpertKey(layer, expert)
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
-            cache.loaded(reservation.entry)
+            cache.mark_ready(reservation.entry)
         policy.on_use(key.layer, [key.expert])
         recent[layer] = [expert, *(e for e in recent[layer] if e != expert)]
     assert sum(policy.quotas) == slots
@@ -169,7 +169,7 @@ def test_adaptive_quotas_use_all_slots(experts: list[int], slots: int, uses: lis
         policy.on_layer(layer)
         if cache.get(key) is None:
             (reservation,) = cache.reserve_for_demand([key])
-            cache.loaded(reservation.entry)
+            cache.mark_ready(reservation.entry)
         policy.on_use(key.layer, [key.expert])
     assert sum(policy.quotas) == cache.peak <= slots
     assert all(0 <= quota <= count for quota, count in zip(policy.quotas, experts, strict=True))

@@ -1,4 +1,4 @@
-"""Transfers: the right bytes into the right slots, in the right order, and every copy ends one way or the other."""
+"""Transfers and links: the right bytes in the right slots, the order of copies, failures and close."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,17 @@ from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import BlobLayout, ExpertFile, ensure_expert_file
 from spmoe.experts.transfer import CopyHandle, CopyJob, FileTransfer
 from spmoe.observe.clock import VirtualClock
+from spmoe.observe.timeline import Activity, Span, Timeline
 from spmoe.types import ExpertKey
 
-LIMIT = 30.0  # seconds after which a test that hangs gives up
+LIMIT = 30.0  # seconds after which a test that hangs fails
+GARBAGE = b"\xaa" * LAYOUT.nbytes
 A, B, C, D, E, F = (ExpertKey(layer, expert) for layer in range(2) for expert in range(3))
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A good expert file of two layers with three experts each."""
+    """Write an expert file of two layers with three experts each."""
     path = tmp_path / "model.safetensors"
     ensure_expert_file(path, spec_of(), fill).close()
     return path
@@ -39,15 +42,16 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slots() -> MemorySlots:
+    """Make six slots that are filled with garbage."""
     slots = MemorySlots(6, LAYOUT)
     for slot in range(slots.count):
-        slots.buffer(slot)[:] = b"\xaa" * LAYOUT.nbytes
+        slots.buffer(slot)[:] = GARBAGE
     return slots
 
 
 @pytest.fixture
 def start(path: Path, slots: MemorySlots) -> Iterator[Callable[..., FileTransfer]]:
-    """Make a transfer from the file; closed, and its threads gone, when the test ends."""
+    """Make transfers from the file that are closed at the end of the test; then check that their threads have ended."""
     before = own_threads()
     made: list[FileTransfer] = []
 
@@ -62,6 +66,8 @@ def start(path: Path, slots: MemorySlots) -> Iterator[Callable[..., FileTransfer
 
 
 def wait_all(handles: list[CopyHandle]) -> None:
+    """Wait for copies; fail if one does not end."""
+
     def wait() -> None:
         for handle in handles:
             handle.wait()
@@ -70,7 +76,7 @@ def wait_all(handles: list[CopyHandle]) -> None:
 
 
 def offsets(path: Path) -> dict[ExpertKey, int]:
-    """Where in the file each expert is."""
+    """Return each expert's offset in the file, in bytes."""
     file = ExpertFile.open(path)
     try:
         return {key: file.offset(key) for key in file.spec.keys()}  # noqa: SIM118
@@ -78,14 +84,14 @@ def offsets(path: Path) -> dict[ExpertKey, int]:
         file.close()
 
 
-class Gate:
-    """Stands in for os.preadv: notes whose blob is read, and lets no read through until opened."""
+class GatedReads:
+    """Stands in for os.preadv: records which expert each read is for, and blocks every read until `opened` is set."""
 
     def __init__(self, path: Path) -> None:
         self.order: list[ExpertKey] = []
         self.concurrent = 0
-        self.most = 0
-        self.pinned = threading.Event()
+        self.most_concurrent = 0
+        self.opened = threading.Event()
         self._keys = {offset: key for key, offset in offsets(path).items()}
         self._changed = threading.Condition()
         self._read = os.preadv
@@ -94,9 +100,9 @@ class Gate:
         with self._changed:
             self.order.append(self._keys[offset])
             self.concurrent += 1
-            self.most = max(self.most, self.concurrent)
+            self.most_concurrent = max(self.most_concurrent, self.concurrent)
             self._changed.notify_all()
-        assert self.pinned.wait(LIMIT)
+        assert self.opened.wait(LIMIT)
         with self._changed:
             self.concurrent -= 1
         return self._read(fd, buffers, offset)
@@ -109,77 +115,77 @@ class Gate:
 # ---- slots
 
 
-def test_slots_show_what_was_written_into_them(slots: MemorySlots) -> None:
+def test_slot_shows_the_bytes_written_into_it(slots: MemorySlots) -> None:
     slots.buffer(1)[:] = blob_of(D)
     for name, tensor in weights_of(D).items():
         assert torch.equal(slots.weights(1)[name], tensor)
-    assert bytes(slots.buffer(0)) == bytes(slots.buffer(2)) == b"\xaa" * LAYOUT.nbytes, "the neighbours are untouched"
+    assert bytes(slots.buffer(0)) == bytes(slots.buffer(2)) == GARBAGE, "other slots are untouched"
 
 
-def test_closed_slots_let_go_of_their_memory_but_not_of_what_is_in_use() -> None:
+def test_closed_slots_free_their_memory_except_tensors_in_use() -> None:
     slots = MemorySlots(2, LAYOUT)
     slots.buffer(1)[:] = blob_of(D)
     weights = slots.weights(1)
-    arena = weakref.ref(slots.weights(0)["up"])
+    unused = weakref.ref(slots.weights(0)["up"])
     slots.close()
     slots.close()
-    assert arena() is None
+    assert unused() is None
     for name, tensor in weights_of(D).items():
         assert torch.equal(weights[name], tensor)
 
 
-def test_slots_that_cannot_be_had_are_one_clear_error() -> None:
+def test_slots_that_do_not_fit_in_memory_are_a_budget_error() -> None:
     layout = BlobLayout("uint8", (), 1 << 50)
     with pytest.raises(BudgetError, match=r"cannot allocate 64 expert slots.*--expert-memory"):
         MemorySlots(64, layout)
 
 
-# ---- files
+# ---- FileTransfer
 
 
 @pytest.mark.parametrize("readers", [1, 2, 4])
 @pytest.mark.parametrize("urgent", [False, True])
-def test_reads_the_right_bytes_into_the_right_slots(
+def test_copies_the_right_bytes_into_the_right_slots(
     start: Callable[..., FileTransfer], slots: MemorySlots, readers: int, urgent: bool
 ) -> None:
     transfer = start(readers)
     assert transfer.depth == readers
-    keys = [D, A, F, C, B]  # and slot 5 stays as it is
+    keys = [D, A, F, C, B]  # slot 5 stays as it is
     handles = transfer.copy([CopyJob(key, slot) for slot, key in enumerate(keys)], urgent=urgent)
     wait_all(handles)
     assert all(handle.ready() for handle in handles)
     for slot, key in enumerate(keys):
         assert bytes(slots.buffer(slot)) == blob_of(key)
-    assert bytes(slots.buffer(5)) == b"\xaa" * LAYOUT.nbytes
-    wait_all(handles)  # a ticket can be waited for again
+    assert bytes(slots.buffer(5)) == GARBAGE
+    wait_all(handles)  # a handle can be waited for again
 
 
-def test_several_reads_are_outstanding(
+def test_as_many_reads_are_in_flight_as_there_are_readers(
     start: Callable[..., FileTransfer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(path)
+    gate = GatedReads(path)
     monkeypatch.setattr(os, "preadv", gate)
     transfer = start(readers=3)
     handles = transfer.copy([CopyJob(key, slot) for slot, key in enumerate([A, B, C, D, E, F])], urgent=False)
     gate.wait_for(3)
     assert gate.concurrent == 3
     assert not any(handle.ready() for handle in handles)
-    gate.pinned.set()
+    gate.opened.set()
     wait_all(handles)
-    assert gate.most == 3
+    assert gate.most_concurrent == 3
 
 
-def test_urgent_copies_go_before_those_not_started(
+def test_urgent_copies_go_before_copies_that_have_not_started(
     start: Callable[..., FileTransfer], path: Path, slots: MemorySlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(path)
+    gate = GatedReads(path)
     monkeypatch.setattr(os, "preadv", gate)
     transfer = start(readers=1)
     handles = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     gate.wait_for(1)
     handles += transfer.copy([CopyJob(D, 3), CopyJob(E, 4)], urgent=True)
     handles += transfer.copy([CopyJob(F, 5)], urgent=False)
-    gate.pinned.set()
+    gate.opened.set()
     wait_all(handles)
     assert gate.order == [A, D, E, B, C, F]
     assert [bytes(slots.buffer(slot)) for slot in range(6)] == [blob_of(key) for key in (A, B, C, D, E, F)]
@@ -190,19 +196,19 @@ def test_short_reads_are_continued(
 ) -> None:
     read, calls = os.preadv, []
 
-    def few(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def read_few(fd: int, buffers: list[memoryview], offset: int) -> int:
         calls.append(offset)
         return read(fd, [buffers[0][: 1 + len(calls) % 700]], offset)
 
-    monkeypatch.setattr(os, "preadv", few)
+    monkeypatch.setattr(os, "preadv", read_few)
     wait_all(start(readers=1).copy([CopyJob(B, 0), CopyJob(E, 1)], urgent=False))
     assert bytes(slots.buffer(0)) == blob_of(B)
     assert bytes(slots.buffer(1)) == blob_of(E)
     assert len(calls) > 10
 
 
-def fails(path: Path, handle: CopyHandle, *words: str) -> None:
-    """The copy ends with a TransferError that names the file, however often one asks."""
+def assert_fails(path: Path, handle: CopyHandle, *words: str) -> None:
+    """Check that every wait for the copy raises a one-line TransferError with the file's path and these words."""
     for _ in range(2):
         with pytest.raises(TransferError, match=re.escape(str(path))) as caught:
             within(LIMIT, handle.wait)
@@ -212,20 +218,20 @@ def fails(path: Path, handle: CopyHandle, *words: str) -> None:
     assert handle.ready()
 
 
-def test_a_file_cut_short_while_open_fails_the_copy(
+def test_file_that_is_truncated_while_open_fails_the_copy(
     start: Callable[..., FileTransfer], path: Path, slots: MemorySlots
 ) -> None:
     transfer = start(readers=2)
     os.truncate(path, path.stat().st_size - LAYOUT.nbytes - 100)
-    good, cut, gone = transfer.copy([CopyJob(D, 0), CopyJob(E, 1), CopyJob(F, 2)], urgent=True)
-    wait_all([good])
+    complete, cut, missing = transfer.copy([CopyJob(D, 0), CopyJob(E, 1), CopyJob(F, 2)], urgent=True)
+    wait_all([complete])
     assert bytes(slots.buffer(0)) == blob_of(D)
-    fails(path, cut, "expert 1 of layer 1", "ends 100 bytes early")
-    fails(path, gone, "expert 2 of layer 1", f"ends {LAYOUT.nbytes} bytes early")
+    assert_fails(path, cut, "expert 1 of layer 1", "ends 100 bytes early")
+    assert_fails(path, missing, "expert 2 of layer 1", f"ends {LAYOUT.nbytes} bytes early")
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.EIO, os.strerror(errno.EIO)), ValueError("not an OSError")])
-def test_a_read_that_fails_fails_its_copy_and_no_other(
+def test_failed_read_fails_only_its_own_copy(
     start: Callable[..., FileTransfer],
     path: Path,
     slots: MemorySlots,
@@ -233,32 +239,32 @@ def test_a_read_that_fails_fails_its_copy_and_no_other(
     failure: Exception,
 ) -> None:
     transfer, read = start(readers=1), os.preadv
-    bad = offsets(path)[B]
+    bad_offset = offsets(path)[B]
 
     def flaky(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if offset == bad:
+        if offset == bad_offset:
             raise failure
         return read(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", flaky)
     first, broken, last = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     wait_all([first, last])
-    fails(path, broken, "expert 1 of layer 0", str(failure))
+    assert_fails(path, broken, "expert 1 of layer 0", str(failure))
     assert bytes(slots.buffer(2)) == blob_of(C)
     monkeypatch.undo()
     wait_all(transfer.copy([CopyJob(B, 1)], urgent=True))
-    assert bytes(slots.buffer(1)) == blob_of(B), "the reader is still there, and the next try succeeds"
+    assert bytes(slots.buffer(1)) == blob_of(B), "the reader thread goes on, and the next read succeeds"
 
 
-def test_an_expert_the_file_does_not_have_fails_the_copy(start: Callable[..., FileTransfer], path: Path) -> None:
+def test_expert_that_is_not_in_the_file_fails_the_copy(start: Callable[..., FileTransfer], path: Path) -> None:
     transfer = start(readers=1)
     (handle,) = transfer.copy([CopyJob(ExpertKey(9, 0), 0)], urgent=True)
-    fails(path, handle, "expert 0 of layer 9")
+    assert_fails(path, handle, "expert 0 of layer 9")
     wait_all(transfer.copy([CopyJob(A, 0)], urgent=True))
 
 
-def flip(path: Path, offset: int) -> None:
-    """Change one bit of a file."""
+def flip_bit(path: Path, offset: int) -> None:
+    """Flip one bit of the byte at this offset."""
     with path.open("r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)
@@ -266,24 +272,24 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_a_blob_that_fails_its_checksum_is_a_store_error(start: Callable[..., FileTransfer], path: Path) -> None:
+def test_blob_with_a_wrong_checksum_is_a_store_error(start: Callable[..., FileTransfer], path: Path) -> None:
     transfer = start()
-    flip(path, offsets(path)[E] + 17)
-    broken, sound = transfer.copy([CopyJob(E, 0), CopyJob(F, 1)], urgent=True)
+    flip_bit(path, offsets(path)[E] + 17)
+    broken, intact = transfer.copy([CopyJob(E, 0), CopyJob(F, 1)], urgent=True)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"expert 1 of layer 1 .* checksum") as caught:
             within(LIMIT, broken.wait)
         assert str(path) in str(caught.value)
-    wait_all([sound])
+    wait_all([intact])
     (again,) = transfer.copy([CopyJob(E, 0)], urgent=True)
     with pytest.raises(StoreError, match="checksum"):
         within(LIMIT, again.wait)
 
 
-def test_closing_lets_copies_in_flight_end_and_fails_the_rest(
+def test_close_lets_running_reads_end_and_fails_queued_ones(
     start: Callable[..., FileTransfer], path: Path, slots: MemorySlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(path)
+    gate = GatedReads(path)
     monkeypatch.setattr(os, "preadv", gate)
     transfer = start(readers=1)
     (running,) = transfer.copy([CopyJob(A, 0)], urgent=False)
@@ -299,7 +305,7 @@ def test_closing_lets_copies_in_flight_end_and_fails_the_rest(
 
     with pytest.raises(TransferError, match="closed"):
         within(LIMIT, submit_until_closed)
-    gate.pinned.set()
+    gate.opened.set()
     closing.join(LIMIT)
     assert not closing.is_alive()
     wait_all([running])
@@ -309,14 +315,14 @@ def test_closing_lets_copies_in_flight_end_and_fails_the_rest(
         with pytest.raises(TransferError, match="closed"):
             within(LIMIT, handle.wait)
     assert gate.order == [A]
-    assert bytes(slots.buffer(1)) == b"\xaa" * LAYOUT.nbytes
+    assert bytes(slots.buffer(1)) == GARBAGE
     within(LIMIT, transfer.close)
 
 
-def test_a_copy_submitted_while_closing_ends(
+def test_copy_that_is_submitted_during_close_ends(
     start: Callable[..., FileTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Close at the worst moment, between the check that all is open and the job being queued: nobody waits for ever."""
+    """Close between the check that the transfer is open and the queueing of the job: the copy must not hang."""
     transfer = start(readers=1)
     closing = threading.Thread(target=transfer.close)
 
@@ -332,17 +338,18 @@ def test_a_copy_submitted_while_closing_ends(
     closing.join(LIMIT)
     assert not closing.is_alive()
 
-    def settle() -> None:
+    def wait() -> None:
         for handle in handles:
             try:
                 handle.wait()
             except TransferError:
                 continue
 
-    within(LIMIT, settle)
+    within(LIMIT, wait)
 
 
-def test_closing_gives_the_file_back(start: Callable[..., FileTransfer], path: Path, slots: MemorySlots) -> None:
+def test_close_closes_the_file_and_ends_the_threads(path: Path, slots: MemorySlots) -> None:
+    before = own_threads()
     file = ExpertFile.open(path)
     fd = file.fd
     transfer = FileTransfer(file, slots, 1)
@@ -350,145 +357,150 @@ def test_closing_gives_the_file_back(start: Callable[..., FileTransfer], path: P
     within(LIMIT, transfer.close)
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(fd)
+    assert own_threads() == before
     with pytest.raises(TransferError, match="closed"):
         transfer.copy([CopyJob(A, 0)], urgent=True)
 
 
-# ---- the emulated link
+# ---- EmulatedLink
 
 
-class Passages:
-    """A link with named copies of so many bytes, at 100 bytes a second."""
+class NamedCopies:
+    """Link of 100 bytes per second, with a name for each copy."""
 
-    def __init__(self, rate: float = 100.0) -> None:
+    def __init__(self) -> None:
         self.clock = VirtualClock()
-        self.link = EmulatedLink(rate, self.clock)
-        self.entered: dict[str, object] = {}
+        self.link = EmulatedLink(100.0, self.clock)
+        self._copies: dict[str, Any] = {}
 
     def enter(self, name: str, nbytes: int = 100, *, urgent: bool = False) -> None:
-        self.entered[name] = self.link.enter(nbytes, urgent)
+        self._copies[name] = self.link.enter(nbytes, urgent)
 
-    def passed(self) -> str:
-        return "".join(name for name, link_copy in self.entered.items() if self.link.passed(link_copy))
+    def prioritize(self, name: str) -> None:
+        self.link.prioritize(self._copies[name])
 
-    def ends(self) -> dict[str, float]:
-        """When each ends, found by waiting for all."""
-        for link_copy in self.entered.values():
-            self.link.wait(link_copy)
-        return {name: link_copy.done_at for name, link_copy in self.entered.items()}
+    def done(self) -> set[str]:
+        """Return the names of the copies that have ended."""
+        return {name for name, copy in self._copies.items() if self.link.done(copy)}
 
-
-def test_a_link_moves_one_copy_at_a_time_at_its_rate() -> None:
-    road = Passages()
-    road.enter("a", 100)
-    road.enter("b", 50)
-    road.clock.sleep(0.5)
-    road.enter("c", 200)
-    assert road.passed() == ""
-    road.clock.sleep(0.5)
-    assert road.passed() == "a"
-    assert road.ends() == {"a": 1.0, "b": 1.5, "c": 3.5}
-    assert road.clock.now() == 3.5
-    road.clock.sleep(10.0)
-    road.enter("d", 100)
-    assert road.ends()["d"] == 14.5, "an idle link starts at once, and not in the past"
+    def end_times(self) -> dict[str, float]:
+        """Wait for all copies; return when each ended."""
+        for copy in self._copies.values():
+            self.link.wait(copy)
+        return {name: copy.done_at for name, copy in self._copies.items()}
 
 
-def test_urgent_passages_go_before_those_that_have_not_started() -> None:
-    road = Passages()
+def test_link_moves_one_copy_at_a_time_at_its_rate() -> None:
+    copies = NamedCopies()
+    copies.enter("a", 100)
+    copies.enter("b", 50)
+    copies.clock.sleep(0.5)
+    copies.enter("c", 200)
+    assert copies.done() == set()
+    copies.clock.sleep(0.5)
+    assert copies.done() == {"a"}
+    assert copies.end_times() == {"a": 1.0, "b": 1.5, "c": 3.5}
+    assert copies.clock.now() == 3.5
+    copies.clock.sleep(10.0)
+    copies.enter("d", 100)
+    assert copies.end_times()["d"] == 14.5, "on an idle link a copy starts when it enters, not earlier"
+
+
+def test_urgent_link_copies_go_before_copies_that_have_not_started() -> None:
+    copies = NamedCopies()
     for name in "abc":
-        road.enter(name)
-    road.clock.sleep(0.5)
-    road.enter("x", urgent=True)
-    road.enter("y", urgent=True)
-    road.enter("d")
-    assert road.ends() == {"a": 1.0, "x": 2.0, "y": 3.0, "b": 4.0, "c": 5.0, "d": 6.0}
+        copies.enter(name)
+    copies.clock.sleep(0.5)
+    copies.enter("x", urgent=True)
+    copies.enter("y", urgent=True)
+    copies.enter("d")
+    assert copies.end_times() == {"a": 1.0, "x": 2.0, "y": 3.0, "b": 4.0, "c": 5.0, "d": 6.0}
 
 
-def test_hurry_moves_a_waiting_passage_before_all_that_can_wait() -> None:
-    road = Passages()
+def test_prioritized_link_copy_goes_before_all_that_are_not_urgent() -> None:
+    copies = NamedCopies()
     for name in "abcd":
-        road.enter(name)
-    road.link.prioritize(road.entered["c"])
-    road.clock.sleep(1.5)  # c has started
-    road.link.prioritize(road.entered["d"])
-    road.link.prioritize(road.entered["a"])  # over
-    road.link.prioritize(road.entered["c"])  # under way
-    assert road.ends() == {"a": 1.0, "c": 2.0, "d": 3.0, "b": 4.0}
+        copies.enter(name)
+    copies.prioritize("c")
+    copies.clock.sleep(1.5)  # c has started
+    copies.prioritize("d")
+    copies.prioritize("a")  # has ended
+    copies.prioritize("c")  # has started
+    assert copies.end_times() == {"a": 1.0, "c": 2.0, "d": 3.0, "b": 4.0}
 
 
-def test_a_passage_entered_after_a_long_silence_does_not_rewrite_the_past() -> None:
-    road = Passages()
+def test_link_copy_that_enters_late_does_not_change_earlier_ones() -> None:
+    copies = NamedCopies()
     for name in "abc":
-        road.enter(name)
-    road.clock.sleep(1.5)  # nobody looks at the link in the meantime; b has started
-    road.enter("x", urgent=True)
-    assert road.ends() == {"a": 1.0, "b": 2.0, "x": 3.0, "c": 4.0}
+        copies.enter(name)
+    copies.clock.sleep(1.5)  # without a look at the link meanwhile; b has started
+    copies.enter("x", urgent=True)
+    assert copies.end_times() == {"a": 1.0, "b": 2.0, "x": 3.0, "c": 4.0}
 
 
-def test_next_event_is_the_end_of_what_is_under_way() -> None:
-    road = Passages()
-    assert road.link.next_event() is None
-    road.enter("a")
-    road.enter("b")
-    assert road.link.next_event() == 1.0
-    road.clock.sleep(1.0)
-    assert road.link.next_event() == 2.0
-    road.clock.sleep(5.0)
-    assert road.link.next_event() is None
+def test_next_event_is_the_end_of_the_running_copy() -> None:
+    copies = NamedCopies()
+    assert copies.link.next_event() is None
+    copies.enter("a")
+    copies.enter("b")
+    assert copies.link.next_event() == 1.0
+    copies.clock.sleep(1.0)
+    assert copies.link.next_event() == 2.0
+    copies.clock.sleep(5.0)
+    assert copies.link.next_event() is None
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    graph=st.lists(
+    actions=st.lists(
         st.one_of(
             st.tuples(st.just("enter"), st.booleans()),
-            st.tuples(st.just("hurry"), st.integers(0, 9)),
+            st.tuples(st.just("prioritize"), st.integers(0, 9)),
             st.tuples(st.just("sleep"), st.sampled_from([0.25, 0.5, 1.0, 1.25, 3.0])),
         ),
         max_size=25,
     )
 )
-def test_a_link_behaves_like_a_queue_stepped_in_quarters_of_a_second(graph: list[tuple[str, float]]) -> None:
-    road = Passages()
-    waiting: list[tuple[bool, int]] = []  # (can wait, number)
-    current, left, count, model = None, 0, 0, {}
+def test_link_behaves_like_a_queue_that_is_stepped_by_quarter_seconds(actions: list[tuple[str, float]]) -> None:
+    copies = NamedCopies()
+    waiting: list[tuple[bool, int]] = []  # (not urgent, number)
+    running: int | None = None
+    quarters_left, count = 0, 0
+    model_done: set[str] = set()
 
     def start_next() -> None:
-        nonlocal current, left
-        if current is None and waiting:
+        nonlocal running, quarters_left
+        if running is None and waiting:
             waiting.sort()
-            current, left = waiting.pop(0)[1], 4
+            running, quarters_left = waiting.pop(0)[1], 4
 
-    for what, value in graph:
-        if what == "enter":
-            road.enter(str(count), urgent=bool(value))
+    for action, value in actions:
+        if action == "enter":
+            copies.enter(str(count), urgent=bool(value))
             waiting.append((not value, count))
             count += 1
             start_next()
-        elif what == "hurry":
+        elif action == "prioritize":
             if value < count:
-                road.link.prioritize(road.entered[str(value)])
-                waiting = [(can_wait and number != value, number) for can_wait, number in waiting]
+                copies.prioritize(str(value))
+                waiting = [(not_urgent and number != value, number) for not_urgent, number in waiting]
         else:
             for _ in range(int(4 * value)):
-                left -= 1
-                if current is not None and left == 0:
-                    model[str(current)] = True
-                    current = None
+                quarters_left -= 1
+                if running is not None and quarters_left == 0:
+                    model_done.add(str(running))
+                    running = None
                 start_next()
-            road.clock.sleep(value)
-        assert set(model) == {name for name, link_copy in road.entered.items() if road.link.passed(link_copy)}
+            copies.clock.sleep(value)
+        assert copies.done() == model_done
 
 
-# ---- throttled and virtual transfers
+# ---- ThrottledTransfer, VirtualTransfer, VirtualClock
 
 
-def test_a_throttled_copy_ends_when_link_and_disk_are_done(
-    start: Callable[..., FileTransfer], slots: MemorySlots
-) -> None:
+def test_throttled_copies_take_the_time_of_the_link(start: Callable[..., FileTransfer], slots: MemorySlots) -> None:
     clock = VirtualClock()
-    transfer = ThrottledTransfer(start(), 1000, 1000 / 1e9, clock)  # one second a blob
+    transfer = ThrottledTransfer(start(), 1000, 1000 / 1e9, clock)  # one second per blob
     assert transfer.depth == 2
     first, second, third = transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     (urgent,) = transfer.copy([CopyJob(D, 3)], urgent=True)
@@ -504,80 +516,134 @@ def test_a_throttled_copy_ends_when_link_and_disk_are_done(
         transfer.copy([CopyJob(A, 0)], urgent=True)
 
 
-def test_a_throttled_copy_waits_for_the_disk_too(
+def test_throttled_copy_waits_for_the_read_too(
     start: Callable[..., FileTransfer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(path)
+    gate = GatedReads(path)
     monkeypatch.setattr(os, "preadv", gate)
     clock = VirtualClock()
     (handle,) = ThrottledTransfer(start(), 1000, 1.0, clock).copy([CopyJob(A, 0)], urgent=True)
     clock.sleep(100.0)
     assert not handle.ready()
-    gate.pinned.set()
+    gate.opened.set()
     wait_all([handle])
     assert handle.ready()
 
 
-def test_a_throttled_copy_fails_when_the_disk_does(start: Callable[..., FileTransfer], path: Path) -> None:
+def test_throttled_copy_fails_if_the_read_fails(start: Callable[..., FileTransfer], path: Path) -> None:
     transfer = ThrottledTransfer(start(), 1000, 1.0, VirtualClock())
     os.truncate(path, path.stat().st_size - LAYOUT.nbytes)
     (handle,) = transfer.copy([CopyJob(F, 0)], urgent=True)
-    fails(path, handle, "expert 2 of layer 1")
+    assert_fails(path, handle, "expert 2 of layer 1")
 
 
-def test_a_virtual_transfer_tells_of_start_and_end_once_and_takes_its_time() -> None:
+class CallRecorder:
+    """Records the name and the arguments of every method call; each call returns its number."""
+
+    depth = 4
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*args: object) -> int:
+            self.calls.append((name, *args))
+            return len(self.calls)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("set_batching", (False,)),
+        ("pump", ()),
+        ("wait_and_pump", ("event",)),
+        ("bind_compute_stream", ()),
+        ("begin_epoch", ()),
+        ("finish_epochs", (3,)),
+        ("protect_slots", ([1, 2], 3)),
+        ("take_stall_seconds", ()),
+        ("close", ()),
+    ],
+)
+def test_throttled_transfer_passes_calls_on(method: str, args: tuple[object, ...]) -> None:
+    inner = CallRecorder()
+    throttled = ThrottledTransfer(inner, 1000, 1.0, VirtualClock())  # type: ignore[arg-type]
+    returned = getattr(throttled, method)(*args)
+    assert inner.calls == [(method, *args)]
+    assert returned == (1 if method in ("begin_epoch", "take_stall_seconds") else None)
+
+
+def test_throttled_transfer_draws_each_copy_once_at_its_time_on_the_link() -> None:
+    clock, timeline = VirtualClock(), Timeline(recording=True)
+    inner = VirtualTransfer(clock, 1000, 1e9)
+    transfer = ThrottledTransfer(inner, 1000, 1000 / 1e9, clock, timeline)  # one second per blob
+    assert transfer.draws_timeline
+    (prefetch, behind) = transfer.copy([CopyJob(A, 0), CopyJob(B, 1)], urgent=False)
+    (demand,) = transfer.copy([CopyJob(D, 2)], urgent=True)
+    for handle in (prefetch, behind, demand, behind):
+        handle.wait()
+    assert timeline.spans == [
+        Span(Activity.PREFETCH, 0.0, 1.0, "0.0"),
+        Span(Activity.PREFETCH, 2.0, 3.0, "0.1"),
+        Span(Activity.COPY, 1.0, 2.0, "1.0"),
+    ]
+
+
+def test_virtual_transfer_calls_back_once_at_start_and_end() -> None:
     clock = VirtualClock()
-    told: list[tuple[str, CopyJob, float]] = []
+    calls: list[tuple[str, CopyJob, float]] = []
     transfer = VirtualTransfer(
         clock,
         BLOB,
         2 * BLOB,
         depth=3,
-        on_start=lambda job: told.append(("start", job, clock.now())),
-        on_done=lambda job: told.append(("done", job, clock.now())),
+        on_start=lambda job: calls.append(("start", job, clock.now())),
+        on_done=lambda job: calls.append(("done", job, clock.now())),
     )
     assert transfer.depth == 3
     jobs = (CopyJob(A, 0), CopyJob(B, 1))
     first, second = transfer.copy(jobs, urgent=False)
     assert transfer.submissions == [jobs]
-    assert told == [("start", jobs[0], 0.0), ("start", jobs[1], 0.0)]
+    assert calls == [("start", jobs[0], 0.0), ("start", jobs[1], 0.0)]
     second.wait()
     second.wait()
     first.wait()
-    assert told[2:] == [("done", jobs[1], 1.0), ("done", jobs[0], 1.0)]
+    assert calls[2:] == [("done", jobs[1], 1.0), ("done", jobs[0], 1.0)]
     transfer.close()
     with pytest.raises(TransferError, match="closed"):
         transfer.copy(jobs, urgent=True)
     assert transfer.submissions == [jobs]
 
 
-def test_a_virtual_copy_that_fails_fails_every_time_it_is_waited_for() -> None:
+def test_failed_virtual_copy_raises_at_every_wait() -> None:
     calls: list[CopyJob] = []
 
     def fail(job: CopyJob) -> None:
         calls.append(job)
-        raise TransferError("played")
+        raise TransferError("simulated")
 
     transfer = VirtualTransfer(VirtualClock(), BLOB, BLOB, on_done=fail)
     (handle,) = transfer.copy([CopyJob(A, 0)], urgent=True)
     assert not handle.ready()
     for _ in range(2):
-        with pytest.raises(TransferError, match="played"):
+        with pytest.raises(TransferError, match="simulated"):
             handle.wait()
     assert handle.ready()
     assert len(calls) == 1
 
 
-def test_a_virtual_clock_stops_at_every_event_on_the_way() -> None:
+def test_virtual_clock_stops_at_every_event_on_the_way() -> None:
     clock = VirtualClock()
     transfer = VirtualTransfer(clock, BLOB, BLOB)
-    at: list[float] = []
-    clock.add_event_source(transfer.link.next_event, lambda: at.append(clock.now()))
+    times: list[float] = []
+    clock.add_event_source(transfer.link.next_event, lambda: times.append(clock.now()))
     transfer.copy([CopyJob(A, 0), CopyJob(B, 1), CopyJob(C, 2)], urgent=False)
     clock.sleep(2.5)
-    assert at == [1.0, 2.0]
+    assert times == [1.0, 2.0]
     assert clock.now() == 2.5
     clock.sleep(-1.0)
     assert clock.now() == 2.5
     clock.sleep(0.5)
-    assert at == [1.0, 2.0, 3.0]
+    assert times == [1.0, 2.0, 3.0]

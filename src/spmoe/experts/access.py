@@ -63,7 +63,7 @@ class ExpertAccess:
         self._run_ahead.settle()
         started, demand = self._clock.now(), Demand()
         try:
-            self._step.reach_layer(layer)
+            self._scheduler.reach_layer(layer)
             demand = self._pool.claim(layer, experts, pinned, shares)
             self._step.routed(layer, experts)
             while demand.ready or demand.waiting or demand.absent:
@@ -82,7 +82,7 @@ class ExpertAccess:
     def pin_layer(self, layer: int) -> PinnedLayer:
         """Pin a layer's READY experts so that kernels can launch before the routed experts are known.
 
-        Release it with `use`, `commit_later` or `unpin_layer`.
+        Release it with `use`, `commit` or `unpin_layer`.
         """
         return self._pool.pin_layer(layer)
 
@@ -97,17 +97,18 @@ class ExpertAccess:
 
     def commit(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:
         """Account for a layer whose routed experts were all pinned, and release it."""
-        self._step.reach_layer(pinned.layer)
+        self._scheduler.reach_layer(pinned.layer)
         self._pool.commit(pinned, experts)
         self._step.routed(pinned.layer, experts)
 
     def _wait_for_arrival(self, demand: Demand) -> None:
         """Wait until another expert arrives, or until the slot that is needed next may be free."""
-        if (blocking := self._pool.poll(demand)) is None or blocking.handle is None:
+        if (blocked := self._pool.poll(demand)) is None:
             return
+        blocking, handle = blocked
         started = self._clock.now()
         try:
-            blocking.handle.stream_wait()
+            handle.stream_wait()
         except SpmoeError:
             self._pool.give_up(blocking)
             if blocking in demand.waiting:

@@ -108,11 +108,6 @@ class ExpertPool:
         with self._lock:
             self._cache.eviction.begin_step(sequence_id)
 
-    def reach_layer(self, layer: int) -> None:
-        """Tell the eviction policy which layer runs."""
-        with self._lock:
-            self._cache.eviction.on_layer(layer)
-
     def note_prefetches(self, requests: PrefetchRequests) -> np.ndarray:
         """Tell the eviction policy of prefetch requests; return which of the experts have a slot."""  # bool [requests]
         with self._lock:
@@ -143,11 +138,10 @@ class ExpertPool:
         """Count these experts of a pinned layer as used by kernels that were launched, and release the layer."""
         with self._lock:
             self._loads.reap()
+            self._cache.eviction.on_layer(pinned.layer)
             self._commit(pinned, experts)
 
-    def claim(
-        self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]
-    ) -> Demand:
+    def claim(self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]) -> Demand:
         """Pin what a layer needs and has, and submit loads of what it lacks.
 
         Experts of `pinned`, which kernels already read, are committed and left out. `shares`: for a prompt, the share
@@ -158,6 +152,8 @@ class ExpertPool:
             self._demands.append(demand)
             try:
                 self._loads.reap()
+                # together with the pins: once a layer runs, policies may score its experts lowest
+                self._cache.eviction.on_layer(layer)
                 if shares:
                     self._cache.eviction.on_prompt(layer, experts, shares)
                 if pinned is not None:
@@ -171,8 +167,8 @@ class ExpertPool:
                 raise
         return demand
 
-    def poll(self, demand: Demand) -> Entry | None:
-        """Move arrived experts to `demand.ready`; if there is none, return an entry whose copy to wait for."""
+    def poll(self, demand: Demand) -> tuple[Entry, CopyHandle] | None:
+        """Move arrived experts to `demand.ready`; if there is none, return an entry to wait for, and its handle."""
         with self._lock:
             self._loads.reap()
             self._load_absent(demand)
@@ -181,9 +177,9 @@ class ExpertPool:
                 return None
             own = [e for e in self._loads.entries if e in demand.waiting] or demand.waiting  # else one that failed
             blocking = next(iter(own or self._loads.entries), None)
-        if blocking is None or blocking.handle is None:
-            raise AssertionError("every slot is pinned by an expert batch that was never released")
-        return blocking
+            if blocking is None or blocking.handle is None:
+                raise AssertionError("every slot is pinned by an expert batch that was never released")
+            return blocking, blocking.handle  # an entry loses its handle when another thread settles its copy
 
     def collect(self, demand: Demand) -> None:
         """Move arrived experts to `demand.ready`."""
