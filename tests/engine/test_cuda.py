@@ -150,7 +150,7 @@ def test_failed_copies_are_reported_and_corrupt_nothing(monkeypatch: pytest.Monk
 def test_context_of_32k_tokens_within_a_memory_limit(tmp_path: Path, k: int) -> None:
     """The pair that ships, configured for more positions, gives the tokens of transformers on the same device."""
     limit, longest = 6 * 2**30, 33_000
-    paths = [_with_max_positions(path, longest, tmp_path) for path in shipped_pair()]
+    paths = [_with_max_positions(Path(path), longest, tmp_path) for path in shipped_pair()]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
@@ -172,7 +172,7 @@ def test_context_of_32k_tokens_within_a_memory_limit(tmp_path: Path, k: int) -> 
 
 def _with_max_positions(checkpoint: Path, positions: int, into: Path) -> Path:
     """Copy a checkpoint and set `max_position_embeddings` in its configuration."""
-    copy = into / Path(checkpoint).name
+    copy = into / checkpoint.name
     shutil.copytree(checkpoint, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))

@@ -30,7 +30,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Between, CapturedGraph, Phase, Stopwatch
-from spmoe.backends.kernels import attention, dense, experts, fused_qkv, gates, inputs, quantized, rotary
+from spmoe.backends.kernels import attention, dense, experts, inputs, quantized, rotary
 from spmoe.bench.configs import make_configs
 from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
@@ -169,7 +169,7 @@ class Rerunner:
             for there, staged in zip((chain, *inputs_), self._staged, strict=True):
                 there.copy_(staged)
             return
-        inputs.stage_plain(inbox, chain, other, *inputs_)
+        inputs.load_inputs_plain(inbox, chain, other, *inputs_)
         if self._beginning:
             self._staged = [tensor.clone() for tensor in (chain, *inputs_)]
 
@@ -224,22 +224,22 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
             f"spmoe.{user}.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
         )
     for user, kernels, names in (
-        ("backends.cuda", experts, ("run_expert_batch", "add_up")),
+        ("backends.cuda", experts, ("run_expert_batch", "reduce_experts")),
         ("backends.cuda", inputs, ("take_batch",)),
-        ("models.decode_graphs", inputs, ("stage", "stage_chained", "go_on")),
-        ("backends.kernels.attention", attention, ("append", "decode_attention")),
-        ("backends.kernels.quantized", quantized, ("run_coded",)),
-        ("backends.kernels.dense", gates, ("norm_and_route_layers",)),
+        ("models.decode_graphs", inputs, ("load_inputs", "load_chained_inputs", "append_token")),
+        ("backends.kernels.attention", attention, ("append_kv", "decode_attention")),
+        ("backends.kernels.quantized", quantized, ("run_quantized_experts",)),
+        ("backends.kernels.dense", dense, ("norm_and_route_layers",)),
     ):
         for name in names:
             monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr("spmoe.models.decode_graphs.stage", it.recorder.stage)
+    monkeypatch.setattr("spmoe.models.decode_graphs.load_inputs", it.recorder.stage)
 
     monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
 
     def make_runtime(config: Any, models: Any, count: int, store: Any = None) -> ExpertRuntime:
         slots = DeviceSlots(count, models.spec, torch.device("cpu"))
-        store = HostStore(models.spec, driver=None, pinned=False)  # type: ignore[arg-type]
+        store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]
         with models.experts() as fill:
             store.fill(fill, lambda done, total: None)
         backend = CudaBackend(slots, it.recorder)  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ def test_projections_at_once_change_no_token(double: Double, pair: Pair, monkeyp
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(kernels, f"{name}_plain"))
     monkeypatch.setattr(dense, "small_batch_linear", linear)
-    monkeypatch.setattr(fused_qkv, "fused_linears", linears)
+    monkeypatch.setattr(dense, "fused_linears", linears)
     monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
@@ -364,7 +364,7 @@ def test_a_target_drafts_for_itself(double: Double, pair: Pair, name: str, optio
     for eager in (False, True):
         given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
-            assert not [notice for notice in llm.notices if "recorded" in notice]
+            assert not [notice for notice in llm.notices if "captured" in notice]
             assert llm.engine.parts.drafter.runner.captures != eager
             completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
             found.append(completions[0].token_ids)
@@ -390,7 +390,7 @@ def test_eviction_hears_what_share_of_a_long_prompt_chose_an_expert(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, length: int, known: bool
 ) -> None:
     if not known:
-        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+        monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     heard: dict[int, list[Any]] = {}
     monkeypatch.setattr(DraftInformed, "on_prompt", lambda self, layer, *said: heard.setdefault(layer, []).append(said))
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
@@ -498,7 +498,7 @@ def test_wishes_are_submitted_while_an_eager_forward_waits_for_a_router(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     if not known:
-        monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+        monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     transfers, waiting = list[CudaTransfer](), {True: 0, False: 0}  # before a wait is over, and after it
 
     class Unhurried(Passed):
@@ -574,7 +574,7 @@ def test_plain_decoding_is_recorded_too(double: Double, pair: Pair) -> None:
 
 
 def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert double.recorder.replayed
@@ -583,7 +583,7 @@ def test_experts_that_the_kernels_do_not_know(double: Double, pair: Pair, monkey
 def test_experts_that_the_kernels_do_not_know_are_foretold_too(
     double: Double, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "geometry", lambda self, experts: None)
+    monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
     prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
@@ -754,7 +754,7 @@ def test_rotary_embeddings_made_on_the_host(
     target = save(made, tmp_path, byte_tokenizer())
     expected = greedy(reference(target), PROMPT, COUNT)
     with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, num_speculative_tokens=k) as llm:
-        assert not [notice for notice in llm.notices if "recorded" in notice]
+        assert not [notice for notice in llm.notices if "captured" in notice]
         for _ in range(2):
             completion = llm.generate(PROMPT, GREEDY)[0]
             assert completion.token_ids == expected
@@ -782,7 +782,7 @@ def test_without_tables_they_are_not_recorded(
     target = save(seeded(phimoe, 3), tmp_path, byte_tokenizer())
     with LLM(str(target), dtype="float32", progress=False, num_speculative_tokens=0) as llm:
         (notice,) = llm.notices
-        assert "forwards of the target cannot be recorded (cannot copy between" in notice
+        assert "forwards of the target are not captured as CUDA graphs (cannot copy between" in notice
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)
     assert not double.recorder.replayed
 
