@@ -103,11 +103,12 @@ class ExpertAccess:
 
     def _wait_for_arrival(self, demand: Demand) -> None:
         """Wait until another expert arrives, or until the slot that is needed next may be free."""
-        if (blocking := self._pool.poll(demand)) is None or blocking.handle is None:
+        if (blocked := self._pool.poll(demand)) is None:
             return
+        blocking, handle = blocked
         started = self._clock.now()
         try:
-            blocking.handle.stream_wait()
+            handle.stream_wait()
         except SpmoeError:
             self._pool.give_up(blocking)
             if blocking in demand.waiting:

@@ -174,8 +174,8 @@ class ExpertPool:
                 raise
         return demand
 
-    def poll(self, demand: Demand) -> Entry | None:
-        """Move arrived experts to `demand.ready`; if there is none, return an entry whose copy to wait for."""
+    def poll(self, demand: Demand) -> tuple[Entry, CopyHandle] | None:
+        """Move arrived experts to `demand.ready`; if there is none, return an entry to wait for, and its handle."""
         with self._lock:
             self._loads.reap()
             self._load_absent(demand)
@@ -184,9 +184,9 @@ class ExpertPool:
                 return None
             own = [e for e in self._loads.entries if e in demand.waiting] or demand.waiting  # else one that failed
             blocking = next(iter(own or self._loads.entries), None)
-        if blocking is None or blocking.handle is None:
-            raise AssertionError("every slot is pinned by an expert batch that was never released")
-        return blocking
+            if blocking is None or blocking.handle is None:
+                raise AssertionError("every slot is pinned by an expert batch that was never released")
+            return blocking, blocking.handle  # an entry loses its handle when another thread settles its copy
 
     def collect(self, demand: Demand) -> None:
         """Move arrived experts to `demand.ready`."""
