@@ -63,7 +63,7 @@ class ExpertAccess:
         self._run_ahead.settle()
         started, demand = self._clock.now(), Demand()
         try:
-            self._step.reach_layer(layer)
+            self._scheduler.reach_layer(layer)
             demand = self._pool.claim(layer, experts, pinned, shares)
             self._step.routed(layer, experts)
             while demand.ready or demand.waiting or demand.absent:
@@ -82,7 +82,7 @@ class ExpertAccess:
     def pin_layer(self, layer: int) -> PinnedLayer:
         """Pin a layer's READY experts so that kernels can launch before the routed experts are known.
 
-        Release it with `use`, `commit_later` or `unpin_layer`.
+        Release it with `use`, `commit` or `unpin_layer`.
         """
         return self._pool.pin_layer(layer)
 
@@ -97,7 +97,7 @@ class ExpertAccess:
 
     def commit(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:
         """Account for a layer whose routed experts were all pinned, and release it."""
-        self._step.reach_layer(pinned.layer)
+        self._scheduler.reach_layer(pinned.layer)
         self._pool.commit(pinned, experts)
         self._step.routed(pinned.layer, experts)
 

@@ -111,11 +111,6 @@ class ExpertPool:
         with self._lock:
             self._cache.eviction.begin_step(sequence_id)
 
-    def reach_layer(self, layer: int) -> None:
-        """Tell the eviction policy which layer runs."""
-        with self._lock:
-            self._cache.eviction.on_layer(layer)
-
     def note_prefetches(self, requests: PrefetchRequests) -> np.ndarray:
         """Tell the eviction policy of prefetch requests; return which of the experts have a slot."""  # bool [requests]
         with self._lock:
@@ -146,6 +141,7 @@ class ExpertPool:
         """Count these experts of a pinned layer as used by kernels that were launched, and release the layer."""
         with self._lock:
             self._loads.reap()
+            self._cache.eviction.on_layer(pinned.layer)
             self._commit(pinned, experts)
 
     def claim(
@@ -161,6 +157,8 @@ class ExpertPool:
             self._demands.append(demand)
             try:
                 self._loads.reap()
+                # together with the pins: once a layer runs, policies may score its experts lowest
+                self._cache.eviction.on_layer(layer)
                 if shares:
                     self._cache.eviction.on_prompt(layer, experts, shares)
                 if pinned is not None:

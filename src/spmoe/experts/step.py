@@ -35,11 +35,6 @@ class ExpertStep:
         self._pool.begin_step(sequence_id)
         self._on_routed = on_routed
 
-    def reach_layer(self, layer: int) -> None:
-        """Note which layer runs: requests for layers up to it are dropped."""
-        self._scheduler.reach_layer(layer)
-        self._pool.reach_layer(layer)
-
     def routed(self, layer: int, experts: Sequence[int]) -> None:
         """Tell the prefetch policy which experts a layer is routed to, and queue its requests."""
         if self._on_routed is not None:
