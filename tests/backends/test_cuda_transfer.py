@@ -781,7 +781,14 @@ class FakeEngine:
             self.device.failed_keys.clear()
         self.needed = {ExpertKey(layer, expert) for expert in experts}
         self.delivered = set()
-        pinned = self._launch_pinned(layer) if ahead and not self.closed else None
+        pinned: PinnedLayer | None = None
+        if ahead:
+            try:
+                pinned = self._launch_pinned(layer)
+            except TransferError:
+                assert self.closed, "an error without a cause"
+                self.failures += 1
+                return
         if pinned is None and self.in_step:
             self.synchronize()
         needed, access = sorted(experts), self.experts.access
