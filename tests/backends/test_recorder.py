@@ -1,4 +1,4 @@
-"""Which memory forwards are recorded into, when graphs cannot be ended; the device is played."""
+"""Capture of CUDA graphs: the memory pool after a failed capture, garbage collection, and timing; without a GPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from spmoe.backends import graphs
-from spmoe.backends.graphs import GraphRecorder, Phase, Recording, Stopwatch
+from spmoe.backends.graphs import CapturedGraph, CudaGraphRecorder, Phase, Stopwatch
+
+CPU = torch.device("cpu")
 
 
-class Streamed:
+class FakeStream:
     def __init__(self, device: object = None) -> None:
         self.device = device
 
@@ -26,113 +27,141 @@ class Streamed:
         pass
 
 
-class Played:
-    """What a recorder asks of CUDA. A pool whose graph could not be ended takes no other."""
+class FakeGraphPools:
+    """Memory pools of graphs, as PyTorch has them: after a capture that cannot end, its pool takes no other."""
 
     def __init__(self) -> None:
-        self.pools = 0
-        self.open: set[int] = set()  # pools that are being recorded into
-        self.invalid = False  # what is recorded now cannot be ended
+        self.count = 0
+        self.in_use: set[int] = set()  # pools that a graph is captured into
+        self.capture_is_invalid = False  # the capture under way cannot end
 
-    def graph_pool_handle(self) -> int:
-        self.pools += 1
-        return self.pools
+    def new_pool(self) -> int:
+        self.count += 1
+        return self.count
 
-    def graph(self) -> Any:
-        played = self
+    def new_graph(self) -> FakeGraph:
+        return FakeGraph(self)
 
-        class Graph:
-            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
-                assert pool not in played.open, "the allocator takes this memory for one that is being recorded into"
-                played.open.add(pool)
-                self.pool, played.invalid = pool, False
 
-            def capture_end(self) -> None:
-                if played.invalid:
-                    raise RuntimeError("capturing was invalidated")
-                played.open.remove(self.pool)
+class FakeGraph:
+    def __init__(self, pools: FakeGraphPools) -> None:
+        self._pools = pools
+        self._pool = 0
 
-            def replay(self) -> None:
-                pass
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert pool not in self._pools.in_use, "a graph is captured into this pool"
+        self._pools.in_use.add(pool)
+        self._pool, self._pools.capture_is_invalid = pool, False
 
-        return Graph()
+    def capture_end(self) -> None:
+        if self._pools.capture_is_invalid:
+            raise RuntimeError("the capture was invalidated")
+        self._pools.in_use.remove(self._pool)
+
+    def replay(self) -> None:
+        pass
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    it = Played()
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphPools]:
+    """Replace `torch.cuda` in the recorder's module."""
+    made = FakeGraphPools()
     cuda = SimpleNamespace(
-        Stream=Streamed,
-        Event=Streamed,
-        CUDAGraph=it.graph,
-        graph_pool_handle=it.graph_pool_handle,
-        current_stream=Streamed,
+        Stream=FakeStream,
+        CUDAGraph=made.new_graph,
+        graph_pool_handle=made.new_pool,
+        current_stream=FakeStream,
         stream=lambda stream: nullcontext(),
     )
-    graphs._recording_stream.cache_clear()
+    graphs._capture_stream.cache_clear()
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros))
-    yield it
-    graphs._recording_stream.cache_clear()
+    yield made
+    graphs._capture_stream.cache_clear()
 
 
-@pytest.mark.parametrize("ending", ["raising", "splitting", "at the end"])
-def test_memory_of_a_graph_that_could_not_be_ended_is_left_alone(played: Played, ending: str) -> None:
-    recorder = GraphRecorder(torch.device("cpu"))
-
-    def spoil() -> None:
-        if recorder.phase is Phase.RECORDING:
-            played.invalid = True
-            if ending == "raising":
-                raise RuntimeError("capturing was invalidated")
-            if ending == "splitting":
-                recorder.split(lambda: None)
-
-    def record(forward: Callable[[], None]) -> int:
-        return len(recorder.record(forward)[0].pieces)
-
-    assert record(lambda: None) == 1
-    assert played.pools == 1
-    for failures in (1, 2):
-        with pytest.raises(RuntimeError, match="invalidated"):
-            record(spoil)
-        assert recorder.phase is Phase.EAGER
-        assert record(lambda: recorder.split(lambda: None)) == 3
-        assert record(lambda: None) == 1
-        assert played.pools == 1 + failures
-
-
-def test_a_failure_after_which_it_can_be_ended_costs_no_memory(played: Played) -> None:
-    recorder = GraphRecorder(torch.device("cpu"))
+@pytest.mark.parametrize("failure", ["in the forward", "at a split", "at the end"])
+def test_pool_of_a_capture_that_cannot_end_is_replaced(pools: FakeGraphPools, failure: str) -> None:
+    recorder = CudaGraphRecorder(CPU)
 
     def fail() -> None:
-        if recorder.phase is Phase.RECORDING:
-            raise ValueError("a model's own")
+        if recorder.phase is Phase.CAPTURE:
+            pools.capture_is_invalid = True
+            if failure == "in the forward":
+                raise RuntimeError("the capture was invalidated")
+            if failure == "at a split":
+                recorder.split(lambda: None)
 
-    with pytest.raises(ValueError, match="own"):
-        recorder.record(fail)
-    recorder.record(lambda: None)
-    assert played.pools == 1
+    def captured_pieces(forward: Callable[[], None]) -> int:
+        return len(recorder.capture(forward)[0].pieces)
+
+    assert captured_pieces(lambda: None) == 1
+    assert pools.count == 1
+    for failures in (1, 2):
+        with pytest.raises(RuntimeError, match="invalidated"):
+            recorder.capture(fail)
+        assert recorder.phase is Phase.EAGER
+        assert captured_pieces(lambda: recorder.split(lambda: None)) == 3
+        assert captured_pieces(lambda: None) == 1
+        assert pools.count == 1 + failures
 
 
-def test_nothing_is_collected_while_a_graph_is_recorded(played: Played) -> None:
-    """Freeing another engine's graphs meanwhile would end the process."""
-    recorder, gc_pause = GraphRecorder(torch.device("cpu")), list[tuple[Phase, bool]]()
+def test_pool_is_kept_after_a_failed_capture_that_can_end(pools: FakeGraphPools) -> None:
+    recorder = CudaGraphRecorder(CPU)
+
+    def fail() -> None:
+        if recorder.phase is Phase.CAPTURE:
+            raise ValueError("raised by a model")
+
+    with pytest.raises(ValueError, match="by a model"):
+        recorder.capture(fail)
+    recorder.capture(lambda: None)
+    assert pools.count == 1
+
+
+def test_host_work_runs_between_graphs_with_the_observations_before_it(pools: FakeGraphPools) -> None:
+    recorder, calls = CudaGraphRecorder(CPU), list[str]()
+
+    def between(launch: Callable[[], None], observations: list[Callable[[], None]]) -> None:
+        launch()
+        for observe in observations:
+            observe()
+        calls.append("between")
 
     def forward() -> None:
-        gc_pause.append((recorder.phase, gc.isenabled()))
-        if len(gc_pause) == 4:
-            raise ValueError("it cannot be recorded")
+        recorder.observe_later(lambda: calls.append("observed"))
+        recorder.split_around(lambda: calls.append("work captured"), between)
+        recorder.split(lambda: calls.append("host work"))
 
-    recorder.record(forward)
-    assert gc_pause == [(Phase.WARMUP, True), (Phase.RECORDING, False)]
+    graph, _ = recorder.capture(forward)
+    assert calls == ["work captured"], "not in the warm-up, which launches nothing between graphs"
+    assert recorder.take_observations() == []
+    for _ in range(2):
+        calls.clear()
+        graph.launch_first()
+        assert calls == []
+        graph.launch_rest()
+        assert calls == ["observed", "between", "host work"]
+
+
+def test_garbage_is_not_collected_during_a_capture(pools: FakeGraphPools) -> None:
+    """Freeing another engine's graphs during a capture would abort the process."""
+    recorder, enabled = CudaGraphRecorder(CPU), list[tuple[Phase, bool]]()
+
+    def forward() -> None:
+        enabled.append((recorder.phase, gc.isenabled()))
+        if len(enabled) == 4:
+            raise ValueError("injected failure")
+
+    recorder.capture(forward)
+    assert enabled == [(Phase.WARMUP, True), (Phase.CAPTURE, False)]
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="cannot be recorded"):
-        recorder.record(forward)
+    with pytest.raises(ValueError, match="injected failure"):
+        recorder.capture(forward)
     assert gc.isenabled()
 
 
-class Timed:
-    """An event of a device that has done everything by the time the host submits more."""
+class TimedEvent:
+    """A timing event of a device that is never behind the host."""
 
     now = 0.0  # milliseconds
 
@@ -140,30 +169,28 @@ class Timed:
         self.at = 0.0
 
     def record(self) -> None:
-        self.at = Timed.now
+        self.at = TimedEvent.now
 
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: Timed) -> float:
+    def elapsed_time(self, end: TimedEvent) -> float:
         return end.at - self.at
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_what_lies_between_a_forwards_beginning_and_its_rest_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, pieces: int
-) -> None:
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Timed)))
+def test_time_between_the_first_graph_and_the_rest_is_not_counted(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=TimedEvent)))
     stopwatch = Stopwatch()
-    recording = Recording(stopwatch)
+    graph = CapturedGraph(stopwatch)
 
-    def take(milliseconds: float) -> None:
-        Timed.now += milliseconds
+    def advance(milliseconds: float) -> None:
+        TimedEvent.now += milliseconds
 
-    recording.pieces += [lambda: take(2.0)] * pieces
+    graph.pieces += [lambda: advance(2.0)] * pieces
     for running in (False, True):
         stopwatch.running = running
-        recording.begin()
-        take(1000.0)  # the host has other things to do
-        recording.finish()
+        graph.launch_first()
+        advance(1000.0)  # the host does something else
+        graph.launch_rest()
         assert stopwatch.take() == pytest.approx(0.002 * pieces if running else 0.0)

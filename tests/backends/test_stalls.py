@@ -1,4 +1,4 @@
-"""What compute has waited for copies, asked while the device goes on."""
+"""Stall time of the compute stream, read while the device goes on; without a GPU."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ pytest.importorskip("triton", reason="no triton")
 from spmoe.backends.cuda import CudaCopyStream
 
 
-class Device:
-    """Some waits are over; after a number of questions all are."""
+class FakeWaits:
+    """Waits of the compute stream. The first `ended` of them have ended; after `queries` queries all have."""
 
-    def __init__(self, over: int, questions: int) -> None:
-        self._over, self._questions = over, questions
+    def __init__(self, ended: int, queries: int) -> None:
+        self._ended = ended
+        self._queries = queries
 
-    def wait(self, number: int) -> Any:
+    def events(self, number: int) -> Any:
+        """Return the events before and after a wait, which lasts 1, 10, 100 or 1000 ms."""
+
         def query() -> bool:
-            self._questions -= 1
-            return number < self._over or self._questions < 0
+            self._queries -= 1
+            return number < self._ended or self._queries < 0
 
-        # milliseconds, a digit for each
         return SimpleNamespace(elapsed_time=lambda after: 10.0**number), SimpleNamespace(query=query)
 
 
-@pytest.mark.parametrize("over", range(5))
-@pytest.mark.parametrize("questions", range(7))
-def test_every_wait_is_counted_once(monkeypatch: pytest.MonkeyPatch, over: int, questions: int) -> None:
+@pytest.mark.parametrize("ended", range(5))
+@pytest.mark.parametrize("queries", range(7))
+def test_every_stall_is_counted_once(monkeypatch: pytest.MonkeyPatch, ended: int, queries: int) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    copy_stream = CudaCopyStream(driver=None, device=torch.device("cpu"))  # type: ignore[arg-type]
-    device = Device(over, questions)
-    copy_stream._waits = [device.wait(number) for number in range(4)]
+    copy_stream = CudaCopyStream(runtime=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    waits = FakeWaits(ended, queries)
+    copy_stream._waits = [waits.events(number) for number in range(4)]
     taken = [copy_stream.take_stall_seconds() for _ in range(9)]
     assert round(sum(taken) * 1000) == 1111
