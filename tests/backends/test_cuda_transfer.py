@@ -270,7 +270,7 @@ def test_rest_of_a_demanded_prefetch_is_submitted_at_once(
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_window_is_kept_full_and_never_exceeded(make: Callable[..., TransferSetup], window: int) -> None:
     """The device checks at each submission that the window is not exceeded."""
-    setup = make(nbytes=64, window=window)  # four chunks each
+    setup = make(nbytes=64, window=window)  # four chunks per blob
     prefetches = setup.prefetch("A0", "B1")
     prefetches += setup.prefetch("C2")
     for ended in range(12):
@@ -346,9 +346,9 @@ def test_copy_does_not_wait_for_finished_epochs(make: Callable[..., TransferSetu
     setup.device.run_copies()
     setup.launch("A0")
     setup.transfer.protect_slots([0, 1])
-    event = setup.transfer.begin_epoch()
+    epoch = setup.transfer.begin_epoch()
     setup.device.run_compute()
-    setup.transfer.finish_epochs(event)
+    setup.transfer.finish_epochs(epoch)
     setup.launch("A0")
     handles = setup.copy("B1", urgent=urgent)
     setup.device.run_copies(1)
@@ -363,11 +363,11 @@ def test_copy_waits_for_epochs_that_have_not_finished(make: Callable[..., Transf
     setup.demand("A0", "B1")
     setup.device.run_copies()
     setup.launch("A0")
-    before = setup.transfer.begin_epoch()
-    setup.transfer.protect_slots([1], before)  # read by the kernel launched next
+    epoch = setup.transfer.begin_epoch()
+    setup.transfer.protect_slots([1], epoch)  # read by the kernel launched next
     setup.launch("B1")
     setup.transfer.begin_epoch()
-    setup.transfer.finish_epochs(before)
+    setup.transfer.finish_epochs(epoch)  # ends the epochs before this one
     logged = len(setup.log)
     handles = setup.demand("C1")
     assert setup.log[logged:] == ["wait", "C[0:40]"]
@@ -541,7 +541,7 @@ def test_every_stall_is_counted_once(monkeypatch: pytest.MonkeyPatch, ended: int
 
 
 def test_failed_submission_fails_all_demands_in_it(make: Callable[..., TransferSetup]) -> None:
-    setup = make(nbytes=4, chunk=32)  # two to a submission
+    setup = make(nbytes=4, chunk=32)  # two blobs per submission
     setup.device.failing_copies = 1
     handles = setup.demand("A0", "B1", "C2", "D3", "E4")
     assert states(handles) == "--..."
@@ -600,9 +600,7 @@ def test_failed_chunk_fails_the_prefetches_in_it(
     assert setup.log[accepted].endswith("failed")
     failed = handles[outcome.index("-")]
     name = "ABCD"[outcome.index("-")]
-    assert not any(f"{name}[" in submission for submission in setup.log[accepted + 1 :]), (
-        "nothing more of it is submitted"
-    )
+    assert not [submission for submission in setup.log[accepted + 1 :] if f"{name}[" in submission]
     with pytest.raises(TransferError, match="injected failure"):
         failed.stream_wait()
     assert setup.device.compute_waits == 0
@@ -623,9 +621,8 @@ def test_failed_rest_of_a_demanded_prefetch_fails_that_prefetch_alone(
     setup = make(window=1)
     handles = setup.prefetch("A0", "B1", "C2")
     setup.device.failing_copies = 1
-    with (
-        pytest.raises(TransferError, match="injected failure") if call is CudaCopyHandle.stream_wait else nullcontext()
-    ):
+    raises = call is CudaCopyHandle.stream_wait
+    with pytest.raises(TransferError, match="injected failure") if raises else nullcontext():
         call(handles[which])
     assert states(handles) == "".join("-" if i == which else "." for i in range(3))
     setup.run_until_settled(handles)

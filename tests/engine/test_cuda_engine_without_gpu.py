@@ -109,7 +109,7 @@ def no_expert_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
-    """Return the tokens of a request that runs twice, with the same tokens."""
+    """Generate twice; check that both give the same tokens, and return them."""
     with LLM(str(target), str(draft) if draft else None, dtype="float32", progress=False, **options) as llm:
         assert not llm.notices
         first, second = (llm.generate(PROMPT, GREEDY)[0].token_ids for _ in range(2))
@@ -142,13 +142,12 @@ def test_tokens_equal_those_of_transformers(cuda: FakeCuda, pair: Pair, kind: st
 
 
 def test_fused_kernels_do_not_change_tokens(cuda: FakeCuda, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In captured and in eager forwards."""
+    """Fused kernels run in captured and in eager forwards."""
     launched: list[tuple[Phase, int]] = []  # phase and number of rows
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Any = None) -> Tensor:
-        return torch.cat(
-            [dense.small_batch_linear_plain(row[None], weight, bias) for row in x]
-        )  # batch-invariant, as the kernel
+        # row by row: batch-invariant, as the kernel
+        return torch.cat([dense.small_batch_linear_plain(row[None], weight, bias) for row in x])
 
     def linears(x: Tensor, weights: Any, biases: Any, tile: Any) -> list[Tensor]:
         launched.append((cuda.recorder.phase, len(x)))
@@ -221,7 +220,7 @@ def test_switching_policies_does_not_replay_graphs_of_another_policy(cuda: FakeC
 def test_quantized_self_drafts_as_in_eager_forwards(
     cuda: FakeCuda, pair: Pair, name: str, options: dict[str, Any]
 ) -> None:
-    """Captured over the KV caches of the target, with its own routing as the prediction."""
+    """Its forwards are captured over the KV caches of the target, and its own routing is the prediction."""
     found = []
     for eager in (False, True):
         given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
@@ -274,7 +273,7 @@ def test_eviction_policy_gets_the_share_of_prompt_rows_of_each_expert(
 
 @pytest.fixture
 def launched_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every captured forward of the target: whether its first graph was launched behind the draft."""
+    """Collect, for each captured forward of the target, whether its first graph was launched behind the draft."""
     found: list[bool] = []
     take_verify = RunAhead.take_verify
 
@@ -586,7 +585,7 @@ def test_prompt_chunks_may_be_smaller_than_a_draft(cuda: FakeCuda, mixtral_pair:
 def test_interrupt_between_post_and_launch_loses_no_expert_batch(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device must not take the batch that was posted and not launched for the next one."""
+    """A batch that was posted and never launched must not run in place of the next one."""
     expected, post = greedy(reference(mixtral_pair.target), PROMPT, COUNT), CudaBackend.post
     options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "progress": False}
 
@@ -641,7 +640,7 @@ def test_sliding_windows_are_kept(cuda: FakeCuda, windowed_pair: Pair) -> None:
 
 @pytest.fixture
 def rotary_needs_the_host(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rotary embeddings be impossible to compute during a capture, as on a real device."""
+    """Forbid the model's own rotary embeddings during a capture, since they would need the host."""
     own = PhimoeRotaryEmbedding.forward
 
     @wraps(own)
@@ -676,7 +675,7 @@ def test_rotary_tables_replace_embeddings_computed_on_the_host(
 def test_recomputing_the_kv_cache_invalidates_the_launched_verification(
     cuda: FakeCuda, rotary_needs_the_host: None, tmp_path: Path, chunk: int, memory: str
 ) -> None:
-    """LongRoPE switches: the prompt's last chunk has just the rows that were launched, or fewer than are verified."""
+    """When LongRoPE switches, the last recomputed chunk may have as many rows as the launched forward, or fewer."""
     target = save(seeded(phimoe, 3, rope_parameters=longrope(12)), tmp_path, byte_tokenizer())
     options: dict[str, Any] = {"num_speculative_tokens": 3, "prefill_chunk": chunk, "expert_memory": memory}
     with LLM(str(target), "self:int8", dtype="float32", progress=False, **options) as llm:
