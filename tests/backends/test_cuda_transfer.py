@@ -1,6 +1,6 @@
-"""Copies on a stream of their own: the right bytes, demands before prefetch requests, and no slot read or written too early.
+"""Copies on their own stream: right bytes, demands before prefetches, and no slot read or overwritten too early.
 
-The device is played by `device_double`: what is submitted happens later, bit by bit.
+The copies run on a fake device; read tests/fake_cuda.py first.
 """
 
 from __future__ import annotations
@@ -8,22 +8,14 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
-from device_double import (
-    GARBAGE,
-    LIMIT,
-    Device,
-    Memory,
-    PlainSlots,
-    WatchedTransfer,
-    own_threads,
-    within,
-)
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,32 +27,42 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spmoe.backends.cuda_runtime import CopyRange
+from fake_cuda import (
+    TIMEOUT,
+    UNINITIALIZED,
+    CheckedTransfer,
+    FakeCudaDevice,
+    FakeMemory,
+    FakeSlots,
+    engine_threads,
+    run_with_timeout,
+)
 from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.access import ExpertBatch, PinnedLayer
+from spmoe.experts.access import ExpertBatch
+from spmoe.experts.cache import Entry, PinnedLayer
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
-from spmoe.observe.ledger import Counters
 from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
-urgencies = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "wish"])
+for_demands_and_prefetches = pytest.mark.parametrize("urgent", [True, False], ids=["demand", "prefetch"])
 
 
 def job_of(name: str) -> CopyJob:
-    """`B3`: expert 1 into slot 3."""
+    """Return the copy of this name; `B3` copies expert 1 into slot 3."""
     return CopyJob(ExpertKey(0, ord(name[0]) - ord("A")), int(name[1:]))
 
 
-class Stand:
-    """A transfer on a device that stands still unless told to go on."""
+class TransferSetup:
+    """A transfer of experts A to H, all of one layer, on a fake device with 6 slots that runs when it is told to."""
 
     def __init__(self, nbytes: int, chunk: int, window: int) -> None:
-        self.memory = Memory(slots=6, nbytes=nbytes, experts=[8])
-        self.device = Device(self.memory, chunk=chunk, window=window, seed=nbytes)
-        self.transfer = WatchedTransfer(self.device, self.memory, chunk=chunk, window=window)
+        self.memory = FakeMemory(slots=6, nbytes=nbytes, experts=[8])
+        self.device = FakeCudaDevice(self.memory, chunk=chunk, window=window, seed=nbytes)
+        self.transfer = CheckedTransfer(self.device, self.memory, chunk=chunk, window=window)
 
     def copy(self, *names: str, urgent: bool) -> list[CudaCopyHandle]:
         handles: list[CudaCopyHandle] = []
@@ -76,59 +78,59 @@ class Stand:
         return self.copy(*names, urgent=False)
 
     def launch(self, *names: str) -> None:
-        """Give compute a kernel that reads these."""
+        """Launch a kernel that reads these experts in these slots."""
         self.device.launch([job_of(name) for name in names])
 
     @property
     def log(self) -> list[str]:
         return list(self.device.log)
 
-    def kept(self, count: int) -> None:
-        """Have the window filled, after which this much was put on the copy stream."""
+    def pump_and_expect(self, count: int) -> None:
+        """Fill the window; there must be so many entries in the log then."""
         self.transfer.pump()
         assert len(self.log) == count
 
-    def holds(self, *names: str) -> bool:
-        """Whether these, and no others, have arrived."""
-        there = {slot: key for key, slot in map(job_of, names)}
-        for slot in range(self.memory.count):
-            right = self.memory.blobs[there[slot]] if slot in there else GARBAGE * self.memory.nbytes
-            if self.memory.content(slot) != right:
+    def slots_hold(self, *names: str) -> bool:
+        """Return whether these experts have arrived, and the other slots were never written."""
+        arrived = {slot: key for key, slot in map(job_of, names)}
+        for slot in range(self.memory.slot_count):
+            expected = self.memory.blobs[arrived[slot]] if slot in arrived else UNINITIALIZED * self.memory.nbytes
+            if self.memory.content(slot) != expected:
                 return False
         return True
 
-    def end(self, handles: Sequence[CopyHandle]) -> None:
-        """Let the device go on by itself until these copies have ended, well or badly."""
+    def run_until_settled(self, handles: Sequence[CopyHandle]) -> None:
+        """Run the device by threads until these copies have ended, successfully or not."""
 
         def wait() -> None:
             while not all(handle.ready() for handle in handles):
                 self.transfer.pump()
 
         with self.device.running():
-            within(wait)
-            self.device.until_idle()
+            run_with_timeout(wait)
+            self.device.wait_until_idle()
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Stand]]:
-    """Make stands; closed, their threads gone and nothing seen amiss, when the test ends."""
-    before = own_threads()
-    made: list[Stand] = []
+def make() -> Iterator[Callable[..., TransferSetup]]:
+    """Build setups. After the test they are closed; no thread may be left, and the devices must have seen no error."""
+    before = engine_threads()
+    made: list[TransferSetup] = []
 
-    def make(nbytes: int = 40, chunk: int = 16, window: int = 2) -> Stand:
-        made.append(Stand(nbytes, chunk, window))
+    def make(nbytes: int = 40, chunk: int = 16, window: int = 2) -> TransferSetup:
+        made.append(TransferSetup(nbytes, chunk, window))
         return made[-1]
 
     yield make
-    for stand in made:
-        with stand.device.running():
-            within(stand.transfer.close)
-        assert not stand.device.failures
-    assert own_threads() == before
+    for setup in made:
+        with setup.device.running():
+            run_with_timeout(setup.transfer.close)
+        assert not setup.device.errors
+    assert engine_threads() == before
 
 
-def ended(handles: Sequence[CopyHandle]) -> str:
-    """A letter for each: `.` not yet, `+` well, `-` badly."""
+def states(handles: Sequence[CopyHandle]) -> str:
+    """Return one character per copy: `.` in flight, `+` arrived, `-` failed."""
     letters = ""
     for handle in handles:
         if not handle.ready():
@@ -146,378 +148,427 @@ def ended(handles: Sequence[CopyHandle]) -> str:
 # ---- bytes
 
 
-@urgencies
+@for_demands_and_prefetches
 @pytest.mark.parametrize(
     ("nbytes", "chunk"), [(40, 16), (32, 16), (17, 16), (16, 16), (15, 16), (5, 16), (3, 64), (2, 1)]
 )
-def test_blobs_of_any_size_arrive(make: Callable[..., Stand], nbytes: int, chunk: int, urgent: bool) -> None:
-    stand = make(nbytes, chunk)
+def test_blobs_of_any_size_arrive(make: Callable[..., TransferSetup], nbytes: int, chunk: int, urgent: bool) -> None:
+    setup = make(nbytes, chunk)
     names = ["C4", "A0", "H1", "B5"]
-    handles = stand.copy(*names, urgent=urgent)
-    stand.end(handles)
-    assert ended(handles) == "++++"
-    assert stand.holds(*names)
-    ends = [part[0] for parts in stand.log for part in parts.split() if part.endswith(f":{nbytes}]")]
-    assert ends == ["C", "A", "H", "B"], "one last part each, in the order of asking"
+    handles = setup.copy(*names, urgent=urgent)
+    setup.run_until_settled(handles)
+    assert states(handles) == "++++"
+    assert setup.slots_hold(*names)
+    ends = [part[0] for submission in setup.log for part in submission.split() if part.endswith(f":{nbytes}]")]
+    assert ends == ["C", "A", "H", "B"], "each blob ends once, in the order given"
 
 
-def test_a_copy_ends_with_its_last_part(make: Callable[..., Stand]) -> None:
-    stand = make(window=1)
-    handles = stand.prefetch("A0")
+def test_copy_is_ready_with_its_last_chunk(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=1)
+    handles = setup.prefetch("A0")
     for count, parts in enumerate(["A[0:16]", "A[16:32]", "A[32:40]"], start=1):
-        stand.kept(count)
-        assert stand.log[-1] == parts
+        setup.pump_and_expect(count)
+        assert setup.log[-1] == parts
         assert not handles[0].ready()
-        stand.device.run_copies(1)
-    assert ended(handles) == "+"
-    assert stand.holds("A0")
-    assert len(stand.log) == 3
+        setup.device.run_copies(1)
+    assert states(handles) == "+"
+    assert setup.slots_hold("A0")
+    assert len(setup.log) == 3
 
 
-def test_small_wishes_share_a_chunk_and_small_demands_a_quarter_of_one(make: Callable[..., Stand]) -> None:
-    stand = make(nbytes=5, chunk=16, window=1)
-    prefetches = stand.prefetch("A0", "B1", "C2", "D3", "E4")
-    assert stand.log == ["A[0:5] B[0:5] C[0:5] D[0:1]"]
-    stand.device.run_copies(1)
-    assert ended(prefetches) == "+++.."
-    stand.kept(2)
-    assert stand.log[1] == "D[1:5] E[0:5]"
-    stand.end(prefetches)
-    assert stand.holds("A0", "B1", "C2", "D3", "E4")
-    stand = make(nbytes=5, chunk=40)
-    demands = stand.demand("A0", "B1", "C2")
-    assert stand.log == ["A[0:5] B[0:5]", "C[0:5]"]
-    stand.device.run_copies(1)
-    assert ended(demands) == "++."
-    stand.device.run_copies(1)
-    assert ended(demands) == "+++"
-    assert stand.holds("A0", "B1", "C2")
+def test_small_prefetches_share_a_chunk_and_small_demands_a_quarter_of_it(make: Callable[..., TransferSetup]) -> None:
+    setup = make(nbytes=5, chunk=16, window=1)
+    prefetches = setup.prefetch("A0", "B1", "C2", "D3", "E4")
+    assert setup.log == ["A[0:5] B[0:5] C[0:5] D[0:1]"]
+    setup.device.run_copies(1)
+    assert states(prefetches) == "+++.."
+    setup.pump_and_expect(2)
+    assert setup.log[1] == "D[1:5] E[0:5]"
+    setup.run_until_settled(prefetches)
+    assert setup.slots_hold("A0", "B1", "C2", "D3", "E4")
+    setup = make(nbytes=5, chunk=40)
+    demands = setup.demand("A0", "B1", "C2")
+    assert setup.log == ["A[0:5] B[0:5]", "C[0:5]"]
+    setup.device.run_copies(1)
+    assert states(demands) == "++."
+    setup.device.run_copies(1)
+    assert states(demands) == "+++"
+    assert setup.slots_hold("A0", "B1", "C2")
 
 
-def test_compute_behind_one_copy_is_behind_all_that_end_with_it(make: Callable[..., Stand]) -> None:
-    stand = make(nbytes=5, chunk=40)
-    first, second, third = stand.demand("A0", "B1", "C2")
-    first.order()
+def test_waiting_for_one_copy_covers_the_whole_submission(make: Callable[..., TransferSetup]) -> None:
+    setup = make(nbytes=5, chunk=40)
+    first, second, third = setup.demand("A0", "B1", "C2")
+    first.stream_wait()
     assert (first.ready(), second.ready(), third.ready()) == (True, True, False), "the third is another submission"
-    stand.launch("A0")
-    stand.launch("B1")
-    stand.end([first, second, third])
-    stand.device.run_compute()
+    setup.launch("A0")
+    setup.launch("B1")
+    setup.run_until_settled([first, second, third])
+    setup.device.run_compute()
 
 
 @pytest.mark.parametrize(("nbytes", "chunk"), [(40, 16), (16, 16), (3, 16), (1000, 1)])
-def test_wishes_up_to_its_depth_fill_the_window_twice(make: Callable[..., Stand], nbytes: int, chunk: int) -> None:
-    """So that the link is busy while the prefetcher looks for the next."""
-    stand = make(nbytes, chunk, 2)
-    assert stand.transfer.depth >= 2
-    assert (stand.transfer.depth - 1) * nbytes >= 2 * 2 * chunk
-    assert stand.transfer.take_stall_seconds() == 0.5
+def test_depth_fills_the_window_twice(make: Callable[..., TransferSetup], nbytes: int, chunk: int) -> None:
+    """The link stays busy until the next prefetches are submitted."""
+    setup = make(nbytes, chunk, 2)
+    assert setup.transfer.depth >= 2
+    assert (setup.transfer.depth - 1) * nbytes >= 2 * 2 * chunk
 
 
-# ---- demands before prefetch requests
-
-
-def test_a_demand_goes_behind_the_window_and_before_all_other_chunks(make: Callable[..., Stand]) -> None:
-    stand = make(window=2)
-    prefetches = stand.prefetch("A0", "B1")
-    (demand,) = stand.demand("C2")
-    assert stand.log == ["A[0:16]", "A[16:32]", "C[0:40]"]
-    stand.device.run_copies(1)
-    stand.kept(4)
-    assert stand.log[3:] == ["A[32:40] B[0:8]"]
-    stand.device.run_copies(2)
-    assert ended([*prefetches, demand]) == "..+"
-    stand.kept(5)
-    assert stand.log[4:] == ["B[8:24]"], "the end of a demand makes no room for prefetch requests; that of a chunk does"
-    stand.end([*prefetches, demand])
-    assert stand.log[5:] == ["B[24:40]"]
-    assert stand.holds("A0", "B1", "C2")
-
-
-@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.order])
-def test_the_rest_of_a_wish_that_is_needed_now_goes_at_once(
-    make: Callable[..., Stand], call: Callable[[CudaCopyHandle], None]
+@for_demands_and_prefetches
+@pytest.mark.parametrize("batching", [True, False])
+def test_small_blobs_share_a_submission_only_with_batching(
+    make: Callable[..., TransferSetup], urgent: bool, batching: bool
 ) -> None:
-    stand = make(window=1)
-    half, untouched, other = stand.prefetch("A0", "B1", "C2")
+    setup = make(nbytes=2, chunk=64, window=8)
+    setup.transfer.set_batching(batching)
+    names = ["A0", "B1", "C2", "D3"]
+    handles = setup.copy(*names, urgent=urgent)
+    assert setup.log == (["A[0:2] B[0:2] C[0:2] D[0:2]"] if batching else ["A[0:2]", "B[0:2]", "C[0:2]", "D[0:2]"])
+    setup.run_until_settled(handles)
+    assert setup.slots_hold(*names)
+
+
+# ---- demands and prefetches
+
+
+def test_demand_goes_behind_the_window_and_before_all_other_chunks(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=2)
+    prefetches = setup.prefetch("A0", "B1")
+    (demand,) = setup.demand("C2")
+    assert setup.log == ["A[0:16]", "A[16:32]", "C[0:40]"]
+    setup.device.run_copies(1)
+    setup.pump_and_expect(4)
+    assert setup.log[3:] == ["A[32:40] B[0:8]"]
+    setup.device.run_copies(2)
+    assert states([*prefetches, demand]) == "..+"
+    setup.pump_and_expect(5)
+    assert setup.log[4:] == ["B[8:24]"], "the window counts chunks of prefetches only"
+    setup.run_until_settled([*prefetches, demand])
+    assert setup.log[5:] == ["B[24:40]"]
+    assert setup.slots_hold("A0", "B1", "C2")
+
+
+@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.stream_wait])
+def test_rest_of_a_demanded_prefetch_is_submitted_at_once(
+    make: Callable[..., TransferSetup], call: Callable[[CudaCopyHandle], None]
+) -> None:
+    setup = make(window=1)
+    half, untouched, other = setup.prefetch("A0", "B1", "C2")
     call(untouched)
     call(half)
-    assert stand.log == ["A[0:16]", "B[0:40]", "A[16:40]"]
+    assert setup.log == ["A[0:16]", "B[0:40]", "A[16:40]"]
     call(half)
     call(untouched)
-    assert len(stand.log) == 3, "once is enough"
-    assert half.ready() == untouched.ready() == (call is CudaCopyHandle.order)
-    stand.end([half, untouched, other])
-    assert stand.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40]"]
-    assert stand.holds("A0", "B1", "C2")
+    assert len(setup.log) == 3, "only once"
+    assert half.ready() == untouched.ready() == (call is CudaCopyHandle.stream_wait)
+    setup.run_until_settled([half, untouched, other])
+    assert setup.log[3:] == ["C[0:16]", "C[16:32]", "C[32:40]"]
+    assert setup.slots_hold("A0", "B1", "C2")
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_the_window_is_kept_full_and_never_overfull(make: Callable[..., Stand], window: int) -> None:
-    """That it is never overfull is the device's own check, at each submission."""
-    stand = make(nbytes=64, window=window)  # four chunks each
-    prefetches = stand.prefetch("A0", "B1")
-    prefetches += stand.prefetch("C2")
-    for over in range(12):
-        stand.kept(min(12, over + window))
-        stand.device.run_copies(1)
-    assert ended(prefetches) == "+++"
-    assert stand.holds("A0", "B1", "C2")
-    late = stand.prefetch("D3")  # after a time in which the window ran dry
-    assert stand.log[12:] == ["D[0:16]", "D[16:32]", "D[32:48]"][:window]
-    stand.end(late)
+def test_window_is_kept_full_and_never_exceeded(make: Callable[..., TransferSetup], window: int) -> None:
+    """The device checks at each submission that the window is not exceeded."""
+    setup = make(nbytes=64, window=window)  # four chunks per blob
+    prefetches = setup.prefetch("A0", "B1")
+    prefetches += setup.prefetch("C2")
+    for ended in range(12):
+        setup.pump_and_expect(min(12, ended + window))
+        setup.device.run_copies(1)
+    assert states(prefetches) == "+++"
+    assert setup.slots_hold("A0", "B1", "C2")
+    late = setup.prefetch("D3")  # the window was empty
+    assert setup.log[12:] == ["D[0:16]", "D[16:32]", "D[32:48]"][:window]
+    setup.run_until_settled(late)
 
 
-def test_the_window_is_kept_full_while_compute_is_waited_for(make: Callable[..., Stand]) -> None:
-    stand = make(nbytes=64, window=1)
-    stand.demand("F5")
-    stand.device.run_copies(1)
-    stand.launch("F5")
-    point = stand.device.record_compute_event()
-    prefetches = stand.prefetch("A0", "B1")
-    waiter = threading.Thread(target=stand.transfer.wait_and_pump, args=(point,), daemon=True)
+def test_window_is_kept_full_while_the_host_waits_for_compute(make: Callable[..., TransferSetup]) -> None:
+    setup = make(nbytes=64, window=1)
+    setup.demand("F5")
+    setup.device.run_copies(1)
+    setup.launch("F5")
+    event = setup.device.record_compute_event()
+    prefetches = setup.prefetch("A0", "B1")
+    waiter = threading.Thread(target=setup.transfer.wait_and_pump, args=(event,), daemon=True)
     waiter.start()
-    for over in range(1, 8):
-        stand.device.until_logged(1 + over)
-        stand.device.run_copies(1)
-    stand.device.until_logged(9)
-    with stand.device.moved:  # nothing is left to submit: it sleeps
-        assert stand.device.moved.wait_for(lambda: point.awaited, LIMIT)
+    for ended in range(1, 8):
+        setup.device.wait_until_logged(1 + ended)
+        setup.device.run_copies(1)
+    setup.device.wait_until_logged(9)
+    setup.device.wait_until_awaited(lambda: event)  # nothing is left to submit, so it sleeps
     assert waiter.is_alive()
-    stand.device.run_compute()
-    waiter.join(LIMIT)
+    setup.device.run_compute()
+    waiter.join(TIMEOUT)
     assert not waiter.is_alive()
-    stand.end(prefetches)
-    assert stand.holds("A0", "B1", "F5")
+    setup.run_until_settled(prefetches)
+    assert setup.slots_hold("A0", "B1", "F5")
 
 
-def test_what_has_passed_is_not_waited_for(make: Callable[..., Stand]) -> None:
-    stand = make(window=1)
-    point = stand.device.record_compute_event()
-    stand.device.run_compute()
-    prefetches = stand.prefetch("A0")
-    within(lambda: stand.transfer.wait_and_pump(point))
-    assert stand.log == ["A[0:16]"], "no byte of it has moved"
-    stand.end(prefetches)
+def test_wait_for_a_passed_event_returns_at_once(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=1)
+    event = setup.device.record_compute_event()
+    setup.device.run_compute()
+    prefetches = setup.prefetch("A0")
+    run_with_timeout(lambda: setup.transfer.wait_and_pump(event))
+    assert setup.log == ["A[0:16]"], "it does not wait for copies"
+    setup.run_until_settled(prefetches)
 
 
-# ---- slots that compute reads
+# ---- slots that kernels read
 
 
-@urgencies
-def test_a_slot_is_written_after_the_compute_that_reads_it(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make(window=1)
-    stand.demand("A0")
-    stand.device.run_copies()
-    stand.launch("A0")  # will see that the bytes are still A's
-    stand.transfer.fence([0])
-    handles = stand.copy("B0", urgent=urgent)
+@for_demands_and_prefetches
+def test_slot_is_overwritten_only_after_the_kernels_that_read_it(
+    make: Callable[..., TransferSetup], urgent: bool
+) -> None:
+    setup = make(window=1)
+    setup.demand("A0")
+    setup.device.run_copies()
+    setup.launch("A0")  # fails if the bytes are not A's when it runs
+    setup.transfer.protect_slots([0])
+    handles = setup.copy("B0", urgent=urgent)
     first = "B[0:40]" if urgent else "B[0:16]"
-    assert stand.log[1:] == ["wait", first]
-    stand.device.run_copies()
-    assert stand.holds("A0")
+    assert setup.log[1:] == ["wait", first]
+    setup.device.run_copies()
+    assert setup.slots_hold("A0")
     assert not handles[0].ready()
-    stand.device.run_compute()
-    stand.end(handles)
-    assert stand.memory.content(0) == stand.memory.blobs[handles[0].job.key]
-    assert stand.log.count("wait") == 1, "later parts come after the first anyway"
+    setup.device.run_compute()
+    setup.run_until_settled(handles)
+    assert setup.memory.content(0) == setup.memory.blobs[handles[0].job.key]
+    assert setup.log.count("wait") == 1, "later chunks are behind the first"
 
 
-@urgencies
-def test_compute_that_is_over_is_not_waited_for(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make()
-    stand.demand("A0")
-    stand.device.run_copies()
-    stand.launch("A0")
-    stand.transfer.fence([0, 1])
-    point = stand.transfer.mark()
-    stand.device.run_compute()
-    stand.transfer.passed(point)
-    stand.launch("A0")
-    handles = stand.copy("B1", urgent=urgent)
-    stand.device.run_copies(1)
-    stand.device.run_compute()
-    stand.end(handles)
-    assert "wait" not in stand.log
-    assert stand.holds("A0", "B1")
+@for_demands_and_prefetches
+def test_copy_does_not_wait_for_finished_epochs(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make()
+    setup.demand("A0")
+    setup.device.run_copies()
+    setup.launch("A0")
+    setup.transfer.protect_slots([0, 1])
+    epoch = setup.transfer.begin_epoch()
+    setup.device.run_compute()
+    setup.transfer.finish_epochs(epoch)
+    setup.launch("A0")
+    handles = setup.copy("B1", urgent=urgent)
+    setup.device.run_copies(1)
+    setup.device.run_compute()
+    setup.run_until_settled(handles)
+    assert "wait" not in setup.log
+    assert setup.slots_hold("A0", "B1")
 
 
-def test_what_was_given_after_the_point_that_is_passed_is_waited_for(make: Callable[..., Stand]) -> None:
-    stand = make()
-    stand.demand("A0", "B1")
-    stand.device.run_copies()
-    stand.launch("A0")
-    before = stand.transfer.mark()
-    stand.transfer.fence([1], before)  # booked for what is given now, though it is told of later
-    stand.launch("B1")
-    stand.transfer.mark()
-    stand.transfer.passed(before)
-    logged = len(stand.log)
-    handles = stand.demand("C1")
-    assert stand.log[logged:] == ["wait", "C[0:40]"]
-    stand.device.run_copies()
-    assert stand.holds("A0", "B1")
-    stand.end(handles)
-    assert stand.holds("A0", "C1")
+def test_copy_waits_for_epochs_that_have_not_finished(make: Callable[..., TransferSetup]) -> None:
+    setup = make()
+    setup.demand("A0", "B1")
+    setup.device.run_copies()
+    setup.launch("A0")
+    epoch = setup.transfer.begin_epoch()
+    setup.transfer.protect_slots([1], epoch)  # read by the kernel launched next
+    setup.launch("B1")
+    setup.transfer.begin_epoch()
+    setup.transfer.finish_epochs(epoch)  # ends the epochs before this one
+    logged = len(setup.log)
+    handles = setup.demand("C1")
+    assert setup.log[logged:] == ["wait", "C[0:40]"]
+    setup.device.run_copies()
+    assert setup.slots_hold("A0", "B1")
+    setup.run_until_settled(handles)
+    assert setup.slots_hold("A0", "C1")
 
 
-def test_only_slots_that_are_read_are_waited_for_and_once(make: Callable[..., Stand]) -> None:
-    stand = make()
-    stand.transfer.fence([0, 3])
-    handles = stand.demand("A1", "B0", "C0", "D2")
-    assert stand.log == ["A[0:40]", "wait", "B[0:40]", "C[0:40]", "D[0:40]"]
-    stand.end(handles)
-    assert stand.holds("A1", "C0", "D2")
+def test_copy_waits_only_for_protected_slots_and_once(make: Callable[..., TransferSetup]) -> None:
+    setup = make()
+    setup.transfer.protect_slots([0, 3])
+    handles = setup.demand("A1", "B0", "C0", "D2")
+    assert setup.log == ["A[0:40]", "wait", "B[0:40]", "C[0:40]", "D[0:40]"]
+    setup.run_until_settled(handles)
+    assert setup.slots_hold("A1", "C0", "D2")
 
 
-def test_the_last_use_counts_even_if_it_comes_after_the_wish(make: Callable[..., Stand]) -> None:
-    stand = make(window=1)
-    stand.demand("B1")
-    stand.device.run_copies()
-    stand.transfer.fence([1])
-    stand.device.run_compute()
-    prefetches = stand.prefetch("A0", "C1")
-    stand.launch("B1")
-    stand.transfer.fence([1])
-    stand.device.run_copies(1)
-    stand.kept(3)
+def test_prefetch_waits_for_kernels_launched_after_it_was_queued(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=1)
+    setup.demand("B1")
+    setup.device.run_copies()
+    setup.transfer.protect_slots([1])
+    setup.device.run_compute()
+    prefetches = setup.prefetch("A0", "C1")
+    setup.launch("B1")
+    setup.transfer.protect_slots([1])
+    setup.device.run_copies(1)
+    setup.pump_and_expect(3)
     prefetches[0].prioritize()
     prefetches[1].prioritize()
-    assert stand.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40]", "wait", "C[0:40]"]
-    stand.device.run_copies()
-    assert stand.holds("A0", "B1")
-    stand.end(prefetches)
-    assert stand.holds("A0", "C1")
+    assert setup.log[1:] == ["A[0:16]", "A[16:32]", "A[32:40]", "wait", "C[0:40]"]
+    setup.device.run_copies()
+    assert setup.slots_hold("A0", "B1")
+    setup.run_until_settled(prefetches)
+    assert setup.slots_hold("A0", "C1")
 
 
-def test_one_slot_of_a_shared_submission_holds_it_back(make: Callable[..., Stand]) -> None:
-    stand = make(nbytes=5, chunk=64)
-    stand.demand("A0", "B1")
-    stand.device.run_copies()
-    stand.launch("A0", "B1")
-    stand.transfer.fence([1])
-    handles = stand.demand("C2", "D1", "E3")
-    assert stand.log[1:] == ["wait", "C[0:5] D[0:5] E[0:5]"]
-    stand.device.run_copies()
-    assert stand.holds("A0", "B1")
-    stand.end(handles)
-    assert stand.holds("A0", "D1", "C2", "E3")
+def test_one_protected_slot_delays_a_shared_submission(make: Callable[..., TransferSetup]) -> None:
+    setup = make(nbytes=5, chunk=64)
+    setup.demand("A0", "B1")
+    setup.device.run_copies()
+    setup.launch("A0", "B1")
+    setup.transfer.protect_slots([1])
+    handles = setup.demand("C2", "D1", "E3")
+    assert setup.log[1:] == ["wait", "C[0:5] D[0:5] E[0:5]"]
+    setup.device.run_copies()
+    assert setup.slots_hold("A0", "B1")
+    setup.run_until_settled(handles)
+    assert setup.slots_hold("A0", "D1", "C2", "E3")
 
 
-@urgencies
-def test_a_refused_copy_does_not_make_the_slot_free_to_write(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make(window=1)
-    stand.demand("A0")
-    stand.device.run_copies()
-    stand.launch("A0")
-    stand.transfer.fence([0])
-    stand.device.refusals = 1
-    refused = stand.copy("B0", urgent=urgent)
-    assert ended(refused) == "-"
-    handles = stand.copy("C0", urgent=urgent)
-    stand.device.run_copies()
-    assert stand.holds("A0")
-    stand.end(handles)
-    assert stand.memory.content(0) == stand.memory.blobs[ExpertKey(0, 2)]
+@for_demands_and_prefetches
+def test_failed_copy_leaves_its_slot_protected(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make(window=1)
+    setup.demand("A0")
+    setup.device.run_copies()
+    setup.launch("A0")
+    setup.transfer.protect_slots([0])
+    setup.device.failing_copies = 1
+    failed = setup.copy("B0", urgent=urgent)
+    assert states(failed) == "-"
+    handles = setup.copy("C0", urgent=urgent)
+    setup.device.run_copies()
+    assert setup.slots_hold("A0")
+    setup.run_until_settled(handles)
+    assert setup.memory.content(0) == setup.memory.blobs[ExpertKey(0, 2)]
 
 
-# ---- compute that needs a copy
+# ---- kernels that need a copy
 
 
-@urgencies
-def test_compute_comes_after_a_copy_it_is_ordered_behind(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make()
-    (handle,) = stand.copy("A0", urgent=urgent)
+@for_demands_and_prefetches
+def test_kernels_wait_for_a_copy_on_the_device(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make()
+    (handle,) = setup.copy("A0", urgent=urgent)
     assert not handle.ready()
-    handle.order()
-    assert stand.device.compute_waits == 1
+    handle.stream_wait()
+    assert setup.device.compute_waits == 1
     assert handle.ready()
-    within(handle.wait)  # the host does not wait for bytes
-    stand.launch("A0")
-    stand.device.run_compute()
-    assert not stand.holds("A0")
-    stand.device.finish()
-    assert stand.holds("A0")
-    assert ended([handle]) == "+"
+    run_with_timeout(handle.wait)  # returns at once: the host does not wait for bytes
+    setup.launch("A0")
+    setup.device.run_compute()
+    assert not setup.slots_hold("A0")
+    setup.device.finish()
+    assert setup.slots_hold("A0")
+    assert states([handle]) == "+"
 
 
-@urgencies
-def test_a_copy_that_has_ended_costs_compute_nothing(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make(nbytes=16)
-    (handle,) = stand.copy("A0", urgent=urgent)
-    stand.device.run_copies(1)
+@for_demands_and_prefetches
+def test_kernels_do_not_wait_for_a_copy_that_has_ended(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make(nbytes=16)
+    (handle,) = setup.copy("A0", urgent=urgent)
+    setup.device.run_copies(1)
     assert handle.ready()
-    handle.order()
-    assert stand.device.compute_waits == 0
-    stand.launch("A0")
-    stand.device.run_compute()
+    handle.stream_wait()
+    assert setup.device.compute_waits == 0
+    setup.launch("A0")
+    setup.device.run_compute()
 
 
-@urgencies
-def test_a_copy_is_ready_when_its_last_byte_is_there(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make()
-    (handle,) = stand.copy("A0", urgent=urgent)
+@for_demands_and_prefetches
+def test_copy_is_ready_when_its_last_byte_has_arrived(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make()
+    (handle,) = setup.copy("A0", urgent=urgent)
 
-    def observer() -> None:
+    def run_until_ready() -> None:
         while not handle.ready():
-            stand.transfer.pump()
-            stand.device.step_copies()
+            setup.transfer.pump()
+            setup.device.step_copies()
 
-    within(observer)
-    assert stand.holds("A0")
+    run_with_timeout(run_until_ready)
+    assert setup.slots_hold("A0")
 
 
-@urgencies
-def test_waiting_for_a_copy_lasts_until_its_end(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make()
-    (handle,) = stand.copy("A0", urgent=urgent)
+@for_demands_and_prefetches
+def test_host_waits_until_a_copy_has_ended(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make()
+    (handle,) = setup.copy("A0", urgent=urgent)
     found: list[bool] = []
 
     def wait() -> None:
         handle.wait()
-        found.append(stand.holds("A0"))
+        found.append(setup.slots_hold("A0"))
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    stand.device.until_awaited(handle)
-    assert stand.log == (["A[0:40]"] if urgent else ["A[0:16]", "A[16:32]", "A[32:40]"]), "it hurries"
-    stand.device.finish()
-    waiter.join(LIMIT)
+    setup.device.wait_until_awaited(lambda: handle.end)
+    assert setup.log == (["A[0:40]"] if urgent else ["A[0:16]", "A[16:32]", "A[32:40]"]), "all of it is submitted"
+    setup.device.finish()
+    waiter.join(TIMEOUT)
     assert found == [True]
 
 
-# ---- refusals
+# ---- stalls
 
 
-def test_a_refused_demand_fails_those_that_shared_the_submission(make: Callable[..., Stand]) -> None:
-    stand = make(nbytes=4, chunk=32)  # two to a submission
-    stand.device.refusals = 1
-    handles = stand.demand("A0", "B1", "C2", "D3", "E4")
-    assert ended(handles) == "--..."
+class FakeWaits:
+    """Waits of the compute stream. The first `ended` of them have ended; after `queries` queries all have."""
+
+    def __init__(self, ended: int, queries: int) -> None:
+        self._ended = ended
+        self._queries = queries
+
+    def events(self, number: int) -> Any:
+        """Return the events before and after a wait, which lasts 1, 10, 100 or 1000 ms."""
+
+        def query() -> bool:
+            self._queries -= 1
+            return number < self._ended or self._queries < 0
+
+        return SimpleNamespace(elapsed_time=lambda after: 10.0**number), SimpleNamespace(query=query)
+
+
+@pytest.mark.parametrize("ended", range(5))
+@pytest.mark.parametrize("queries", range(7))
+def test_every_stall_is_counted_once(monkeypatch: pytest.MonkeyPatch, ended: int, queries: int) -> None:
+    pytest.importorskip("triton", reason="no triton")
+    from spmoe.backends.cuda import CudaCopyStream
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    copy_stream = CudaCopyStream(runtime=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    waits = FakeWaits(ended, queries)
+    copy_stream._waits = [waits.events(number) for number in range(4)]
+    taken = [copy_stream.take_stall_seconds() for _ in range(9)]
+    assert round(sum(taken) * 1000) == 1111
+
+
+# ---- failures
+
+
+def test_failed_submission_fails_all_demands_in_it(make: Callable[..., TransferSetup]) -> None:
+    setup = make(nbytes=4, chunk=32)  # two blobs per submission
+    setup.device.failing_copies = 1
+    handles = setup.demand("A0", "B1", "C2", "D3", "E4")
+    assert states(handles) == "--..."
     for handle, expert in zip(handles[:2], (0, 1), strict=True):
         assert handle.ready()
-        for call in (handle.wait, handle.order):
-            with pytest.raises(TransferError, match=rf"expert {expert} of layer 0 .*out of luck") as caught:
+        for call in (handle.wait, handle.stream_wait):
+            with pytest.raises(TransferError, match=rf"expert {expert} of layer 0 .*injected failure") as caught:
                 call()
             assert isinstance(caught.value.__cause__, SpmoeError)
         handle.prioritize()
-    assert stand.device.compute_waits == 0
-    stand.end(handles)
-    assert ended(handles) == "--+++"
+    assert setup.device.compute_waits == 0
+    setup.run_until_settled(handles)
+    assert states(handles) == "--+++"
     for name in ("C2", "D3", "E4"):
-        assert stand.memory.content(job_of(name).slot) == stand.memory.blobs[job_of(name).key]
-    again = stand.demand("A0", "B1")
-    stand.end(again)
-    assert stand.holds("A0", "B1", "C2", "D3", "E4")
+        assert setup.memory.content(job_of(name).slot) == setup.memory.blobs[job_of(name).key]
+    again = setup.demand("A0", "B1")
+    setup.run_until_settled(again)
+    assert setup.slots_hold("A0", "B1", "C2", "D3", "E4")
 
 
-def test_a_transfer_error_is_passed_on_as_it_is(make: Callable[..., Stand]) -> None:
-    stand = make()
-    stand.device.refusals, stand.device.refusal = 1, TransferError("the cable is out")
-    (handle,) = stand.demand("A0")
+def test_transfer_error_is_raised_unchanged(make: Callable[..., TransferSetup]) -> None:
+    setup = make()
+    setup.device.failing_copies, setup.device.failure = 1, TransferError("the link is down")
+    (handle,) = setup.demand("A0")
     with pytest.raises(TransferError) as caught:
         handle.wait()
-    assert caught.value is stand.device.refusal
+    assert caught.value is setup.device.failure
 
 
 @pytest.mark.parametrize(
@@ -532,184 +583,161 @@ def test_a_transfer_error_is_passed_on_as_it_is(make: Callable[..., Stand]) -> N
         (9, "+++-"),  # D[24:40]
     ],
 )
-def test_a_refused_chunk_fails_the_wishes_with_a_part_in_it(
-    make: Callable[..., Stand], accepted: int, outcome: str
+def test_failed_chunk_fails_the_prefetches_in_it(
+    make: Callable[..., TransferSetup], accepted: int, outcome: str
 ) -> None:
-    """At whichever part, be it submitted at once or later."""
-    stand = make(window=1)
+    setup = make(window=1)
     if accepted == 0:
-        stand.device.refusals = 1
-    handles = stand.prefetch("A0", "B1", "C2", "D3")
+        setup.device.failing_copies = 1
+    handles = setup.prefetch("A0", "B1", "C2", "D3")
     for count in range(1, accepted + 1):
-        stand.kept(count)
+        setup.pump_and_expect(count)
         if count == accepted:
-            stand.device.refusals = 1
-        stand.device.run_copies(1)
-    stand.end(handles)
-    assert ended(handles) == outcome
-    assert stand.log[accepted].endswith("refused")
+            setup.device.failing_copies = 1
+        setup.device.run_copies(1)
+    setup.run_until_settled(handles)
+    assert states(handles) == outcome
+    assert setup.log[accepted].endswith("failed")
     failed = handles[outcome.index("-")]
     name = "ABCD"[outcome.index("-")]
-    assert not any(f"{name}[" in parts for parts in stand.log[accepted + 1 :]), "what has failed is not gone on with"
-    with pytest.raises(TransferError, match="out of luck"):
-        failed.order()
-    assert stand.device.compute_waits == 0
+    assert not [submission for submission in setup.log[accepted + 1 :] if f"{name}[" in submission]
+    with pytest.raises(TransferError, match="injected failure"):
+        failed.stream_wait()
+    assert setup.device.compute_waits == 0
     for handle, letter in zip(handles, outcome, strict=True):
         key, slot = handle.job
         if letter == "+":
-            assert stand.memory.content(slot) == stand.memory.blobs[key]
+            assert setup.memory.content(slot) == setup.memory.blobs[key]
     names = ["A0", "B1", "C2", "D3"]
-    stand.end(stand.demand(*(name for name, letter in zip(names, outcome, strict=True) if letter == "-")))
-    assert stand.holds(*names)
+    setup.run_until_settled(setup.demand(*(name for name, letter in zip(names, outcome, strict=True) if letter == "-")))
+    assert setup.slots_hold(*names)
 
 
-@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.order])
+@pytest.mark.parametrize("call", [CudaCopyHandle.prioritize, CudaCopyHandle.stream_wait])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_refused_rest_fails_that_wish_alone(
-    make: Callable[..., Stand], call: Callable[[CudaCopyHandle], None], which: int
+def test_failed_rest_of_a_demanded_prefetch_fails_that_prefetch_alone(
+    make: Callable[..., TransferSetup], call: Callable[[CudaCopyHandle], None], which: int
 ) -> None:
-    stand = make(window=1)
-    handles = stand.prefetch("A0", "B1", "C2")
-    stand.device.refusals = 1
-    with pytest.raises(TransferError, match="out of luck") if call is CudaCopyHandle.order else nullcontext():
+    setup = make(window=1)
+    handles = setup.prefetch("A0", "B1", "C2")
+    setup.device.failing_copies = 1
+    raises = call is CudaCopyHandle.stream_wait
+    with pytest.raises(TransferError, match="injected failure") if raises else nullcontext():
         call(handles[which])
-    assert ended(handles) == "".join("-" if i == which else "." for i in range(3))
-    stand.end(handles)
-    assert ended(handles) == "".join("-" if i == which else "+" for i in range(3))
+    assert states(handles) == "".join("-" if i == which else "." for i in range(3))
+    setup.run_until_settled(handles)
+    assert states(handles) == "".join("-" if i == which else "+" for i in range(3))
 
 
-@urgencies
-def test_whatever_a_submission_raises_its_copies_fail(make: Callable[..., Stand], urgent: bool) -> None:
-    stand = make()
-    stand.device.refusals, stand.device.refusal = 1, RuntimeError("no event to be had")
-    handles = stand.copy("A0", "B1", urgent=urgent)
-    assert ended(handles) == "-."
+@for_demands_and_prefetches
+def test_any_error_of_a_submission_fails_its_copies(make: Callable[..., TransferSetup], urgent: bool) -> None:
+    setup = make()
+    setup.device.failing_copies, setup.device.failure = 1, RuntimeError("no event")
+    handles = setup.copy("A0", "B1", urgent=urgent)
+    assert states(handles) == "-."
     with pytest.raises(TransferError, match=r"expert 0 of layer 0 .*no event") as caught:
         handles[0].wait()
-    assert caught.value.__cause__ is stand.device.refusal
-    stand.end(handles)
-    assert ended(handles) == "-+"
+    assert caught.value.__cause__ is setup.device.failure
+    setup.run_until_settled(handles)
+    assert states(handles) == "-+"
 
 
 @pytest.mark.parametrize("accepted", range(5))
 @pytest.mark.parametrize("demanded", [False, True])
-def test_an_interrupt_loses_no_copy(make: Callable[..., Stand], accepted: int, demanded: bool) -> None:
-    """Whether a part of it is on the stream is not known: it has failed, and can be asked for again."""
-    stand = make(window=1)
-    stand.device.refusal = KeyboardInterrupt()
-    handles = stand.prefetch("A0", "B1", "C2")
+def test_interrupted_copies_fail_and_can_be_repeated(
+    make: Callable[..., TransferSetup], accepted: int, demanded: bool
+) -> None:
+    """It is not known whether a part of them is on the stream."""
+    setup = make(window=1)
+    setup.device.failure = KeyboardInterrupt()
+    handles = setup.prefetch("A0", "B1", "C2")
     for _ in range(accepted):
-        stand.device.run_copies(1)
-        stand.transfer.pump()
-    stand.device.run_copies(1)
-    stand.device.refusals = 1
-    call = partial(stand.demand, "D3") if demanded else stand.transfer.pump
+        setup.device.run_copies(1)
+        setup.transfer.pump()
+    setup.device.run_copies(1)
+    setup.device.failing_copies = 1
+    call = partial(setup.demand, "D3") if demanded else setup.transfer.pump
     with pytest.raises(KeyboardInterrupt):
         call()
-    stand.device.refusal = None
+    setup.device.failure = None
     for handle in handles:
         handle.prioritize()
-    stand.end(handles)
-    for handle, letter in zip(handles, ended(handles), strict=True):
+    setup.run_until_settled(handles)
+    for handle, letter in zip(handles, states(handles), strict=True):
         key, slot = handle.job
-        assert (letter == "+") == (key not in stand.device.struck)
-        assert letter == "-" or stand.memory.content(slot) == stand.memory.blobs[key]
-    again = [name for name, letter in zip(("A0", "B1", "C2"), ended(handles), strict=True) if letter == "-"]
+        assert (letter == "+") == (key not in setup.device.failed_keys)
+        assert letter == "-" or setup.memory.content(slot) == setup.memory.blobs[key]
+    again = [name for name, letter in zip(("A0", "B1", "C2"), states(handles), strict=True) if letter == "-"]
     assert bool(again) != demanded
-    stand.end(stand.demand("D3", *again))
-    assert stand.holds("A0", "B1", "C2", "D3")
+    setup.run_until_settled(setup.demand("D3", *again))
+    assert setup.slots_hold("A0", "B1", "C2", "D3")
 
 
-@urgencies
-def test_after_an_interrupted_request_experts_can_be_had_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, urgent: bool
-) -> None:
-    """The slots that they were to have may still be written: nobody gets those."""
-    room = ExpertRuntime("lru", 4, Shape(6, 4, 1), [6], in_step=True)
-    room.source.begin_step()
-    room.device.refusals, room.device.refusal = 1, KeyboardInterrupt()
-    seen = list[CopyRange]()
-    check = room.device._check_pieces
-    monkeypatch.setattr(room.device, "_check_pieces", lambda pieces: (seen.extend(pieces), check(pieces)))
-    prefetches = PrefetchRequests.of(PrefetchRequest(ExpertKey(0, expert), 1.0, 0) for expert in (0, 1))
-    with pytest.raises(KeyboardInterrupt):
-        list(room.source.use(0, [0, 1])) if urgent else room.source.prefetch(prefetches)
-    monkeypatch.undo()
-    assert not room.source.cache.entries()
-    assert not len(room.source.loads)
-    room.device.refusal, lost = None, {room.memory.job(piece).slot for piece in seen}
-    for experts in ([2, 3, 4], [0, 1, 5]):
-        for batch in room.source.use(0, experts):
-            assert lost.isdisjoint(batch.slots)
-            room.device.launch_batch(batch)
-        room.device.finish()
-    room.source.close()
-    assert not room.device.failures
-
-
-def test_nobody_waits_for_a_device_that_is_broken(make: Callable[..., Stand]) -> None:
-    stand = make(window=1)
-    handles = stand.prefetch("A0", "B1")
-    stand.device.break_down()
+def test_broken_device_fails_copies_at_once(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=1)
+    handles = setup.prefetch("A0", "B1")
+    setup.device.break_down()
     for handle in handles:
         with pytest.raises(TransferError, match="illegal memory access"):
-            within(handle.wait)
-    assert ended(stand.prefetch("D3")) == "-"
-    stand.device.broken = False
-    stand.device.finish()
-    later = stand.prefetch("C2")
-    stand.end(later)
-    assert ended(later) == "+"
+            run_with_timeout(handle.wait)
+    assert states(setup.prefetch("D3")) == "-"
+    setup.device.broken = False
+    setup.device.finish()
+    later = setup.prefetch("C2")
+    setup.run_until_settled(later)
+    assert states(later) == "+"
 
 
 # ---- closing
 
 
-def test_closing_fails_what_waits_and_lets_end_what_is_on_the_stream(make: Callable[..., Stand]) -> None:
-    stand = make(window=1)
-    sent, half, waiting = stand.demand("C2") + stand.prefetch("A0", "B1")
-    closing = threading.Thread(target=stand.transfer.close, daemon=True)
+def test_close_fails_waiting_copies_and_finishes_submitted_ones(make: Callable[..., TransferSetup]) -> None:
+    setup = make(window=1)
+    sent, half, waiting = setup.demand("C2") + setup.prefetch("A0", "B1")
+    closing = threading.Thread(target=setup.transfer.close, daemon=True)
     closing.start()
     for handle in (half, waiting):
         with pytest.raises(TransferError, match="closed"):
-            within(handle.wait)  # though no byte has moved
+            run_with_timeout(handle.wait)  # although no byte has moved
         with pytest.raises(TransferError, match="closed"):
-            handle.order()
+            handle.stream_wait()
         handle.prioritize()
-    assert ended([sent, half, waiting]) == ".--"
-    assert stand.device.drains < 1
-    stand.device.finish()
-    closing.join(LIMIT)
+    assert states([sent, half, waiting]) == ".--"
+    assert setup.device.synchronizations < 1
+    setup.device.finish()
+    closing.join(TIMEOUT)
     assert not closing.is_alive()
-    assert stand.device.drains == 1
-    assert ended([sent, half, waiting]) == "+--"
-    assert stand.log == ["C[0:40]", "A[0:16]"]
-    assert stand.memory.content(2) == stand.memory.blobs[ExpertKey(0, 2)]
-    assert not own_threads()
+    assert setup.device.synchronizations == 1
+    assert states([sent, half, waiting]) == "+--"
+    assert setup.log == ["C[0:40]", "A[0:16]"]
+    assert setup.memory.content(2) == setup.memory.blobs[ExpertKey(0, 2)]
+    assert not engine_threads()
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_closing_twice_is_closing_once_and_nothing_is_copied_after_it(make: Callable[..., Stand], busy: bool) -> None:
-    stand = make()
-    handles = stand.prefetch("A0") if busy else []
-    with stand.device.running():
-        within(stand.transfer.close)
-    within(stand.transfer.close)
-    assert stand.device.drains == 1
-    assert not own_threads()
-    logged = len(stand.log)
+def test_close_is_idempotent_and_later_copies_are_refused(make: Callable[..., TransferSetup], busy: bool) -> None:
+    setup = make()
+    handles = setup.prefetch("A0") if busy else []
+    with setup.device.running():
+        run_with_timeout(setup.transfer.close)
+    run_with_timeout(setup.transfer.close)
+    assert setup.device.synchronizations == 1
+    assert not engine_threads()
+    logged = len(setup.log)
     for urgent in (True, False):
         with pytest.raises(TransferError, match="closed"):
-            stand.copy("B1", urgent=urgent)
-    stand.transfer.fence([0])
-    assert len(stand.log) == logged
+            setup.copy("B1", urgent=urgent)
+    setup.transfer.protect_slots([0])
+    assert len(setup.log) == logged
     assert all(handle.ready() for handle in handles)
 
 
-# ---- the source on top, with compute that comes after the host
+# ---- experts over the transfer, with kernels that run later than the host
 
 
 class Shape(NamedTuple):
+    """Bytes of a blob, bytes of a chunk, and chunks in the window."""
+
     nbytes: int
     chunk: int
     window: int
@@ -717,14 +745,14 @@ class Shape(NamedTuple):
 
 SHAPES = (Shape(6, 4, 1), Shape(7, 2, 1), Shape(8, 8, 2), Shape(5, 8, 1), Shape(4, 64, 2), Shape(9, 2, 2))
 EXPERTS = (6, 4, 5, 6)
-LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot shows
+LAST_LAYER = 6  # experts of the last layer: more than there are slots, so that a lost slot is detected
 
 
-class ExpertRuntime:
-    """An `ExpertSource` on a played device. Every batch becomes a kernel that looks at the bytes when it finally runs.
+class FakeEngine:
+    """Uses `Experts` on a fake device as an engine does. Each batch becomes a kernel that checks its experts' bytes.
 
-    The host runs ahead of compute; or it keeps in step: before each use it reads the router's choice, which is behind
-    everything that compute was given before.
+    The host runs ahead of the kernels. With `in_step` it waits, before each use, for all kernels launched so far, as an
+    engine does that reads the routed experts. With `threaded`, threads run the device and submit prefetches.
     """
 
     def __init__(
@@ -738,232 +766,261 @@ class ExpertRuntime:
         seed: int = 0,
         threaded: bool = False,
     ) -> None:
-        self.experts = tuple(experts)
+        self.experts_per_layer = tuple(experts)
         self.in_step = in_step
         self.threaded = threaded
         self.closed = False
-        self.memory = Memory(slots, shape.nbytes, experts)
-        self.device = Device(self.memory, chunk=shape.chunk, window=shape.window, seed=seed)
-        self.device.moves_itself = not threaded
-        self.transfer = WatchedTransfer(self.device, self.memory, chunk=shape.chunk, window=shape.window)
-        self.slots = PlainSlots(slots)
-        self.counters = Counters()
-        self.source = ExpertSource(
-            self.slots,
-            self.transfer,
-            make_eviction(eviction, experts),
-            shape.nbytes,
-            RealClock(),
-            self.counters,
-            threaded=threaded,
-        )
-        self.device.expected = self._under_way
-        self.batches: Iterator[ExpertBatch] | None = None
-        self.asked: set[ExpertKey] = set()
+        self.memory = FakeMemory(slots, shape.nbytes, experts)
+        self.device = FakeCudaDevice(self.memory, chunk=shape.chunk, window=shape.window, seed=seed)
+        self.device.runs_when_synchronized = not threaded
+        self.transfer = CheckedTransfer(self.device, self.memory, chunk=shape.chunk, window=shape.window)
+        self.slots = FakeSlots(slots)
+        policy = make_eviction(eviction, experts)
+        self.experts = Experts.build(self.slots, self.transfer, policy, shape.nbytes, RealClock(), threaded=threaded)
+        self.counters = self.experts.ledger.counters
+        self.device.may_copy = self._is_loading
+        self.batches: Generator[ExpertBatch, None, None] | None = None  # of the layer that runs
+        self.needed: set[ExpertKey] = set()
         self.delivered: set[ExpertKey] = set()
-        self.faults = 0
+        self.failures = 0  # uses that have raised
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The experts that have a slot."""
+        return self.experts.pool._cache.entries()
 
     def synchronize(self) -> None:
-        """The host reads something that compute has computed."""
-        point = self.transfer.mark()
+        """Wait for all kernels launched so far."""
+        epoch = self.transfer.begin_epoch()
         if self.threaded:
             self.device.record_compute_event().synchronize()
         else:
             self.device.finish_compute()
-        self.transfer.passed(point)
-
-    def keep(self) -> None:
-        self.transfer.pump()
+        self.transfer.finish_epochs(epoch)
 
     def begin_step(self) -> None:
         if self.in_step:
             self.synchronize()
-        self.source.begin_step()
+        self.experts.step.begin()
+
+    def prefetch(self, *keys: tuple[int, int]) -> None:
+        """Request prefetches of experts, given as layer and number."""
+        requests = [PrefetchRequest(ExpertKey(*key), 0.9, key[0]) for key in keys]
+        self.experts.scheduler.request(PrefetchRequests.of(requests))
 
     def use(self, layer: int, experts: Sequence[int], *, ahead: bool = False) -> None:
-        """Begin a use and take its first batch; `ahead`: after giving compute what is READY before it is asked for."""
+        """Begin to use experts and take the first batch; `ahead`: launch READY experts before they are asked for."""
         assert self.batches is None
         if not self.threaded:
-            self.device.struck.clear()
-        self.asked = {ExpertKey(layer, expert) for expert in experts}
+            self.device.failed_keys.clear()
+        self.needed = {ExpertKey(layer, expert) for expert in experts}
         self.delivered = set()
-        pinned = self._run_ahead(layer) if ahead and not self.closed else None
+        pinned: PinnedLayer | None = None
+        if ahead:
+            try:
+                pinned = self._launch_pinned(layer)
+            except TransferError:
+                assert self.closed, "an error without a cause"
+                self.failures += 1
+                return
         if pinned is None and self.in_step:
             self.synchronize()
-        if pinned is not None and self.source.use_pinned(pinned, sorted(experts)):
+        needed, access = sorted(experts), self.experts.access
+        if pinned is not None and access.covers(pinned, needed):
+            self.experts.run_ahead.defer(layer, lambda: access.commit(pinned, needed))
             return
-        self.batches = self.source.use(layer, experts, pinned)
-        self.next_wave()
+        self.batches = access.use(layer, experts, pinned)
+        self.take_batch()
 
-    def _run_ahead(self, layer: int) -> PinnedLayer:
-        """As a port does: the host waits for all that was given before the opening, and for nothing given after it."""
+    def _launch_pinned(self, layer: int) -> PinnedLayer:
+        """Pin a layer and launch its READY experts; wait for the kernels launched before, and for no others."""
         known = self.device.record_compute_event()
-        pinned = self.source.open(layer)
-        given = [key for key in self.asked if pinned.slots[key.expert] >= 0]  # what is not chosen is not read
-        self.device.launch([(key, int(pinned.slots[key.expert])) for key in given])
-        self.delivered |= set(given)
-        self.source.book()
+        pinned = self.experts.access.pin_layer(layer)
+        launched = [key for key in self.needed if pinned.slots[key.expert] >= 0]  # kernels skip the other experts
+        self.device.launch([(key, int(pinned.slots[key.expert])) for key in launched])
+        self.delivered |= set(launched)
+        self.experts.run_ahead.settle(layer)
         if self.threaded:
             known.synchronize()
         while not known.query():
-            assert self.device.step_compute() or self.device.step_copies(), "both streams wait for each other"
+            assert self.device.step_compute() or self.device.step_copies(), "the streams wait for each other"
         return pinned
 
-    def next_wave(self) -> None:
-        """Give the batch back, once its kernel is submitted, and take the next."""
+    def take_batch(self) -> None:
+        """Release the last batch, whose kernel is launched; take the next one and launch its kernel."""
         assert self.batches is not None
         try:
             batch = next(self.batches, None)
         except TransferError:
-            assert self.closed or self.device.struck & (self.asked - self.delivered), "raised for no reason"
+            assert self.closed or self.device.failed_keys & (self.needed - self.delivered), "an error without a cause"
             self.batches = None
-            self.faults += 1
+            self.failures += 1
             return
         if batch is None:
-            assert self.delivered == self.asked
+            assert self.delivered == self.needed
             self.batches = None
             return
         keys = {ExpertKey(batch.layer, expert) for expert in batch.experts}
-        assert keys <= self.asked - self.delivered
+        assert keys <= self.needed - self.delivered
         self.delivered |= keys
         self.device.launch_batch(batch)
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
+        """Use experts, batch by batch."""
         self.use(layer, experts)
         while self.batches is not None:
-            self.next_wave()
+            self.take_batch()
 
-    def leave(self, *, raising: bool) -> None:
-        """The consumer stops in the middle; what it has submitted still runs."""
+    def abandon_use(self, *, raising: bool) -> None:
+        """Stop in the middle of a use; kernels that were launched still run."""
         batches, self.batches = self.batches, None
         assert batches is not None
         if raising:
-            with pytest.raises(RuntimeError, match="the consumer failed"):
-                batches.throw(RuntimeError("the consumer failed"))  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="injected"):
+                batches.throw(RuntimeError("injected"))
         else:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
     def close(self) -> None:
         self.closed = True
-        self.source.close()
+        self.experts.close()
 
-    def _under_way(self, job: CopyJob) -> bool:
-        entry = self.source.cache.get(job.key)
+    def _is_loading(self, job: CopyJob) -> bool:
+        entry = self.experts.pool._cache.get(job.key)
         return entry is not None and entry.state is Residency.LOADING and entry.slot == job.slot
 
     def check(self) -> None:
-        assert not self.device.failures, self.device.failures
-        entries = self.source.cache.entries()
+        """Fail if the device has found an error or two experts share a slot."""
+        assert not self.device.errors, self.device.errors
+        entries = self.entries
         assert len({entry.slot for entry in entries}) == len(entries) <= self.slots.count
 
     def settle(self) -> None:
-        """Let everything end, and see that books and bytes agree."""
-        self.source.end_step()
-        while any(entry.state is Residency.LOADING for entry in self.source.cache.entries()):
-            self.keep()
+        """End the step and all copies; every expert that has a slot must be unpinned, and its bytes right."""
+        self.experts.step.end()
+        while any(entry.state is Residency.LOADING for entry in self.entries):
+            self.transfer.pump()
             if self.threaded:
-                self.device.until_idle()
+                self.device.wait_until_idle()
             else:
                 self.device.finish()
-            self.source.pump()
-        for entry in self.source.cache.entries():
+            self.experts.scheduler.pump()
+        for entry in self.entries:
             assert entry.pins == 0
             assert self.memory.content(entry.slot) == self.memory.blobs[entry.key]
         self.check()
 
     def finish(self) -> None:
-        """Settle, see that no slot is lost, and close."""
+        """Settle, check that every slot can still be used, and close."""
         while self.batches is not None:
-            self.next_wave()
-        self.device.refusals, self.device.fault_rate = 0, 0.0
+            self.take_batch()
+        self.device.failing_copies, self.device.failure_rate = 0, 0.0
         if not self.closed:
             self.device.finish()
             self.settle()
-            faults, layer = self.faults, len(self.experts) - 1
-            self.use_all(layer, range(self.experts[layer]))
-            assert self.faults == faults, "everything is well, yet experts cannot be had"
+            failures, layer = self.failures, len(self.experts_per_layer) - 1
+            self.use_all(layer, range(self.experts_per_layer[layer]))
+            assert self.failures == failures, "experts cannot be loaded although no copy fails"
             self.device.finish()
             self.settle()
-            assert len(self.source.cache.entries()) == self.slots.count, "a slot was lost"
+            assert len(self.entries) == self.slots.count, "a slot was lost"
         self.close()
         self.close()
-        assert self.device.drains == self.slots.closings == 1
+        assert self.device.synchronizations == self.slots.times_closed == 1
         self.device.finish()
         self.check()
 
 
-def make_runtime(slots: int = 3) -> ExpertRuntime:
-    return ExpertRuntime("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), in_step=False)
+def make_engine(slots: int = 3) -> FakeEngine:
+    return FakeEngine("lru", slots, Shape(6, 4, 1), (4, LAST_LAYER), in_step=False)
 
 
-def prefetch(room: ExpertRuntime, *keys: tuple[int, int]) -> None:
-    room.source.prefetch(PrefetchRequests.of(PrefetchRequest(ExpertKey(*key), 0.9, key[0]) for key in keys))
-
-
-def residency(room: ExpertRuntime, *keys: tuple[int, int]) -> list[Residency]:
-    entries = [room.source.cache.get(ExpertKey(*key)) for key in keys]
-    return [entry.state if entry is not None else Residency.ABSENT for entry in entries]
+def residency(engine: FakeEngine, *keys: tuple[int, int]) -> list[Residency]:
+    return [engine.experts.pool.residency(ExpertKey(*key)) for key in keys]
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
-def test_an_expert_whose_wish_failed_is_absent_and_can_be_demanded(accepted: int) -> None:
-    room = make_runtime(slots=2)
-    room.source.begin_step()
-    room.device.refusals = 1 - accepted
-    prefetch(room, (0, 0))
+def test_expert_whose_prefetch_failed_is_absent_and_can_be_demanded(accepted: int) -> None:
+    engine = make_engine(slots=2)
+    engine.experts.step.begin()
+    engine.device.failing_copies = 1 - accepted
+    engine.prefetch((0, 0))
     if accepted:
-        assert residency(room, (0, 0)) == [Residency.LOADING]
-        room.device.run_copies(1)
-        room.device.refusals = 1
-        room.keep()
-    room.source.pump()
-    assert residency(room, (0, 0)) == [Residency.ABSENT]
-    assert room.counters.failed_bytes == room.memory.nbytes
-    room.use_all(0, [0, 1])
-    assert room.faults == 0
-    assert (room.counters.demand_loads, room.counters.late) == (2, 0)
-    room.finish()
+        assert residency(engine, (0, 0)) == [Residency.LOADING]
+        engine.device.run_copies(1)
+        engine.device.failing_copies = 1
+        engine.transfer.pump()
+    engine.experts.scheduler.pump()
+    assert residency(engine, (0, 0)) == [Residency.ABSENT]
+    assert engine.counters.failed_bytes == engine.memory.nbytes
+    engine.use_all(0, [0, 1])
+    assert engine.failures == 0
+    assert (engine.counters.demand_loads, engine.counters.late) == (2, 0)
+    engine.finish()
 
 
-def test_a_demand_that_is_refused_fails_its_use_alone() -> None:
-    room = make_runtime()
-    room.device.refusals = 1
-    room.use_all(0, [0, 1])
-    assert (room.faults, residency(room, (0, 0))) == (1, [Residency.ABSENT])
-    room.use_all(0, [0, 1])
-    assert room.faults == 1
-    room.finish()
+def test_failed_demand_fails_its_use_alone() -> None:
+    engine = make_engine()
+    engine.device.failing_copies = 1
+    engine.use_all(0, [0, 1])
+    assert (engine.failures, residency(engine, (0, 0))) == (1, [Residency.ABSENT])
+    engine.use_all(0, [0, 1])
+    assert engine.failures == 1
+    engine.finish()
 
 
-def test_a_half_sent_wish_that_is_needed_and_then_refused_fails_its_use_alone() -> None:
-    room = make_runtime()
-    room.source.begin_step()
-    prefetch(room, (0, 0), (0, 1))
-    room.device.refusals = 1
-    room.use_all(0, [0])
-    assert (room.faults, residency(room, (0, 0), (0, 1))) == (1, [Residency.ABSENT, Residency.LOADING])
-    room.use_all(0, [1, 0])
-    assert room.faults == 1
-    room.finish()
+def test_failed_rest_of_a_demanded_prefetch_fails_its_use_alone() -> None:
+    engine = make_engine()
+    engine.experts.step.begin()
+    engine.prefetch((0, 0), (0, 1))
+    engine.device.failing_copies = 1
+    engine.use_all(0, [0])
+    assert (engine.failures, residency(engine, (0, 0), (0, 1))) == (1, [Residency.ABSENT, Residency.LOADING])
+    engine.use_all(0, [1, 0])
+    assert engine.failures == 1
+    engine.finish()
 
 
-def test_the_host_goes_through_a_pass_before_a_byte_has_moved() -> None:
-    """One slot, many experts: each is in it for a moment, and its kernel finds it there."""
-    room = make_runtime(slots=1)
+@for_demands_and_prefetches
+def test_slots_of_interrupted_copies_are_not_used_again(urgent: bool) -> None:
+    """Copies into them may still run."""
+    engine = FakeEngine("lru", 4, Shape(6, 4, 1), [6], in_step=True)
+    experts, lost = engine.experts, set[int]()
+    experts.step.begin()
+    engine.device.failing_copies, engine.device.failure = 1, KeyboardInterrupt()
+    engine.device.may_copy = lambda job: lost.add(job.slot) is None
+    with pytest.raises(KeyboardInterrupt):
+        list(experts.access.use(0, [0, 1])) if urgent else engine.prefetch((0, 0), (0, 1))
+    engine.device.may_copy, engine.device.failure = lambda job: True, None
+    assert lost
+    assert not engine.entries
+    assert not experts.pool.loads_in_flight
+    for needed in ([2, 3, 4], [0, 1, 5]):
+        for batch in experts.access.use(0, needed):
+            assert lost.isdisjoint(batch.slots)
+            engine.device.launch_batch(batch)
+        engine.device.finish()
+    experts.close()
+    assert not engine.device.errors
+
+
+def test_host_launches_a_whole_pass_before_any_byte_has_moved() -> None:
+    """Many experts pass through one slot, and each kernel finds its own there."""
+    engine = make_engine(slots=1)
     for layer in (0, 1, 0):
-        room.use_all(layer, range(room.experts[layer]))
-    assert room.memory.content(0) == GARBAGE * room.memory.nbytes
-    assert room.counters.demand_loads == 4 + LAST_LAYER + 4
-    room.device.run_copies()
-    room.finish()
+        engine.use_all(layer, range(engine.experts_per_layer[layer]))
+    assert engine.memory.content(0) == UNINITIALIZED * engine.memory.nbytes
+    assert engine.counters.demand_loads == 4 + LAST_LAYER + 4
+    engine.device.run_copies()
+    engine.finish()
 
 
-# One number is drawn for a whole prefetch request, and one for a set of experts: most of the time goes into drawing. Numbers of
-# layers and experts are taken modulo how many there are.
+# Hypothesis spends most of its time on drawing, so one number is drawn for a whole prefetch request, and one for a set
+# of experts. Numbers of layers and experts are taken modulo their count.
 SCORES = (0.1, 0.5, 0.9, 1.0)
-SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # a prefetch request's deadline, seen from its own layer; None: not to be fetched
+SLACKS = (0, 0, 0, 0, 0, -1, 1, None)  # deadline of a prefetch request minus its layer; None: a hint, not to be fetched
 numbers = st.integers(0, 7)
-some_wishes = st.lists(
+some_requests = st.lists(
     st.integers(0, 2047).map(lambda n: (n // 256, n // 32 % 8, SCORES[n // 8 % 4], SLACKS[n % 8])),
     min_size=1,
     max_size=6,
@@ -972,208 +1029,208 @@ some_experts = st.integers(1, 255).map(lambda n: [e for e in range(8) if n >> e 
 some_steps = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 10_000])
 
 
-rules_in_turn = pytest.mark.parametrize("evictions", [EVICTION_POLICIES.names()[::2], EVICTION_POLICIES.names()[1::2]], ids=", ".join)
+EVICTION_NAMES = list(EVICTION_POLICIES.names())
+halves_of_eviction_policies = pytest.mark.parametrize(
+    "evictions", [EVICTION_NAMES[::2], EVICTION_NAMES[1::2]], ids=", ".join
+)
 
 
-class DecodeGraphs(RuleBasedStateMachine):
-    """A host that runs ahead, two streams at any speed, a thread that comes late, and refusals; in any order."""
+class RandomActions(RuleBasedStateMachine):
+    """A host that runs ahead, two streams at any speed and copies that fail, in any order."""
 
     evictions: Sequence[str]
-    room: ExpertRuntime
+    engine: FakeEngine
 
     @initialize(
-        rule=numbers,
+        eviction=numbers,
         slots=st.integers(1, 4),
         shape=st.sampled_from(SHAPES),
         experts=st.lists(st.integers(1, 3), min_size=1, max_size=2),
         in_step=st.booleans(),
         seed=st.integers(0, 3),
     )
-    def build(self, rule: int, slots: int, shape: Shape, experts: list[int], in_step: bool, seed: int) -> None:
-        eviction = self.evictions[rule % len(self.evictions)]
-        self.room = ExpertRuntime(eviction, slots, shape, [*experts, LAST_LAYER], in_step=in_step, seed=seed)
+    def build(self, eviction: int, slots: int, shape: Shape, experts: list[int], in_step: bool, seed: int) -> None:
+        name = self.evictions[eviction % len(self.evictions)]
+        self.engine = FakeEngine(name, slots, shape, [*experts, LAST_LAYER], in_step=in_step, seed=seed)
 
     def key(self, layer: int, expert: int) -> ExpertKey:
-        layer %= len(self.room.experts)
-        return ExpertKey(layer, expert % self.room.experts[layer])
+        layer %= len(self.engine.experts_per_layer)
+        return ExpertKey(layer, expert % self.engine.experts_per_layer[layer])
 
     @property
     def using(self) -> bool:
-        return self.room.batches is not None
+        return self.engine.batches is not None
 
     @rule(begins=st.booleans())
     @precondition(lambda self: not self.using)
-    def turn(self, begins: bool) -> None:
+    def begin_or_end_step(self, begins: bool) -> None:
         if begins:
-            self.room.begin_step()
+            self.engine.begin_step()
         else:
-            self.room.source.end_step()
+            self.engine.experts.step.end()
 
-    @rule(prefetches=some_wishes)
-    def prefetch(self, prefetches: list[tuple[int, int, float, int | None]]) -> None:
-        for layer, expert, score, slack in prefetches:
+    @rule(requests=some_requests)
+    def prefetch(self, requests: list[tuple[int, int, float, int | None]]) -> None:
+        for layer, expert, score, slack in requests:
             key = self.key(layer, expert)
-            self.room.source.prefetch(
-                PrefetchRequests.of([PrefetchRequest(key, score, key.layer + (slack or 0), fetch=slack is not None)])
-            )
+            request = PrefetchRequest(key, score, key.layer + (slack or 0), fetch=slack is not None)
+            self.engine.experts.scheduler.request(PrefetchRequests.of([request]))
 
     @rule(copies=some_steps, compute=some_steps, compute_first=st.booleans())
-    def pass_time(self, copies: int, compute: int, compute_first: bool) -> None:
-        device = self.room.device
+    def run_streams(self, copies: int, compute: int, compute_first: bool) -> None:
+        device = self.engine.device
         turns = [(device.step_copies, copies), (device.step_compute, compute)]
         for step, count in reversed(turns) if compute_first else turns:
             for _ in range(count):
                 if not step():
                     break
 
-    @rule(pump=st.booleans(), num_logits=st.booleans())
-    def threads_run(self, pump: bool, keep: bool) -> None:
-        if keep:
-            self.room.keep()
-        if pump:
-            self.room.source.pump()
+    @rule(scheduler=st.booleans(), transfer=st.booleans())
+    def pump(self, scheduler: bool, transfer: bool) -> None:
+        if transfer:
+            self.engine.transfer.pump()
+        if scheduler:
+            self.engine.experts.scheduler.pump()
 
     @rule(layer=numbers, experts=some_experts, ahead=st.booleans())
     @precondition(lambda self: not self.using)
     def use(self, layer: int, experts: list[int], ahead: bool) -> None:
-        layer %= len(self.room.experts)
-        self.room.use(layer, sorted({self.key(layer, e).expert for e in experts}), ahead=ahead)
+        layer %= len(self.engine.experts_per_layer)
+        self.engine.use(layer, sorted({self.key(layer, e).expert for e in experts}), ahead=ahead)
 
     @rule(batches=st.integers(1, 8))
     @precondition(lambda self: self.using)
-    def consume(self, batches: int) -> None:
+    def take_batches(self, batches: int) -> None:
         for _ in range(batches):
             if self.using:
-                self.room.next_wave()
+                self.engine.take_batch()
 
     @rule(raising=st.booleans())
     @precondition(lambda self: self.using)
-    def leave(self, raising: bool) -> None:
-        self.room.leave(raising=raising)
+    def abandon_use(self, raising: bool) -> None:
+        self.engine.abandon_use(raising=raising)
 
-    @rule(refusals=st.sampled_from([0, 0, 1, 1, 2, 3]), budget=st.none() | st.integers(0, 40))
-    def disturb(self, refusals: int, budget: int | None) -> None:
-        self.room.device.refusals = refusals
-        self.room.source.grants.step_budget = budget
+    @rule(failing=st.sampled_from([0, 0, 1, 1, 2, 3]), budget=st.none() | st.integers(0, 40))
+    def change_failures_and_budget(self, failing: int, budget: int | None) -> None:
+        self.engine.device.failing_copies = failing
+        self.engine.experts.scheduler.step_budget = budget
 
-    @rule(really=st.integers(0, 15))
-    def close(self, really: int) -> None:
-        if really == 1:
-            self.room.close()
+    @rule(number=st.integers(0, 15))
+    def close_sometimes(self, number: int) -> None:
+        if number == 1:
+            self.engine.close()
 
     @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "room"):
-            self.room.check()
+    def no_errors(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "room") and sys.exc_info()[0] is None:  # else the failure itself is what to see
-            self.room.finish()
+        if hasattr(self, "engine") and sys.exc_info()[0] is None:  # else this would hide the first failure
+            self.engine.finish()
 
 
-@rules_in_turn
-def test_whatever_compute_was_given_it_finds(evictions: Sequence[str]) -> None:
-    modest = settings(
+@halves_of_eviction_policies
+def test_kernels_find_their_experts_after_any_actions(evictions: Sequence[str]) -> None:
+    options = settings(
         max_examples=200,
         stateful_step_count=40,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    machine = type("Program", (DecodeGraphs,), {"evictions": evictions})
-    within(lambda: run_state_machine_as_test(machine, settings=modest))
+    machine = type("RandomActions", (RandomActions,), {"evictions": evictions})
+    run_with_timeout(lambda: run_state_machine_as_test(machine, settings=options))
 
 
-# ---- the same with real threads
+# ---- with threads
 
 
 @pytest.fixture
-def _restless() -> Iterator[None]:
-    """Threads take turns more often than they would."""
+def _frequent_thread_switches() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     yield
     sys.setswitchinterval(before)
 
 
-def run_step(room: ExpertRuntime, rng: random.Random) -> None:
-    """A step of a model whose draft guesses most experts right."""
-    room.begin_step()
-    room.source.grants.step_budget = rng.choice([None, None, 3 * room.memory.nbytes])
-    needed = [rng.sample(range(count), rng.randint(1, count)) for count in room.experts]
+def run_step(engine: FakeEngine, rng: random.Random) -> None:
+    """Run a step of a model for which most experts are predicted correctly."""
+    scheduler = engine.experts.scheduler
+    engine.begin_step()
+    scheduler.step_budget = rng.choice([None, None, 3 * engine.memory.nbytes])
+    needed = [rng.sample(range(count), rng.randint(1, count)) for count in engine.experts_per_layer]
     for layer, experts in enumerate(needed):
-        guesses = [e for e in range(room.experts[layer]) if (e in experts) == (rng.random() < 0.8)]
-        room.source.prefetch(
-            PrefetchRequests.of(PrefetchRequest(ExpertKey(layer, e), rng.random(), layer) for e in guesses)
-        )
+        predicted = [e for e in range(engine.experts_per_layer[layer]) if (e in experts) == (rng.random() < 0.8)]
+        requests = [PrefetchRequest(ExpertKey(layer, e), rng.random(), layer) for e in predicted]
+        scheduler.request(PrefetchRequests.of(requests))
     for layer, experts in enumerate(needed):
-        if room.faults and room.closed:
+        if engine.failures and engine.closed:
             return
-        room.use(layer, experts, ahead=rng.random() < 0.5)
-        while room.batches is not None:
+        engine.use(layer, experts, ahead=rng.random() < 0.5)
+        while engine.batches is not None:
             if rng.random() < 0.05:
-                room.leave(raising=False)
+                engine.abandon_use(raising=False)
             else:
-                room.next_wave()
-    room.source.end_step()
+                engine.take_batch()
+    engine.experts.step.end()
 
 
-def run_steps(room: ExpertRuntime, seed: int, steps: int) -> None:
-    """Some steps; then everything ends, is looked at, and closed."""
+def run_steps_and_close(engine: FakeEngine, seed: int, steps: int) -> None:
     rng = random.Random(seed)
     for _ in range(steps):
-        run_step(room, rng)
-    room.device.fault_rate = 0.0
-    room.synchronize()
-    room.settle()
-    room.close()
-    room.device.until_idle()
+        run_step(engine, rng)
+    engine.device.failure_rate = 0.0
+    engine.synchronize()
+    engine.settle()
+    engine.close()
+    engine.device.wait_until_idle()
 
 
-@pytest.mark.usefixtures("_restless")
-@rules_in_turn
+@pytest.mark.usefixtures("_frequent_thread_switches")
+@halves_of_eviction_policies
 @pytest.mark.parametrize("in_step", [False, True], ids=["ahead", "in step"])
-@pytest.mark.parametrize("fault_rate", [0.0, 0.05])
-def test_with_threads_too(evictions: Sequence[str], in_step: bool, fault_rate: float) -> None:
-    before = own_threads()
-    faults = 0
+@pytest.mark.parametrize("failure_rate", [0.0, 0.05])
+def test_kernels_find_their_experts_with_threads(evictions: Sequence[str], in_step: bool, failure_rate: float) -> None:
+    before = engine_threads()
+    failures = 0
     for seed, shape in enumerate(SHAPES):
         slots, eviction = 1 + seed % 4, evictions[seed % len(evictions)]
-        room = ExpertRuntime(eviction, slots, shape, EXPERTS, in_step=in_step, seed=seed, threaded=True)
-        room.device.fault_rate = fault_rate
-        with room.device.running():
-            within(partial(run_steps, room, seed, 20))
-        room.check()
-        faults += room.faults
-        assert own_threads() == before
-    assert (faults > 0) == (fault_rate > 0), "the faults were meant to be met"
+        engine = FakeEngine(eviction, slots, shape, EXPERTS, in_step=in_step, seed=seed, threaded=True)
+        engine.device.failure_rate = failure_rate
+        with engine.device.running():
+            run_with_timeout(partial(run_steps_and_close, engine, seed, 20))
+        engine.check()
+        failures += engine.failures
+        assert engine_threads() == before
+    assert (failures > 0) == (failure_rate > 0), "some uses meet a failed copy"
 
 
-@pytest.mark.usefixtures("_restless")
-def test_closing_from_another_thread_ends_a_model_in_the_middle() -> None:
-    before = own_threads()
+@pytest.mark.usefixtures("_frequent_thread_switches")
+def test_close_from_another_thread_ends_a_running_model() -> None:
+    before = engine_threads()
     for seed in range(8):
-        room = ExpertRuntime("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, in_step=False, seed=seed, threaded=True)
-        warm = threading.Event()
-        worker = threading.Thread(target=run_until_closed, args=(room, seed, warm), daemon=True)
-        with room.device.running():
+        engine = FakeEngine("lru", 3, SHAPES[seed % len(SHAPES)], EXPERTS, in_step=False, seed=seed, threaded=True)
+        first_step_done = threading.Event()
+        worker = threading.Thread(target=run_until_closed, args=(engine, seed, first_step_done), daemon=True)
+        with engine.device.running():
             worker.start()
-            assert warm.wait(LIMIT)
-            within(room.close)
-            worker.join(LIMIT)
+            assert first_step_done.wait(TIMEOUT)
+            run_with_timeout(engine.close)
+            worker.join(TIMEOUT)
             assert not worker.is_alive(), "the model's thread hangs"
-        room.check()
-        assert room.faults == 1
-        assert own_threads() == before
+        engine.check()
+        assert engine.failures == 1
+        assert engine_threads() == before
 
 
-def run_until_closed(room: ExpertRuntime, seed: int, warm: threading.Event) -> None:
+def run_until_closed(engine: FakeEngine, seed: int, first_step_done: threading.Event) -> None:
     rng = random.Random(seed)
-    while not room.faults:
-        run_step(room, rng)
-        warm.set()
+    while not engine.failures:
+        run_step(engine, rng)
+        first_step_done.set()
 
 
-@pytest.mark.parametrize(("parts", "chunk"), [(0.25, 1.0), (1.0, 1.0), (1.5, 1.5), (2.0, 1.0), (20.0, 1.0)])
-def test_a_chunk_is_a_whole_expert_rather_than_one_and_a_bit(parts: float, chunk: float) -> None:
-    assert chunk_for(int(parts * CHUNK_BYTES)) == chunk * CHUNK_BYTES
+@pytest.mark.parametrize(("blob", "chunk"), [(0.25, 1.0), (1.0, 1.0), (1.5, 1.5), (2.0, 1.0), (20.0, 1.0)])
+def test_chunk_is_a_whole_blob_if_that_is_less_than_two_chunks(blob: float, chunk: float) -> None:
+    assert chunk_for(int(blob * CHUNK_BYTES)) == chunk * CHUNK_BYTES

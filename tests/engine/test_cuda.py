@@ -1,4 +1,4 @@
-"""The CUDA engine against the CPU's on the pair that ships: the same tokens, within the memory it was given."""
+"""The CUDA engine on the pair that ships: it gives the tokens of the CPU engine and stays within its memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_k=
 
 
 def tokens(llm: LLM, params: SamplingParams = GREEDY, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
+    """Return the tokens generated for each prompt."""
     return [completion.token_ids for completion in llm.generate(list(prompts), params)]
 
 
 @cache
 def expected() -> list[list[int]]:
+    """Return the greedy tokens of the CPU engine without speculation."""
     with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
         return tokens(llm)
 
@@ -69,17 +71,16 @@ def expected() -> list[list[int]]:
     ],
     ids=str,
 )
-def test_greedy_tokens_are_the_cpus(options: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any]) -> None:
     with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:
         assert tokens(llm) == expected()
-        assert tokens(llm) == expected(), "the second time, with everything recorded and slots full"
-        unexpected = [n for n in llm.notices if "pageable" not in n]
-        assert not unexpected
+        assert tokens(llm) == expected(), "with all graphs captured and all slots full"
+        assert not [notice for notice in llm.notices if "pageable" not in notice]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_text_does_not_depend_on_how_it_was_drafted_in_short_types_either(dtype: str) -> None:
-    """Every row of a recorded forward is rounded alike, whatever other rows it is verified with."""
+def test_16_bit_text_does_not_depend_on_the_number_of_draft_tokens(dtype: str) -> None:
+    """Captured forwards are batch-invariant: a row's rounding does not depend on the other rows."""
     params = SamplingParams(max_tokens=160, ignore_eos=True)
     options = {"num_speculative_tokens": MAX_AUTO_DRAFT_TOKENS, "expert_memory": "60%", "progress": False}
     with LLM(dtype=dtype, device="cuda", **options) as llm:  # type: ignore[arg-type]
@@ -90,12 +91,12 @@ def test_text_does_not_depend_on_how_it_was_drafted_in_short_types_either(dtype:
         assert [k for k, text in found.items() if text != found[0]] == []
 
 
-def test_sampling_follows_the_seed_and_stays_on_the_host() -> None:
+def test_sampled_tokens_depend_on_the_seed_only() -> None:
     with LLM(dtype="float32", device="cuda", progress=False) as llm:
         assert tokens(llm, SAMPLED) == tokens(llm, SAMPLED)
 
 
-def test_two_generations_in_turns_do_not_disturb_each_other() -> None:
+def test_interleaved_generations_do_not_affect_each_other() -> None:
     with LLM(dtype="float32", device="cuda", progress=False) as llm:
         first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
         streams = [iter(first), iter(second)]
@@ -106,7 +107,7 @@ def test_two_generations_in_turns_do_not_disturb_each_other() -> None:
         assert [first.token_ids, second.token_ids] == expected()[:2]
 
 
-def test_a_budget_for_the_device_is_kept() -> None:
+def test_device_memory_limit_is_kept() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
@@ -118,15 +119,15 @@ def test_a_budget_for_the_device_is_kept() -> None:
         LLM(dtype="float32", device="cuda", device_memory="100MiB", progress=False)
 
 
-def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copies_are_reported_and_corrupt_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from spmoe.backends.cuda import CudaCopyStream
 
-    sound, rng, failing = CudaCopyStream.copy, random.Random(0), False
+    original, rng, failing = CudaCopyStream.copy, random.Random(0), False
 
-    def copy(self: Any, pieces: Any) -> Any:
+    def copy(self: Any, ranges: Any) -> Any:
         if failing and rng.random() < 0.05:
-            raise TransferError("injected: the link had a bad moment")
-        return sound(self, pieces)
+            raise TransferError("injected failure")
+        return original(self, ranges)
 
     with LLM(dtype="float32", device="cuda", expert_memory="10%", progress=False) as llm:
         monkeypatch.setattr(CudaCopyStream, "copy", copy)
@@ -136,7 +137,7 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
             try:
                 found = tokens(llm, prompts=PROMPTS[:1])
             except SpmoeError as error:
-                failures += "bad moment" in str(error)
+                failures += "injected failure" in str(error)
             else:
                 assert found == expected()[:1]
             failing = False
@@ -146,10 +147,10 @@ def test_copies_that_fail_are_reported_and_leave_nothing_wrong(monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_context_of_32k_within_a_budget(tmp_path: Path, k: int) -> None:
-    """The pair that ships, told that it may read so far, against transformers on the same device."""
+def test_context_of_32k_tokens_within_a_memory_limit(tmp_path: Path, k: int) -> None:
+    """The pair that ships, configured for more positions, gives the tokens of transformers on the same device."""
     limit, longest = 6 * 2**30, 33_000
-    paths = [_reaching(path, longest, tmp_path) for path in shipped_pair()]
+    paths = [_with_max_positions(Path(path), longest, tmp_path) for path in shipped_pair()]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
@@ -169,9 +170,9 @@ def test_a_context_of_32k_within_a_budget(tmp_path: Path, k: int) -> None:
     assert found == expected_ids[0, len(prompt) :].tolist()
 
 
-def _reaching(checkpoint: Path, positions: int, into: Path) -> Path:
-    """The same model with another longest context in its configuration."""
-    copy = into / Path(checkpoint).name
+def _with_max_positions(checkpoint: Path, positions: int, into: Path) -> Path:
+    """Copy a checkpoint and set `max_position_embeddings` in its configuration."""
+    copy = into / checkpoint.name
     shutil.copytree(checkpoint, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
@@ -180,22 +181,22 @@ def _reaching(checkpoint: Path, positions: int, into: Path) -> Path:
 
 @pytest.mark.slow
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that are cancelled, budgets at the minimum, copies that fail; for `SPMOE_SOAK_SECONDS`, else 30 s.
+    """Cancel requests, use the smallest budgets and inject failed copies for `SPMOE_SOAK_SECONDS` (default: 30 s).
 
-    Several may run at once, each with dice of its own: `SPMOE_SOAK_SEED`.
+    Several processes may run at once, each with its own `SPMOE_SOAK_SEED`.
     """
     from spmoe.backends.cuda import CudaCopyStream
 
-    sound, rng, fault_rate = CudaCopyStream.copy, random.Random(int(os.environ.get("SPMOE_SOAK_SEED", "1"))), 0.0
+    original, rng, fault_rate = CudaCopyStream.copy, random.Random(int(os.environ.get("SPMOE_SOAK_SEED", "1"))), 0.0
 
-    def copy(self: Any, pieces: Any) -> Any:
+    def copy(self: Any, ranges: Any) -> Any:
         if rng.random() < fault_rate:
-            raise TransferError("injected: the link had a bad moment")
-        return sound(self, pieces)
+            raise TransferError("injected failure")
+        return original(self, ranges)
 
     monkeypatch.setattr(CudaCopyStream, "copy", copy)
     until = time.monotonic() + float(os.environ.get("SPMOE_SOAK_SECONDS", "30"))
-    settled: list[tuple[int, int]] = []  # device bytes and locked host bytes after each engine
+    settled: list[tuple[int, int]] = []  # device bytes and pinned host bytes after each engine
     requests = 0
     while time.monotonic() < until:
         options = {
@@ -217,43 +218,43 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
                         if rng.random() < 0.02:
                             generation.stop()
                 except SpmoeError as error:
-                    if "bad moment" not in str(error):
+                    if "injected failure" not in str(error):
                         raise
                 found = generation.token_ids
                 assert found == expected()[number][: len(found)], f"{options}, request {requests}"
         del llm, generation
         gc.collect()
         torch.cuda.empty_cache()
-        settled.append((torch.cuda.memory_allocated(), _locked_bytes()))
+        settled.append((torch.cuda.memory_allocated(), _pinned_host_bytes()))
     assert requests
     for kind in zip(*settled[1:], strict=True):
-        assert max(kind) <= 1.1 * min(kind) + 2**20, "something is left behind by each engine"
+        assert max(kind) <= 1.1 * min(kind) + 2**20, "every engine leaks memory"
 
 
-def _locked_bytes() -> int:
-    """Host memory of this process that is locked or pinned."""
+def _pinned_host_bytes() -> int:
+    """Return the bytes of this process's host memory that are locked or pinned."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmLck", "VmPin"))
 
 
-def test_replays_write_to_no_memory_but_their_own() -> None:
+def test_replays_write_only_to_their_own_memory() -> None:
     with LLM(dtype="float32", device="cuda", expert_memory="100%", progress=False) as llm:
         first = tokens(llm)
-        # all the small blocks that are free, also those that were let go of while forwards were recorded
+        # takes every small block that is free, also those that were freed during captures
         held = [torch.full((1 + n % 64,), 7, device="cuda") for n in range(20_000)]
         assert tokens(llm) == first == expected()
         assert bool((torch.cat(held) == 7).all())
 
 
-def test_a_recorded_draft_and_a_target_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "capture_forwards", lambda self, *args: "not in this test")
+def test_captured_draft_with_an_eager_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "capture_forwards", lambda self, *args, **kwargs: "disabled by this test")
     for memory in ("100%", "30%"):
         with LLM(dtype="float32", device="cuda", expert_memory=memory, progress=False) as llm:
             assert [tokens(llm) for _ in range(2)] == [expected()] * 2
 
 
-def test_engines_that_come_and_go_leave_no_memory_behind() -> None:
-    def once() -> int:
+def test_closed_engines_free_their_device_memory() -> None:
+    def bytes_after_one_engine() -> int:
         with LLM(dtype="float32", device="cuda", progress=False) as llm:
             generation = llm.stream(PROMPTS[0], GREEDY)
             next(iter(generation))
@@ -264,7 +265,7 @@ def test_engines_that_come_and_go_leave_no_memory_behind() -> None:
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
-    once()
-    settled = once()
-    left = [once() - settled for _ in range(3)]
-    assert max(left) <= 0, f"bytes left behind: {left}"
+    bytes_after_one_engine()  # libraries allocate their workspaces once
+    before = bytes_after_one_engine()
+    leaked = [bytes_after_one_engine() - before for _ in range(3)]
+    assert max(leaked) <= 0, f"leaked bytes: {leaked}"
