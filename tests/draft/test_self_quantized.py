@@ -236,7 +236,9 @@ def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureReq
             assert routing is not None
             told.append((depths, routing))
 
-        runner.forward(PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, tell))
+        runner.forward(
+            PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, tell)
+        )
         policy = DraftGate(llm.engine.target, runner.depth_count, cutoff=9)
         assert len(told) == min(chunks, len(chosen))
         layers = [layer for depths, _ in told for depth in depths for layer in policy._layers_at[depth]]

@@ -102,5 +102,10 @@ def test_changes() -> None:
     assert [changes.crosses(*ends) for ends in ((0, 10), (0, 11), (9, 11), (10, 20), (5, 30))] == [
         False, True, True, False, True,
     ]  # fmt: skip
-    assert [changes.invalidates(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [False, True, False, True]
+    assert [changes.invalidates(*ends) for ends in ((9, 10), (10, 11), (11, 12), (11, 21))] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert not LongRope((10, 20)).invalidates(10, 11)

@@ -201,7 +201,9 @@ class CudaExperts:
 
         def run(table: Tensor) -> None:
             for part, scratch in zip(passes, scratches, strict=True):
-                run_expert_batch(hidden[part], index[part], weights[part], table, arena, expert_layout, activation, scratch)
+                run_expert_batch(
+                    hidden[part], index[part], weights[part], table, arena, expert_layout, activation, scratch
+                )
 
         def run_next_batch() -> None:
             backend.take_batch()

@@ -22,9 +22,10 @@ from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_cei
 from spmoe.bench.configs import BenchConfig
 from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.draft.model import DraftModel
-from spmoe.engine.engine import Engine, LearnedState
+from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.parts import LearnedState
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.predict.policies.base import RecordedRouting
@@ -257,7 +258,9 @@ class BenchRunner:
                 memory=engine.parts.memory,
                 ceilings=measure_ceilings(engine),
                 dense_bytes=engine.target.resident_bytes,
-                draft_bytes=engine.parts.drafter.runner.resident_bytes if isinstance(engine.parts.drafter, DraftModel) else 0,
+                draft_bytes=engine.parts.drafter.runner.resident_bytes
+                if isinstance(engine.parts.drafter, DraftModel)
+                else 0,
             )
 
     def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:

@@ -10,8 +10,9 @@ import torch
 from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.config import EngineConfig, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
-from spmoe.engine.engine import Engine, EngineParts, LearnedState, configure_experts
+from spmoe.engine.engine import Engine, configure_experts
 from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
+from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
 from spmoe.errors import CheckpointError
 from spmoe.experts.eviction import make_eviction
@@ -83,11 +84,11 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     configure_experts(experts, config)
     try:
         target_kv: MutableMapping[int, KvState] = {}
-        context = DraftContext(
-            draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv
-        )
+        context = DraftContext(draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv)
         drafter = drafter_class.build(context)
-        _capture(runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices)
+        _capture(
+            runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
+        )
         target.connect(experts, runtime.backend)
         if runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None:
             experts.load_all(spec.experts)

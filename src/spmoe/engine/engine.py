@@ -2,69 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmoe.backends.devices import limit_memory
-from spmoe.config import DraftTokens, EngineConfig
+from spmoe.config import EngineConfig
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
-from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import write_profile
-from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
-from spmoe.experts.eviction import Eviction, make_eviction
+from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
-from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.kv import KvState
-from spmoe.models.loaded import LoadedModels
 from spmoe.models.target import Target
-from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
-from spmoe.predict.projection import HiddenStateProjection
-from spmoe.types import ExpertKey
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "overlap"})
-
-
-@dataclass
-class LearnedState:
-    """State that requests leave to the next: residents, and what policies have learned."""
-
-    evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
-    policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
-    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy, where K is learned
-    residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
-    profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # and the counts they were learned from
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Parts of an engine that stay the same while it runs."""
-
-    models: LoadedModels
-    tokenizer: Any
-    draft_checkpoint: Checkpoint | None
-    drafter: Drafter
-    projection: HiddenStateProjection | None  # from the draft's hidden states to the target's
-    runtime: ExpertRuntime
-    experts: Experts
-    memory: MemoryPlan
-    max_model_len: int
-    clock: Clock
-    target_kv: MutableMapping[int, KvState]  # by sequence id
 
 
 class Engine:
@@ -172,7 +137,8 @@ class Engine:
             limit_memory(self.device, None)
 
     def _make_prefetching(self) -> Prefetching:
-        prefetching = make_prefetching(self)
+        recorded = None if self.recording is None else lambda: self.recording or []
+        prefetching = make_prefetching(self.config, self.parts, self.learned, self.active_drafter, recorded)
         self.notices += [notice for notice in prefetching.notices if notice not in self.notices]
         self.experts.scheduler.step_budget = prefetching.step_budget
         return prefetching

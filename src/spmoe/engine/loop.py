@@ -30,9 +30,7 @@ class PolicyObservers:
         self._policy = policy
         self._experts = experts
 
-    def observer(
-        self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False
-    ) -> LayerObserver | None:
+    def observer(self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
         """Return an observer of a forward of this stage; None if the policy does not look at it."""
         if stage not in self._policy.stages:
             return None
@@ -147,7 +145,9 @@ class Loop:
             kv.snapshot()
         observer = self._target_observer()
         parts = [
-            self.target.run(pending[start : start + chunk], kv, num_logits, observer=observer, total_length=total_length)
+            self.target.run(
+                pending[start : start + chunk], kv, num_logits, observer=observer, total_length=total_length
+            )
             for start in range(0, len(pending), chunk)
         ]
         return parts[0] if len(parts) == 1 else EagerResult(torch.cat([part.logits for part in parts])[-num_logits:])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spmoe.config import CutoffMode, EngineConfig
+from spmoe.draft.base import Drafter
+from spmoe.engine.loop import Loop
+from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import (
     cutoff_inputs,
     measure,
@@ -24,10 +26,6 @@ from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cut
 from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection
-
-if TYPE_CHECKING:
-    from spmoe.engine.engine import Engine
-    from spmoe.engine.loop import Loop
 
 
 @dataclass
@@ -65,24 +63,32 @@ class DraftSide:
     routes_experts: bool  # whether the draft's own routers name the target's experts
 
 
-def make_prefetching(engine: Engine) -> Prefetching:
-    """Make the policy that the configuration names, or its fallback, with its cutoff."""
-    config, parts, drafter = engine.config, engine.parts, engine.active_drafter
+def make_prefetching(
+    config: EngineConfig,
+    parts: EngineParts,
+    learned: LearnedState,
+    drafter: Drafter,
+    recorded: Callable[[], RecordedRouting] | None,
+) -> Prefetching:
+    """Make the policy that the configuration names, or its fallback, with its cutoff.
+
+    `recorded` returns the routing recorded for the request that runs; None if there is none.
+    """
+    spec = parts.models.spec
     draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts)
-    recorded = None if engine.recording is None else lambda: engine.recording or []
-    context = policy_context(engine.target, engine.spec.experts, draft, parts.projection, recorded)
+    context = policy_context(parts.models.target, spec.experts, draft, parts.projection, recorded)
     plan = plan_policy(config.prefetch, context)
     cutoff = _Cutoff()
     if plan.uses_cutoff:
-        cutoff = _find_cutoff(engine, drafter.runner)
+        cutoff = _find_cutoff(config, parts, learned, drafter.runner)
         context = replace(context, cutoff=cutoff.layers)
     policy = plan.build(context)
     if policy.learns:  # it keeps what it has learned under this configuration
-        policy = engine.learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
+        policy = learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
         if cutoff.layers is not None:
             policy.set_cutoff(cutoff.layers)
     # more bytes than the slots hold would evict prefetches of the same step before they are used
-    budget = engine.slots * engine.spec.layout.nbytes if policy.uses_step_budget else None
+    budget = parts.memory.slots * spec.layout.nbytes if policy.uses_step_budget else None
     return Prefetching(
         policy, config, cutoff.layers, budget, plan.notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
     )
@@ -126,21 +132,19 @@ class _Cutoff:
     since: Counters = field(default_factory=Counters)
 
 
-def _find_cutoff(engine: Engine, draft: ModelRunner | None) -> _Cutoff:
+def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState, draft: ModelRunner | None) -> _Cutoff:
     """Choose the cutoff from a profile, which is measured if there is none yet."""
-    config, parts, target = engine.config, engine.parts, engine.target
-    inputs = cutoff_inputs(
-        engine.spec, target.top_k, engine.slots, usual_draft_tokens(config.num_speculative_tokens)
-    )
+    target, usual = parts.models.target, usual_draft_tokens(config.num_speculative_tokens)
+    inputs = cutoff_inputs(parts.models.spec, target.top_k, parts.memory.slots, usual)
     if config.cutoff.mode is CutoffMode.FIXED or draft is None:
         return _Cutoff(choose_cutoff(config.cutoff, None, inputs), inputs)
     file = profile_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
-    profile, counts = engine.learned.profiles.get(file, (read_profile(file), Counters()))
+    profile, counts = learned.profiles.get(file, (read_profile(file), Counters()))
     if profile is None:
         wait = parts.runtime.backend.synchronize
         profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
         write_profile(file, profile)
-    since = engine.counters.minus(counts)
+    since = parts.experts.ledger.counters.minus(counts)
     return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since)
 
 

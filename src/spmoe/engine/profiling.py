@@ -323,7 +323,10 @@ class PredictionCounter(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
-        before, self._useful_loads = self._useful_loads, self._experts.ledger.counters.useful_loads  # this layer's included
+        before, self._useful_loads = (
+            self._useful_loads,
+            self._experts.ledger.counters.useful_loads,
+        )  # this layer's included
         if self._counting:
             self.missing[layer] += self._useful_loads - before
         return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)

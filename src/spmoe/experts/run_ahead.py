@@ -152,9 +152,7 @@ class RunAhead:
 
     # ---- deferred bookkeeping
 
-    def defer(
-        self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()
-    ) -> None:
+    def defer(self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()) -> None:
         """Put off a layer's bookkeeping until the device is busy with the next layer."""
         self.settle()
         self._deferred = _DeferredLayer(layer, commit, observations)

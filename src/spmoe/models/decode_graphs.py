@@ -43,7 +43,9 @@ class GraphKey(NamedTuple):
     rows: int
     num_logits: int
     chunks: int  # of hidden states that are shown; 0: none
-    choices: int | None = None  # size of the vocabulary that a greedy draft chooses from; None: no token is chain_tokens
+    choices: int | None = (
+        None  # size of the vocabulary that a greedy draft chooses from; None: no token is chain_tokens
+    )
     place: int = 0  # of a greedy draft pass; passes after the first read their token from the chain
     observer: str = ""  # the observer's key
 

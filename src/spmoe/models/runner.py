@@ -151,7 +151,9 @@ class ModelRunner:
         if observer is None:
             return self._hooks.listen(None)
         show = on_chunk or observer.show
-        listener = observer.collect(self.depth_count, lambda depths, states: show(depths, states, observer.ask(depths, states)))
+        listener = observer.collect(
+            self.depth_count, lambda depths, states: show(depths, states, observer.ask(depths, states))
+        )
         return self._hooks.listen(listener)
 
     def greedy_launcher(
