@@ -179,8 +179,9 @@ class PrefetchScheduler:
             if self._worker is not None:
                 time.sleep(0)  # let a thread that waits for the lock have it
             submitted = submitted and (until is None or not until.query())
-        full = self._pool.loads_in_flight >= self._pool.prefetch_depth
-        return self._pool.oldest_handle() if full and len(self._queue) else None
+        with self._lock:  # the oldest copy may be settled by another thread
+            full = self._pool.loads_in_flight >= self._pool.prefetch_depth
+            return self._pool.oldest_handle() if full and len(self._queue) else None
 
     def close(self) -> None:
         """Drop all requests and end the worker. Idempotent."""
