@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -49,6 +49,7 @@ from spmoe.experts.transfer import CopyHandle, CopyJob, DeviceEvent
 from spmoe.types import ExpertKey
 
 TIMEOUT = 30.0  # seconds after which a test that hangs fails
+T = TypeVar("T")
 UNINITIALIZED = b"\xee"  # every byte of device memory at first
 
 
@@ -518,20 +519,22 @@ class FakeGraphRecorder:
         self._splits = 0
         self._observations: list[HostWork] = []
 
-    def capture(self, forward: Callable[[], Tensor]) -> tuple[CapturedGraph, Tensor]:
+    def capture(self, forward: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        """Warm up and capture a forward, which returns a tensor."""
         try:
             self.phase = Phase.WARMUP
             forward()
             self.phase, self._splits = Phase.CAPTURE, 0
-            result = forward().clone()
+            result = cast(Tensor, forward()).clone()
         finally:
             self.phase = Phase.EAGER
         self.captured += 1
-        graph, kept = CapturedGraph(), _Forward(forward, result, splits=self._splits > 0)
+        run = cast(Callable[[], Tensor], forward)
+        graph, kept = CapturedGraph(), _Forward(run, result, splits=self._splits > 0)
         graph.pieces.append(partial(self._launch_first, kept))
         if kept.splits:
             graph.pieces.append(partial(self._launch_rest, kept))
-        return graph, result
+        return graph, cast(T, result)
 
     def split(self, between: HostWork) -> None:
         self._split()

@@ -37,13 +37,13 @@ from fake_cuda import (
     engine_threads,
     run_with_timeout,
 )
-from spmoe.backends.cuda_transfer import CHUNK_BYTES, CudaCopyHandle, chunk_for
+from spmoe.backends.cuda_transfer import CudaCopyHandle, chunk_for
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import Entry, PinnedLayer
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
-from spmoe.experts.transfer import CopyHandle, CopyJob
+from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, CopyJob
 from spmoe.observe.clock import RealClock
 from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
@@ -988,7 +988,12 @@ def test_slots_of_interrupted_copies_are_not_used_again(urgent: bool) -> None:
     experts, lost = engine.experts, set[int]()
     experts.step.begin()
     engine.device.failing_copies, engine.device.failure = 1, KeyboardInterrupt()
-    engine.device.may_copy = lambda job: lost.add(job.slot) is None
+
+    def note_slot(job: CopyJob) -> bool:
+        lost.add(job.slot)
+        return True
+
+    engine.device.may_copy = note_slot
     with pytest.raises(KeyboardInterrupt):
         list(experts.access.use(0, [0, 1])) if urgent else engine.prefetch((0, 0), (0, 1))
     engine.device.may_copy, engine.device.failure = lambda job: True, None

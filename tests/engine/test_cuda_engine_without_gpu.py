@@ -221,12 +221,14 @@ def test_quantized_self_drafts_as_in_eager_forwards(
     cuda: FakeCuda, pair: Pair, name: str, options: dict[str, Any]
 ) -> None:
     """Its forwards are captured over the KV caches of the target, and its own routing is the prediction."""
-    found = []
+    found: list[Any] = []
     for eager in (False, True):
         given = {**options, "num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager}
         with LLM(str(pair.target), name, dtype="float32", progress=False, **given) as llm:
             assert not [notice for notice in llm.notices if "captured" in notice]
-            assert llm.engine.parts.drafter.runner.captures != eager
+            runner = llm.engine.parts.drafter.runner
+            assert runner is not None
+            assert runner.captures != eager
             completions = [llm.generate(PROMPT, GREEDY)[0] for _ in range(2)]
             found.append(completions[0].token_ids)
             counters = completions[0].stats.counters
@@ -492,9 +494,14 @@ def test_experts_without_kernels_are_predicted_as_in_eager_forwards(cuda: FakeCu
 def test_predictions_use_the_fused_gate_kernel(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches: list[int] = []
+    launches: list[int] = []  # number of layers
     plain = dense.norm_and_route_layers_plain
-    monkeypatch.setattr(dense, "norm_and_route_layers", lambda x, *args: (launches.append(len(x)), plain(x, *args))[1])
+
+    def count(x: Tensor, *args: Any) -> Any:
+        launches.append(len(x))
+        return plain(x, *args)
+
+    monkeypatch.setattr(dense, "norm_and_route_layers", count)
     options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "prefetch": "next-gate"}
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
         launches.clear()
@@ -561,10 +568,13 @@ def test_kernels_read_prompts_in_passes(
 ) -> None:
     """Each expert is loaded once for all passes; prompts that need more passes use a product per expert."""
     plain, rows = experts.run_expert_batch_plain, set[int]()
+
+    def note_rows(hidden: Tensor, *args: Any) -> None:
+        rows.add(len(hidden))
+        plain(hidden, *args)
+
     monkeypatch.setattr("spmoe.backends.cuda.kernel_row_limit", lambda expert_bytes: 64 * passes)
-    monkeypatch.setattr(
-        "spmoe.backends.cuda.run_expert_batch", lambda hidden, *rest: (rows.add(len(hidden)), plain(hidden, *rest))[1]
-    )
+    monkeypatch.setattr("spmoe.backends.cuda.run_expert_batch", note_rows)
     prompt = [n * n % 251 for n in range(length)]
     options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
     with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
@@ -709,7 +719,7 @@ def test_interleaved_generations_have_their_own_kv_caches(cuda: FakeCuda, mixtra
 
 
 def test_failed_copy_is_reported_and_later_requests_succeed(cuda: FakeCuda, mixtral_pair: Pair) -> None:
-    options = {"expert_memory": memory_for(3), "num_speculative_tokens": 3, "progress": False}
+    options: dict[str, Any] = {"expert_memory": memory_for(3), "num_speculative_tokens": 3, "progress": False}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:
         expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
