@@ -31,7 +31,7 @@ from spmoe.backends.kernels.dense import (
     select_linear_tile,
     small_batch_linear,
 )
-from spmoe.models.fused_gates import FusedGates
+from spmoe.models.gates import FusedGates
 from spmoe.models.inspection import inspect_model
 
 pytestmark = KERNEL_MARKS

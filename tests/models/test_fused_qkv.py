@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="no triton")
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from spmoe.backends.kernels import dense, fused_qkv  # noqa: E402
+from spmoe.backends.kernels import dense  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -59,7 +59,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, single, fused = Launches(), dense.small_batch_linear, fused_qkv.fused_linears
+    counted, single, fused = Launches(), dense.small_batch_linear, dense.fused_linears
 
     def count_single(*args: Any, **kwargs: Any) -> Any:
         counted.single += 1
@@ -70,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         return fused(*args, **kwargs)
 
     monkeypatch.setattr(dense, "small_batch_linear", count_single)
-    monkeypatch.setattr(fused_qkv, "fused_linears", count_fused)
+    monkeypatch.setattr(dense, "fused_linears", count_fused)
     return counted
 
 
@@ -79,7 +79,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the kernels by PyTorch, whose results may depend on the other rows, so `fuse` would reject them."""
     monkeypatch.setattr(dense, "small_batch_linear", lambda x, weight, bias, tile: functional.linear(x, weight, bias))
     monkeypatch.setattr(
-        fused_qkv,
+        dense,
         "fused_linears",
         lambda x, weights, biases, tile: [functional.linear(x, *given) for given in zip(weights, biases, strict=True)],
     )
@@ -350,10 +350,10 @@ def test_faulty_fused_kernel_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
             results[1] *= 1 + 1e-6
         return results
 
-    monkeypatch.setattr(fused_qkv, "fused_linears", faulty)
+    monkeypatch.setattr(dense, "fused_linears", faulty)
     module = Attention().to(DEVICE)
     fuse(module)
-    monkeypatch.setattr(fused_qkv, "fused_linears", None)
+    monkeypatch.setattr(dense, "fused_linears", None)
     x = states()
     with torch.inference_mode():
         for name in COUNTS:
