@@ -21,9 +21,8 @@ from spmoe.backends import cpu
 from spmoe.bench import families as family_checks
 from spmoe.bench.families import OK, FamilyResult, check_families, check_family, markdown_page, short
 from spmoe.cli.main import main
-from spmoe.engine import loading
 from spmoe.errors import UsageError
-from spmoe.models import inspection, kv
+from spmoe.models import inspection, kv, loaded
 from spmoe.models.experts_seam import experts_modules
 from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
 from spmoe.models.runner import ModelRunner
@@ -169,7 +168,7 @@ def test_tiny_model_is_small_and_has_every_kind_of_layer(family: str) -> None:
 
 def _change_target(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], None]) -> None:
     """Change every module of the target that the engine loads, but not of the one that transformers loads."""
-    original = loading.load_without_experts
+    original = loaded.load_without_experts
 
     def load(*args: Any) -> Any:
         model = original(*args)
@@ -177,7 +176,7 @@ def _change_target(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module]
             change(module)
         return model
 
-    monkeypatch.setattr(loading, "load_without_experts", load)
+    monkeypatch.setattr(loaded, "load_without_experts", load)
 
 
 def drop_router_bias(monkeypatch: pytest.MonkeyPatch) -> None:
