@@ -109,7 +109,9 @@ def test_greedy_output_equals_transformers(
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["windowed_pair", "partly_dense_pair", "recurrent_target"])
-def test_sliding_window_dense_layers_and_recurrent_state(request: pytest.FixtureRequest, expected: Any, kind: str, name: str) -> None:
+def test_sliding_window_dense_layers_and_recurrent_state(
+    request: pytest.FixtureRequest, expected: Any, kind: str, name: str
+) -> None:
     found = request.getfixturevalue(kind)
     target = found.target if isinstance(found, Pair) else found
     with build(target, name, num_speculative_tokens=4, cutoff="all", expert_memory="50%", prefill_chunk=3) as llm:
@@ -244,12 +246,16 @@ def test_predicted_routing_is_that_of_its_own_routers(request: pytest.FixtureReq
             assert routing is not None
             shown.append((depths, routing))
 
-        runner.forward(PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, show))
+        runner.forward(
+            PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, show)
+        )
         policy = DraftGate(llm.engine.target, runner.depth_count, cutoff=9)
         assert len(shown) == min(chunks, len(outputs))
         layers = [layer for depths, _ in shown for depth in depths for layer in policy._layers_at[depth]]
         assert layers == list(range(len(outputs)))
-        experts, scores = (torch.cat([getattr(routing, name) for _, routing in shown]) for name in ("experts", "scores"))
+        experts, scores = (
+            torch.cat([getattr(routing, name) for _, routing in shown]) for name in ("experts", "scores")
+        )
         for (_, weights, index), routed, shares in zip(outputs, experts, scores, strict=True):
             assert torch.equal(routed, index)
             torch.testing.assert_close(shares, (weights / weights.sum(-1, keepdim=True)).float(), atol=1e-4, rtol=1e-4)
@@ -290,7 +296,9 @@ def test_captured_on_cuda_with_the_tokens_of_the_cpu(draft: str, memory: str) ->
 # ---- files, plans and options
 
 
-def test_experts_are_quantized_once_and_checked_when_read(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_quantized_once_and_checked_when_read(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
     for attempt in range(2):
         for name in ("int8", "int4"):

@@ -65,9 +65,7 @@ def test_prompt_step_is_not_learned_from(mixtral_pair: Pair, monkeypatch: pytest
     assert (sum(k for k, _ in learned), sum(accepted for _, accepted in learned)) == (decoded.drafted, decoded.accepted)
 
 
-def test_k_of_the_launched_draft_is_used_in_the_next_step(
-    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_k_of_the_launched_draft_is_used_in_the_next_step(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     original = Loop._num_draft_tokens
 

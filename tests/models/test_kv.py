@@ -148,7 +148,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path) -> None
 
 
 def test_a_model_that_ignores_its_state_is_found_out(recurrent_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several tokens at once give is compared with what they give one by one."""
+    """Compare a forward over several tokens with one forward per token."""
     model = load_dense(Checkpoint.find(str(recurrent_target)), torch.float32)
     assert inspect_model(model).resumes
     sound = model.forward

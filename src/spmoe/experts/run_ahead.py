@@ -61,7 +61,7 @@ class _DeferredLayer:
 
 
 class RunAhead:
-    """What the device was given ahead of the host, and what the host has put off meanwhile."""
+    """Work launched on the device before the host asks for it, and host work deferred until the device has it."""
 
     def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler) -> None:
         self.launched = Launched.NOTHING
@@ -152,9 +152,7 @@ class RunAhead:
 
     # ---- deferred bookkeeping
 
-    def defer(
-        self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()
-    ) -> None:
+    def defer(self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()) -> None:
         """Put off a layer's bookkeeping until the device is busy with the next layer."""
         self.settle()
         self._deferred = _DeferredLayer(layer, commit, observations)
