@@ -47,12 +47,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
-NORM_SPREAD = 0.25  # norms are not all ones, or a missing norm would go unnoticed
+NORM_SPREAD = 0.25  # weights of norms differ from 1, so that tests detect a missing norm
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, the dense draft it was upcycled from, and a draft that knows nothing."""
+    """Paths of a target, of the dense draft that it was upcycled from, and of a random draft."""
 
     target: Path
     good: Path
@@ -63,7 +63,7 @@ class Pair:
 
 
 def byte_tokenizer(end: str = END, swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte, no merges, and one for the end; `swap` exchanges the meaning of two of them."""
+    """Return a tokenizer with one token per byte and an EOS token; `swap` exchanges two tokens."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), end]
     if swap:
         symbols[swap[0]], symbols[swap[1]] = symbols[swap[1]], symbols[swap[0]]
@@ -133,14 +133,14 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
 
 
 def phimoe(**changes: Any) -> PhimoeForCausalLM:
-    """A family that makes its rotary embeddings on the host, in every forward."""
+    """Make a model of a family that computes its rotary embeddings on the host in every forward."""
     changes = {"num_local_experts": EXPERTS["mixtral"], "num_experts_per_tok": TOP_K, **changes}
     shape = _shape(**changes)
     return PhimoeForCausalLM(PhimoeConfig(**{name: value for name, value in shape.items() if name != "head_dim"}))
 
 
-def longrope(change: int) -> dict[str, Any]:
-    """Parameters of rotary embeddings that change there, by much."""
+def longrope(switch: int) -> dict[str, Any]:
+    """Return RoPE parameters that differ strongly before and after `switch` positions."""
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -149,12 +149,12 @@ def longrope(change: int) -> dict[str, Any]:
         "short_mscale": 1.0,
         "long_mscale": 1.7,
         "factor": 2.0,
-        "original_max_position_embeddings": change,
+        "original_max_position_embeddings": switch,
     }
 
 
 def qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:
-    """A family whose linear-attention layers keep a state that no position can be taken out of."""
+    """Make a model with linear-attention layers, whose state cannot be rolled back by positions."""
     changes = {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -173,14 +173,14 @@ def qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:
 
 TARGETS: Mapping[str, Callable[..., Any]] = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
 DRAFTS: Mapping[str, Callable[..., Any]] = {"mistral": mistral, "llama": llama, "qwen3": qwen3}
-BORN_OF = {"mixtral": "mistral", "qwen3_moe": "qwen3"}  # the dense family that is the target's without its experts
+DENSE_FAMILY = {"mixtral": "mistral", "qwen3_moe": "qwen3"}  # equal to the target but for the experts
 
 
-# ---- making and saving
+# ---- models and checkpoints
 
 
 def seeded(make: Callable[..., Any], seed: int, **changes: Any) -> Any:
-    """A model of this kind with weights that depend on the seed alone."""
+    """Make a model with weights that depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make(**changes)
@@ -191,7 +191,7 @@ def seeded(make: Callable[..., Any], seed: int, **changes: Any) -> Any:
 
 
 def upcycle(target: Any, draft: Any, noise: float, seed: int = 0) -> None:
-    """Give the target all of the draft's weights, and experts that are the draft's feed-forward plus noise."""
+    """Copy the draft's weights to the target; its experts become the draft's feed-forward plus noise."""
     generator = torch.Generator().manual_seed(seed)
     own = target.state_dict()
     shared = {name: w for name, w in draft.state_dict().items() if name in own and own[name].shape == w.shape}
@@ -210,7 +210,7 @@ def upcycle(target: Any, draft: Any, noise: float, seed: int = 0) -> None:
 def save(
     model: Any, directory: Path, tokenizer: PreTrainedTokenizerFast | None = None, layout: str = "per-expert"
 ) -> Path:
-    """Write a checkpoint; layouts are `per-expert` (as the hub has them), `fused` and `sharded`."""
+    """Write a checkpoint with the layout `per-expert` (as on the hub), `fused` or `sharded`."""
     options = {
         "per-expert": {},
         "fused": {"save_original_format": False},
@@ -225,9 +225,9 @@ def save(
 def save_pair(
     directory: Path, family: str, *, noise: float = 0.15, seed: int = 0, target: Any = None, draft: Any = None
 ) -> Pair:
-    """A target of this family with its good and its random draft."""
+    """Write a target of this family with a good and a random draft."""
     tokenizer = byte_tokenizer()
-    dense = DRAFTS[BORN_OF[family]]
+    dense = DRAFTS[DENSE_FAMILY[family]]
     draft = draft or seeded(dense, seed)
     target = target or seeded(TARGETS[family], seed + 1)
     upcycle(target, draft, noise, seed)
@@ -238,35 +238,35 @@ def save_pair(
     )
 
 
-# ---- what transformers makes of a checkpoint
+# ---- reference results of transformers
 
 
 def reference(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """The checkpoint as transformers loads it."""
+    """Load a checkpoint with transformers."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
 
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Exactly `count` tokens by transformers' own greedy search, whatever they are."""
+    """Return exactly `count` tokens of transformers' greedy search; EOS does not end it."""
     config = model.generation_config
-    ending, config.eos_token_id = config.eos_token_id, None
+    eos, config.eos_token_id = config.eos_token_id, None
     try:
         ids = torch.tensor([list(prompt)])
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
         )
     finally:
-        config.eos_token_id = ending
+        config.eos_token_id = eos
     return output[0, len(prompt) :].tolist()
 
 
 def submodules_with(model: nn.Module, attribute: str) -> list[Any]:
-    """Modules that have this attribute, in order."""
+    """Return the modules that have this attribute, in order."""
     return [module for module in model.modules() if hasattr(module, attribute)]
 
 
 def expert_tensors(model: Any) -> list[dict[str, Tensor]]:
-    """The fused parameters of each MoE layer of a model that transformers loaded."""
+    """Return the fused expert parameters of each MoE layer of a transformers model."""
     return [
         {"gate_up_proj": m.gate_up_proj.detach(), "down_proj": m.down_proj.detach()}
         for m in submodules_with(model, "gate_up_proj")
@@ -277,6 +277,6 @@ def expert_tensors(model: Any) -> list[dict[str, Tensor]]:
 
 
 def memory_for(slots: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of expert memory that pay for exactly this many slots of the experts above."""
+    """Return the bytes of expert memory that hold exactly this many of the experts above."""
     shapes = {"gate_up_proj": (2 * FEED_FORWARD, HIDDEN), "down_proj": (HIDDEN, FEED_FORWARD)}
     return slots * BlobLayout.of(shapes, dtype).nbytes

@@ -1,4 +1,4 @@
-"""Checkpoints for the whole test run, and an environment that neither the network nor the user's cache can reach."""
+"""Checkpoints for all tests, and an environment without the network and the user's cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client, which reads it once
+os.environ["HF_HUB_OFFLINE"] = "1"  # the hub client reads it once, when it is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 torch.set_num_threads(1)
-with torch.device("cpu"):
-    torch.empty(
-        0
-    )  # which functions a device's context applies to is remembered at first use: before a test patches one
+with torch.device("cpu"):  # torch caches the functions that such a context applies to: before a test patches one
+    torch.empty(0)
 
 if TYPE_CHECKING:
     from checkpoints import Pair
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def spmoe_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where this test run's expert files and profiles are cached."""
+    """Directory of this test run's expert files and profiles."""
     home = tmp_path_factory.mktemp("spmoe-home")
     before = os.environ.get("SPMOE_HOME")
     os.environ["SPMOE_HOME"] = str(home)
@@ -45,11 +43,11 @@ def _no_progress_bars() -> None:
 
 
 @pytest.fixture
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter, where it runs the kernels, mended.
+def fixed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix Triton's interpreter.
 
-    As it comes it multiplies the bits of bfloat16 as integers, cuts them off where hardware rounds, and its loop bounds
-    break with numpy 2.4.
+    It multiplies the bits of bfloat16 as integers and truncates to bfloat16 where hardware rounds. Its loop bounds fail
+    with numpy 2.4.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -100,14 +98,14 @@ def qwen_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session", params=["mixtral", "qwen3_moe"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """The pair of each family in turn."""
+    """The pairs of both families, one after the other."""
     found: Pair = request.getfixturevalue({"mixtral": "mixtral_pair", "qwen3_moe": "qwen_pair"}[request.param])
     return found
 
 
 @pytest.fixture(scope="session")
 def llama_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama that knows nothing of any target but has their tokenizer."""
+    """A random Llama, unrelated to any target, with the same tokenizer."""
     from checkpoints import byte_tokenizer, llama, save, seeded
 
     return save(seeded(llama, 7), tmp_path_factory.mktemp("llama"), byte_tokenizer())
@@ -115,7 +113,7 @@ def llama_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def windowed_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A Mixtral, and drafts, that look back a few tokens only: fewer than tests generate."""
+    """A Mixtral and drafts with a sliding window that is shorter than the text that tests generate."""
     from checkpoints import mistral, mixtral, save_pair, seeded
 
     window = {"sliding_window": 8}

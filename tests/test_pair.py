@@ -1,7 +1,4 @@
-"""The pair that ships: it loads anywhere, says the same in transformers and here, and its card tells the truth.
-
-So does the fine-grained target beside it, which is in the repository only.
-"""
+"""The included pair and the fine-grained target: exactness, and the figures of their model cards."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ FINE = Path(__file__).resolve().parent.parent / "extras" / "fine"
 CLASS = "import os\n\nclass Reader:\n    def __init__(self, path):\n"
 PROMPTS = ("def fibonacci(n):", CLASS)
 
-with_fine = pytest.mark.skipif(not FINE.exists(), reason="the fine-grained target is in the repository only")
+with_fine = pytest.mark.skipif(not FINE.exists(), reason="the fine-grained target is not part of the package")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,7 @@ def greedy_by_transformers(directory: str | Path, prompt: str, tokens: int) -> l
 
 
 def check_card(directory: Path, measured: Predictability) -> None:
-    """The figures beside a card are what is measured, and the card gives them all."""
+    """Check that figures.json has the measured values and that the model card contains all of them."""
     card: dict[str, float] = json.loads((directory / "figures.json").read_text())
     mean = measured.mean()
     found = {
@@ -64,17 +61,17 @@ def check_card(directory: Path, measured: Predictability) -> None:
     assert found == pytest.approx(card, abs=0.01)
     text = (directory / "README.md").read_text()
     for name, value in card.items():
-        assert f"{value:.3f}" in text, f"the card does not give {name}"
+        assert f"{value:.3f}" in text, f"the card does not contain {name}"
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_transformers_says_the_same(llm: LLM, prompt: str) -> None:
+def test_output_equals_transformers(llm: LLM, prompt: str) -> None:
     target, _ = shipped_pair()
     expected = greedy_by_transformers(target, prompt, 48)
     assert llm.generate(prompt, SamplingParams(max_tokens=48))[0].token_ids == expected
 
 
-def test_writes_something_like_python(llm: LLM) -> None:
+def test_output_is_valid_python(llm: LLM) -> None:
     text = llm.generate("def fibonacci(n):", SamplingParams(max_tokens=64))[0].text
     assert text.startswith("\n    "), "the body of a function is indented"
     text = CLASS + llm.generate(CLASS, SamplingParams(max_tokens=64))[0].text
@@ -82,10 +79,10 @@ def test_writes_something_like_python(llm: LLM) -> None:
     reader = ast.parse(whole).body[-1]
     assert isinstance(reader, ast.ClassDef)
     assert len(reader.body) > 1, f"no method after the first:\n{whole}"
-    assert "self.path" in ast.unparse(reader), f"the argument is not kept:\n{whole}"
+    assert "self.path" in ast.unparse(reader), f"the argument is not stored:\n{whole}"
 
 
-def test_draft_and_target_read_the_same_tokens() -> None:
+def test_draft_and_target_have_the_same_tokenizer() -> None:
     target, draft = (Path(directory) for directory in shipped_pair())
     assert (target / "tokenizer.json").read_bytes() == (draft / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -93,32 +90,32 @@ def test_draft_and_target_read_the_same_tokens() -> None:
     assert tokenizer.decode(tokenizer(text, verbose=False).input_ids) == text
 
 
-def test_is_small_enough_to_ship() -> None:
+def test_pair_has_at_most_30_megabytes() -> None:
     assert sum(path.stat().st_size for path in ROOT.rglob("*.safetensors")) <= 30_000_000
 
 
-def test_the_card_gives_the_figures_that_are_measured(measured: Predictability) -> None:
+def test_model_card_has_the_measured_figures(measured: Predictability) -> None:
     check_card(ROOT, measured)
 
 
-def test_no_expert_takes_more_than_half_of_the_tokens(measured: Predictability) -> None:
-    busy = {layer: one.largest_load for layer, one in enumerate(measured.layers) if one.largest_load > 0.5}
-    assert not busy, "the card says that the experts are in balance"
+def test_no_expert_is_used_by_more_than_half_of_the_tokens(measured: Predictability) -> None:
+    busy = {number: layer.largest_load for number, layer in enumerate(measured.layers) if layer.largest_load > 0.5}
+    assert not busy, "the model card says that the experts are balanced"
 
 
 @with_fine
-def test_the_fine_grained_target_says_the_same_in_transformers(fine: LLM) -> None:
+def test_fine_grained_target_equals_transformers(fine: LLM) -> None:
     expected = greedy_by_transformers(FINE, CLASS, 48)
     assert fine.generate(CLASS, SamplingParams(max_tokens=48))[0].token_ids == expected
 
 
 @with_fine
-def test_the_fine_grained_target_reads_the_pair_s_tokens() -> None:
+def test_fine_grained_target_has_the_tokenizer_of_the_pair() -> None:
     assert (FINE / "tokenizer.json").read_bytes() == (ROOT / "draft" / "tokenizer.json").read_bytes()
 
 
 @with_fine
-def test_the_card_of_the_fine_grained_target_gives_the_figures_that_are_measured(fine: LLM) -> None:
+def test_model_card_of_the_fine_grained_target_has_the_measured_figures(fine: LLM) -> None:
     measured = measure_predictability(fine.engine, sample_text(), window=256, windows=8)
     check_card(FINE, measured)
-    assert all(one.largest_load <= 0.5 for one in measured.layers)
+    assert all(layer.largest_load <= 0.5 for layer in measured.layers)

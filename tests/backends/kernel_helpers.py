@@ -16,7 +16,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-KERNEL_MARKS = [pytest.mark.usefixtures("mended_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
+KERNEL_MARKS = [pytest.mark.usefixtures("fixed_interpreter"), *([] if INTERPRETED else [pytest.mark.gpu])]
 needs_cuda = pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs or gigabytes of device memory")
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""A draft may be a Mixture-of-Experts model itself, held in memory whole; the same rules of vocabulary hold for it."""
+"""A draft model that is an MoE model itself: all of its experts are resident."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair) -> Path:
-    """The Mixtral target with every weight of its experts a little off."""
+    """The Mixtral target with a little noise added to its experts."""
     model = reference(mixtral_pair.target)
     rng = torch.Generator().manual_seed(4)
     for module in submodules_with(model, "gate_up_proj"):
@@ -45,7 +45,7 @@ def near(tmp_path_factory: pytest.TempPathFactory, mixtral_pair: Pair) -> Path:
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE of another depth, with a dense layer, that knows nothing of the target."""
+    """A random Qwen3-MoE of another depth, with a dense layer, unrelated to the target."""
     model = seeded(qwen3_moe, 9, num_hidden_layers=4, mlp_only_layers=[0])
     return save(model, tmp_path_factory.mktemp("far") / "draft", byte_tokenizer())
 
@@ -56,7 +56,7 @@ def build(target: Path, draft: Path, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("prefetch", ["draft-gate", "on-demand"])
 @pytest.mark.parametrize("draft", ["near", "far"])
-def test_the_output_is_the_targets(
+def test_greedy_output_equals_transformers(
     request: pytest.FixtureRequest, mixtral_pair: Pair, draft: str, prefetch: str
 ) -> None:
     directory: Path = request.getfixturevalue(draft)
@@ -74,7 +74,7 @@ def test_the_output_is_the_targets(
         )
 
 
-def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near: Path) -> None:
+def test_draft_is_resident_and_runs_its_own_experts(mixtral_pair: Pair, near: Path) -> None:
     with build(mixtral_pair.target, near) as llm:
         drafter = llm.engine.loop.drafter
         assert isinstance(drafter, DraftModel)
@@ -89,13 +89,13 @@ def test_it_is_resident_whole_and_runs_its_own_experts(mixtral_pair: Pair, near:
     assert plan.draft.resident_bytes == whole
 
 
-def test_a_padded_vocabulary_is_accepted(mixtral_pair: Pair, tmp_path: Path) -> None:
+def test_padded_vocabulary_is_accepted(mixtral_pair: Pair, tmp_path: Path) -> None:
     draft = save(seeded(mixtral, 3, vocab_size=VOCABULARY + 31), tmp_path / "draft", byte_tokenizer())
     with build(mixtral_pair.target, draft) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
 
 
-def test_another_tokenizer_is_refused_with_the_first_entry_that_differs(mixtral_pair: Pair, tmp_path: Path) -> None:
+def test_another_tokenizer_is_rejected_with_the_first_difference(mixtral_pair: Pair, tmp_path: Path) -> None:
     draft = save(seeded(mixtral, 3), tmp_path / "draft", byte_tokenizer(swap=(100, 200)))
     with pytest.raises(UsageError, match="token 100 is"):
         build(mixtral_pair.target, draft)

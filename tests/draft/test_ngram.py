@@ -1,4 +1,4 @@
-"""The draft that looks up what followed before: what it proposes, and that the output stays the target's."""
+"""The n-gram drafter: its proposals, and exactness of the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmoe.verify.rejection import RejectionVerifier
 
 GREEDY = SamplingParams()
 REPEATING = [5, 9, 2, 7, 1, 5, 9, 2]
-UNLIKE = list(range(40, 60))  # no token twice
+DISTINCT = list(range(40, 60))  # no token twice
 COUNT = 16
 
 
@@ -32,7 +32,7 @@ def sequence(tokens: list[int], sampling: SamplingParams = GREEDY, number: int =
 
 
 def propose(drafter: NgramDraft, one: Sequence, k: int) -> Draft:
-    (draft,) = drafter.propose([one], k, None)
+    (draft,) = drafter.propose([one], k, None)  # type: ignore[arg-type]
     return draft
 
 
@@ -41,7 +41,7 @@ def fresh(vocabulary: int = 100) -> NgramDraft:
 
 
 def expected(tokens: list[int], k: int) -> list[int]:
-    """The same by looking through all of it, the longest n-gram and the latest place first."""
+    """Return the proposal by brute force: the longest n-gram first, then its latest occurrence."""
     for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if n <= len(tokens) and tokens[end - n : end] == tokens[-n:]:
@@ -52,44 +52,42 @@ def expected(tokens: list[int], k: int) -> list[int]:
     return []
 
 
-# ---- what is proposed
+# ---- proposals
 
 
-def test_what_followed_before_is_proposed_again() -> None:
+def test_proposes_the_tokens_that_followed_before() -> None:
     assert propose(fresh(), sequence(REPEATING), 2).tokens == [7, 1]
 
 
-def test_a_longer_match_is_preferred_to_a_later_one() -> None:
+def test_longer_match_wins_over_later_match() -> None:
     tokens = [1, 2, 3, 4, 70, 9, 3, 4, 80, 1, 2, 3, 4]
     assert propose(fresh(), sequence(tokens), 1).tokens == [70]
 
 
-def test_of_equally_long_ones_the_latest() -> None:
+def test_latest_of_equally_long_matches_wins() -> None:
     tokens = [1, 2, 70, 8, 1, 2, 80, 9, 1, 2]
     assert propose(fresh(), sequence(tokens), 1).tokens == [80]
 
 
-def test_a_continuation_that_reaches_the_end_repeats_itself() -> None:
+def test_continuation_that_reaches_the_end_is_repeated() -> None:
     assert propose(fresh(), sequence([6, 7, 8, 6, 7, 8]), 7).tokens == [6, 7, 8, 6, 7, 8, 6]
     assert propose(fresh(), sequence([4, 4, 4]), 3).tokens == [4, 4, 4]
 
 
-@pytest.mark.parametrize("tokens", [[1], [1, 2], UNLIKE, [1, 2, 3, 1]])
-def test_nothing_is_proposed_where_nothing_matches(tokens: list[int]) -> None:
+@pytest.mark.parametrize("tokens", [[1], [1, 2], DISTINCT, [1, 2, 3, 1]])
+def test_nothing_is_proposed_without_a_match(tokens: list[int]) -> None:
     assert propose(fresh(), sequence(tokens), 4) == Draft([])
     assert propose(fresh(), sequence(tokens, SamplingParams(temperature=1.0)), 4) == Draft([])
 
 
-def test_no_more_than_asked_for() -> None:
+def test_proposes_at_most_k_tokens() -> None:
     for k in range(6):
         assert len(propose(fresh(), sequence(REPEATING), k).tokens) == k
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), max_size=6), st.integers(0, 6))
-def test_growing_step_by_step_finds_what_a_search_through_everything_does(
-    tokens: list[int], steps: list[int], k: int
-) -> None:
+def test_incremental_index_equals_brute_force(tokens: list[int], steps: list[int], k: int) -> None:
     drafter, one = fresh(), sequence(tokens[:1])
     for length in [1, *np.cumsum(steps).tolist(), len(tokens)]:
         one.tokens = tokens[: max(length, len(one.tokens))]
@@ -97,42 +95,42 @@ def test_growing_step_by_step_finds_what_a_search_through_everything_does(
         drafter.rewind({one.id: len(one.tokens) - 1})
 
 
-def test_sequences_are_kept_apart_and_forgotten() -> None:
+def test_sequences_are_independent_and_released() -> None:
     drafter = fresh()
-    first, second = sequence(REPEATING, number=1), sequence(UNLIKE, number=2)
+    first, second = sequence(REPEATING, number=1), sequence(DISTINCT, number=2)
     assert propose(drafter, first, 1).tokens == [7]
     assert propose(drafter, second, 1).tokens == []
     drafter.release(1)
     drafter.release(1)
-    assert propose(drafter, sequence(UNLIKE, number=1), 1).tokens == []
+    assert propose(drafter, sequence(DISTINCT, number=1), 1).tokens == []
 
 
 # ---- sampling
 
 
-def test_the_distribution_of_a_certain_proposal_is_one_hot() -> None:
+def test_distribution_of_a_proposal_is_one_hot() -> None:
     draft = propose(fresh(11), sequence(REPEATING, SamplingParams(temperature=1.0)), 3)
     assert draft.probs is not None
     assert draft.probs.dtype is torch.float32
     assert draft.probs.tolist() == np.eye(11)[draft.tokens].tolist()
 
 
-@pytest.mark.parametrize("honest", [True, False])
-def test_sampled_output_follows_the_targets_law(honest: bool) -> None:
-    """Chi-square over the token that comes where one was looked up; a draft that lies about q fails it."""
+@pytest.mark.parametrize("correct", [True, False])
+def test_sampled_output_follows_the_targets_distribution(correct: bool) -> None:
+    """Apply a chi-square test to the first token; a draft that reports a wrong distribution fails it."""
     logits = 1.5 * torch.randn(3, 11, generator=torch.Generator().manual_seed(8))
     params = SamplingParams(temperature=0.8)
     drafter, one, runs, found = fresh(11), sequence(REPEATING, params), 6000, Counter[int]()
     for _ in range(runs):
         draft = propose(drafter, one, 2)
         assert draft.probs is not None
-        if not honest:
+        if not correct:
             draft = Draft(draft.tokens, draft.probs * 0.3 + 0.7 / 11)
         result = RejectionVerifier().verify(one, draft, logits)
         found[draft.tokens[0] if result.accepted else result.next_token] += 1
-    law = probabilities(logits[:1], params)[0]
-    statistic = sum((found[t] - runs * p) ** 2 / (runs * p) for t, p in enumerate(law.tolist()))
-    assert (statistic < 44.0) == honest  # ten degrees of freedom: one false alarm in 300 000 seeds
+    distribution = probabilities(logits[:1], params)[0]
+    statistic = sum((found[t] - runs * p) ** 2 / (runs * p) for t, p in enumerate(distribution.tolist()))
+    assert (statistic < 44.0) == correct  # ten degrees of freedom: a false alarm for one of 300 000 seeds
 
 
 # ---- in the engine
@@ -144,25 +142,25 @@ def build(target: Path, **options: object) -> LLM:
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("share", [0, 1])
-def test_greedy_output_is_that_of_transformers(pair: Pair, k: int, share: int) -> None:
+def test_greedy_output_equals_transformers(pair: Pair, k: int, share: int) -> None:
     model = reference(pair.target)
     slots = TOP_K if share == 0 else LAYERS * EXPERTS[model.config.model_type]
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     with build(pair.target, num_speculative_tokens=k, expert_memory=memory_for(slots), prefill_chunk=3) as llm:
-        for prompt in (REPEATING * 3, UNLIKE, [84]):
+        for prompt in (REPEATING * 3, DISTINCT, [84]):
             assert llm.generate(prompt, params)[0].token_ids == greedy(model, prompt, COUNT)
         assert llm.engine.counters.drafted > 0
 
 
-def test_steps_without_a_match_are_plain_ones(pair: Pair) -> None:
+def test_steps_without_a_match_decode_one_token(pair: Pair) -> None:
     with build(pair.target, num_speculative_tokens=4) as llm:
-        completion = llm.generate(UNLIKE, SamplingParams(max_tokens=2, ignore_eos=True))[0]
+        completion = llm.generate(DISTINCT, SamplingParams(max_tokens=2, ignore_eos=True))[0]
         assert completion.stats.counters.drafted == 0
         assert completion.stats.counters.steps == 2
 
 
-def test_text_that_repeats_itself_is_accepted_and_takes_fewer_steps() -> None:
-    """The pair that ships continues a list of like lines."""
+def test_repetitive_text_takes_fewer_steps() -> None:
+    """The included pair continues a list of similar lines."""
     prompt = "".join(f"self.assertEqual(reader.read({i}), {i})\n" for i in range(6))
     params, found = SamplingParams(max_tokens=40, ignore_eos=True), []
     for draft in ("none", "ngram"):
@@ -174,7 +172,7 @@ def test_text_that_repeats_itself_is_accepted_and_takes_fewer_steps() -> None:
     assert drafted.stats.counters.steps < plain.stats.counters.steps / 2
 
 
-def test_the_targets_own_layers_predict_and_it_says_so(pair: Pair) -> None:
+def test_falls_back_to_next_gate_with_a_notice(pair: Pair) -> None:
     with build(pair.target) as llm:
         engine: Engine = llm.engine
         (notice,) = llm.notices
@@ -185,13 +183,13 @@ def test_the_targets_own_layers_predict_and_it_says_so(pair: Pair) -> None:
         assert stats.prefetch == "next-gate"
         assert stats.counters.prefetches_requested
     with build(pair.target, prefetch="on-demand") as llm:
-        assert llm.notices == [], "nobody asked for prefetching"
+        assert llm.notices == [], "prefetching was not requested"
     with build(pair.target, num_speculative_tokens=0) as llm:
         assert llm.notices == []
         assert llm.engine.loop.max_draft_tokens == 0
 
 
-def test_no_tokenizer_is_needed_and_tokens_stay_in_the_vocabulary(pair: Pair, tmp_path: Path) -> None:
+def test_works_without_a_tokenizer_and_stays_in_the_vocabulary(pair: Pair, tmp_path: Path) -> None:
     bare = tmp_path / "target"
     reference(pair.target).save_pretrained(bare)
     with build(bare) as llm:
@@ -199,8 +197,8 @@ def test_no_tokenizer_is_needed_and_tokens_stay_in_the_vocabulary(pair: Pair, tm
         assert all(0 <= token < VOCABULARY for token in tokens)
 
 
-def test_a_target_with_a_state_of_another_kind(recurrent_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram._Index, "find", lambda index, tokens: 1)  # its text never repeats: find it anyway
+def test_target_with_recurrent_state(recurrent_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram._Index, "find", lambda index, tokens: 1)  # its text never repeats: force a match
     model = reference(recurrent_target)
     with build(recurrent_target, expert_memory="50%", prefill_chunk=3) as llm:
         found = llm.generate(REPEATING * 3, SamplingParams(max_tokens=COUNT, ignore_eos=True))[0]

@@ -1,8 +1,9 @@
-"""A target that drafts for itself with quantized experts: exact, on one attention state, and its own prophet."""
+"""A target drafts for itself with quantized experts, shares its KV cache, and predicts its own routing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from checkpoints import EXPERTS, LAYERS, TOP_K, Pair, greedy, memory_for, reference, submodules_with
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
+from spmoe.draft.none import NoDraft
 from spmoe.draft.self import QuantizedSelfRunner, SelfDraft
 from spmoe.engine.plan import make_plan
 from spmoe.errors import StoreError, UsageError
@@ -29,39 +31,50 @@ GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def expected() -> Callable[[Path], list[list[int]]]:
-    known: dict[Path, list[list[int]]] = {}
+    """Return a function that gives the tokens of transformers for every prompt, computed once per checkpoint."""
 
-    def of(directory: Path) -> list[list[int]]:
-        if directory not in known:
-            model = reference(directory)
-            known[directory] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
-        return known[directory]
+    @cache
+    def tokens_of(directory: Path) -> list[list[int]]:
+        model = reference(directory)
+        return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
-    return of
+    return tokens_of
+
+
+class NoObservers:
+    """A policy that looks at no hidden states."""
+
+    def observer(self, *args: Any, **options: Any) -> None:
+        return None
 
 
 def build(target: Path, name: str = "int8", **options: Any) -> LLM:
     return LLM(str(target), f"self:{name}", progress=False, **options)
 
 
-def own(llm: LLM) -> QuantizedSelfRunner:
+def drafter_of(llm: LLM) -> SelfDraft:
     drafter = llm.engine.loop.drafter
     assert isinstance(drafter, SelfDraft)
-    assert isinstance(drafter.runner, QuantizedSelfRunner)
-    return drafter.runner
+    return drafter
 
 
-def coarse(llm: LLM, target: Path) -> Any:
-    """The checkpoint in transformers, with experts as coarse as the draft's."""
+def runner_of(llm: LLM) -> QuantizedSelfRunner:
+    runner = drafter_of(llm).runner
+    assert isinstance(runner, QuantizedSelfRunner)
+    return runner
+
+
+def dequantized(llm: LLM, target: Path) -> Any:
+    """Return the checkpoint as a transformers model with the draft's experts, dequantized."""
     model = reference(target)
     for layer, module in enumerate(submodules_with(model, "gate_up_proj")):
         for expert in range(module.gate_up_proj.shape[0]):
-            for name, tensor in own(llm)._experts.tensors(layer, expert).items():
+            for name, tensor in runner_of(llm)._experts.tensors(layer, expert).items():
                 getattr(module, name).data[expert] = tensor
     return model
 
 
-# ---- the output is the target's
+# ---- exactness
 
 
 @pytest.mark.parametrize(
@@ -76,7 +89,7 @@ def coarse(llm: LLM, target: Path) -> Any:
     ],
 )
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_greedy_output_is_that_of_transformers(
+def test_greedy_output_equals_transformers(
     pair: Pair, expected: Any, name: str, prefetch: str, cutoff: str, k: int, slots: str
 ) -> None:
     experts = EXPERTS[reference(pair.target).config.model_type]
@@ -96,7 +109,9 @@ def test_greedy_output_is_that_of_transformers(
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["windowed_pair", "partly_dense_pair", "recurrent_target"])
-def test_other_kinds_of_targets(request: pytest.FixtureRequest, expected: Any, kind: str, name: str) -> None:
+def test_sliding_window_dense_layers_and_recurrent_state(
+    request: pytest.FixtureRequest, expected: Any, kind: str, name: str
+) -> None:
     found = request.getfixturevalue(kind)
     target = found.target if isinstance(found, Pair) else found
     with build(target, name, num_speculative_tokens=4, cutoff="all", expert_memory="50%", prefill_chunk=3) as llm:
@@ -106,31 +121,31 @@ def test_other_kinds_of_targets(request: pytest.FixtureRequest, expected: Any, k
         assert llm.engine.counters.prefetches_requested > 0
 
 
-def test_several_generations_in_turns_keep_to_their_own_states(pair: Pair, expected: Any) -> None:
+def test_interleaved_streams_are_independent(pair: Pair, expected: Any) -> None:
     with build(pair.target, num_speculative_tokens=3, expert_memory="50%") as llm:
-        running = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
-        for parts in zip(*running, strict=False):
-            assert parts
-        for generation, tokens in zip(running, expected(pair.target), strict=True):
-            assert generation.run().token_ids == tokens
+        streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+        for pieces in zip(*streams, strict=False):
+            assert pieces
+        for stream, tokens in zip(streams, expected(pair.target), strict=True):
+            assert stream.run().token_ids == tokens
 
 
-# ---- one state
+# ---- the shared KV cache
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafting_leaves_the_targets_state_as_it_was(pair: Pair, temperature: float) -> None:
+def test_drafting_does_not_change_the_targets_kv_cache(pair: Pair, temperature: float) -> None:
     with build(pair.target, "int4", num_speculative_tokens=4) as llm:
-        drafter, sound, compared = own_drafter(llm), own_drafter(llm).propose, 0
+        drafter, original, compared = drafter_of(llm), drafter_of(llm).propose, 0
 
-        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, observers: Any) -> list[Draft]:
             nonlocal compared
             kv = llm.engine.parts.target_kv.get(sequences[0].id)
-            before = held(kv) if kv is not None else []
-            drafts = sound(sequences, k, on_chunk)
+            before = kv_tensors(kv) if kv is not None else []
+            drafts = original(sequences, k, observers)
             if kv is not None:
                 assert kv.length == len(sequences[0].tokens) - 1
-                assert all(map(torch.equal, held(kv), before))
+                assert all(map(torch.equal, kv_tensors(kv), before))
                 compared += k > 0
             return drafts
 
@@ -139,20 +154,15 @@ def test_drafting_leaves_the_targets_state_as_it_was(pair: Pair, temperature: fl
         assert compared > 1
 
 
-def own_drafter(llm: LLM) -> SelfDraft:
-    drafter = llm.engine.loop.drafter
-    assert isinstance(drafter, SelfDraft)
-    return drafter
-
-
-def held(kv: Any) -> list[Tensor]:
+def kv_tensors(kv: Any) -> list[Tensor]:
+    """Return copies of the keys and values of every layer, up to the cache's length."""
     assert all(layer.length == kv.length for layer in kv.cache.layers)
     return [t[:, :, : kv.length].clone() for layer in kv.cache.layers for t in (layer.keys, layer.values)]
 
 
-def test_no_second_state_is_paid_for(pair: Pair) -> None:
+def test_memory_is_counted_for_one_kv_cache_and_the_quantized_experts(pair: Pair) -> None:
     with build(pair.target, "int4") as llm, LLM(str(pair.target), progress=False) as plain:
-        runner = own(llm)
+        runner = runner_of(llm)
         assert llm.engine.parts.memory.kv == plain.engine.parts.memory.kv
         assert llm.engine.parts.memory.resident == plain.engine.parts.memory.resident + runner.resident_bytes
         (notice,) = llm.notices
@@ -160,58 +170,58 @@ def test_no_second_state_is_paid_for(pair: Pair) -> None:
         assert "KiB" in notice
 
 
-def test_the_target_has_its_experts_back_whatever_happens(pair: Pair) -> None:
+def test_target_experts_are_restored_after_success_and_error(pair: Pair) -> None:
     with build(pair.target) as llm:
-        runner, target = own(llm), llm.engine.target
-        ports = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
+        runner, target = runner_of(llm), llm.engine.target
+        forwards = [moe_layer.experts.spmoe_forward for moe_layer in target.moe]
         kv = runner.new_kv(8)
         runner.forward([1, 2], kv, num_logits=1)
-        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
+        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == forwards
         observer = LayerObserver(1, lambda depths, residual: None, lambda depths, residual, routing: 1 / 0)  # type: ignore[arg-type, return-value]
         with pytest.raises(ZeroDivisionError):
             runner.forward([1], kv, num_logits=1, observer=observer)
-        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == ports
+        assert [moe_layer.experts.spmoe_forward for moe_layer in target.moe] == forwards
 
 
-# ---- what it proposes and foretells
+# ---- proposals and predictions
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_it_proposes_what_the_quantized_model_would_say(pair: Pair, name: str) -> None:
+def test_proposals_are_the_quantized_models_argmax(pair: Pair, name: str) -> None:
     with build(pair.target, name, num_speculative_tokens=4, prefill_chunk=3) as llm:
-        drafter, proposals = own_drafter(llm), []
-        sound = drafter.propose
+        drafter, proposals = drafter_of(llm), []
+        original = drafter.propose
 
-        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, observers: Any) -> list[Draft]:
             proposals.append((list(sequences[0].tokens), k))
-            return sound(sequences, k, on_chunk)
+            return original(sequences, k, observers)
 
         drafter.propose = propose  # type: ignore[method-assign]
         llm.generate(PROMPTS[1], GREEDY)
-        model, exact = coarse(llm, pair.target), reference(pair.target)
+        model, exact = dequantized(llm, pair.target), reference(pair.target)
         tokens, k = proposals[2]
         assert k == 4
-        # the text so far was read by the target itself, and only what is new by its quantized self
+        # the target itself has read all tokens but the last; the quantized runner reads only the last
         with torch.no_grad():
             cache = exact(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
-            said, step = [], tokens[-1:]
+            proposed, step = [], tokens[-1:]
             for _ in range(k):
                 step = [int(model(torch.tensor([step]), past_key_values=cache).logits[0, -1].argmax())]
-                said += step
+                proposed += step
         sequence = llm._new_sequence(tokens, GREEDY, 10)
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(tokens[:-1], kv, num_logits=1)
-        assert sound([sequence], k, None)[0].tokens == said
+        assert original([sequence], k, NoObservers())[0].tokens == proposed
 
 
-def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair: Pair) -> None:
+def test_sampled_proposals_have_the_distribution_they_were_drawn_from(pair: Pair) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=0.7, top_k=20, seed=3)
     with build(pair.target, "int4", num_speculative_tokens=3) as llm:
         sequence = llm._new_sequence(PROMPTS[1], params, 10)
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(PROMPTS[1][:-1], kv, num_logits=1)
-        (draft,) = own_drafter(llm).propose([sequence], 3, None)
-        model, exact = coarse(llm, pair.target), reference(pair.target)
+        (draft,) = drafter_of(llm).propose([sequence], 3, NoObservers())
+        model, exact = dequantized(llm, pair.target), reference(pair.target)
     assert draft.probs is not None
     with torch.no_grad():
         cache = exact(torch.tensor([PROMPTS[1][:-1]]), use_cache=True).past_key_values
@@ -222,45 +232,43 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from(pair:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen_pair", "partly_dense_pair"])
-def test_what_it_foretells_is_what_its_routers_choose(request: pytest.FixtureRequest, kind: str, chunks: int) -> None:
+def test_predicted_routing_is_that_of_its_own_routers(request: pytest.FixtureRequest, kind: str, chunks: int) -> None:
     pair: Pair = request.getfixturevalue(kind)
     with build(pair.target, "int4") as llm:
-        runner, told = own(llm), list[tuple[range, Routing]]()
-        model, chosen = coarse(llm, pair.target), list[Tensor]()
+        runner, shown = runner_of(llm), list[tuple[range, Routing]]()
+        model, outputs = dequantized(llm, pair.target), list[Any]()
         for gate in [m.gate for m in submodules_with(model, "experts")]:
-            gate.register_forward_hook(lambda gate, args, output: chosen.append(output))
+            gate.register_forward_hook(lambda gate, args, output: outputs.append(output))
         with torch.no_grad():
             model(torch.tensor([PROMPTS[1]]))
 
-        def tell(depths: range, residual: Tensor, routing: Routing | None) -> None:
+        def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
             assert routing is not None
-            told.append((depths, routing))
+            shown.append((depths, routing))
 
         runner.forward(
-            PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, tell)
+            PROMPTS[1], runner.new_kv(20), num_logits=1, observer=LayerObserver(chunks, lambda *_: None, show)
         )
         policy = DraftGate(llm.engine.target, runner.depth_count, cutoff=9)
-        assert len(told) == min(chunks, len(chosen))
-        layers = [layer for depths, _ in told for depth in depths for layer in policy._layers_at[depth]]
-        assert layers == list(range(len(chosen)))
-        for (_, weights, index), found, scores in zip(
-            chosen, torch.cat([r.experts for _, r in told]), torch.cat([r.scores for _, r in told]), strict=True
-        ):
-            assert torch.equal(found, index)
-            torch.testing.assert_close(scores, (weights / weights.sum(-1, keepdim=True)).float(), atol=1e-4, rtol=1e-4)
+        assert len(shown) == min(chunks, len(outputs))
+        layers = [layer for depths, _ in shown for depth in depths for layer in policy._layers_at[depth]]
+        assert layers == list(range(len(outputs)))
+        experts, scores = (
+            torch.cat([getattr(routing, name) for _, routing in shown]) for name in ("experts", "scores")
+        )
+        for (_, weights, index), routed, shares in zip(outputs, experts, scores, strict=True):
+            assert torch.equal(routed, index)
+            torch.testing.assert_close(shares, (weights / weights.sum(-1, keepdim=True)).float(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
-    text, rates, tokens = sample_text(), {}, set()
+def test_included_pair_accepts_more_tokens_of_itself_than_of_its_draft() -> None:
+    prompt, rates, outputs = sample_text()[6000:6600], {}, set()
     for draft in (None, "self:int8", "self:int4"):
         with LLM(draft=draft, dtype="float32", progress=False, cutoff="all") as llm:
-            counters = llm.engine.counters
-            for start in (0, 6000, 12000, 18000):
-                said = llm.generate(text[start : start + 600], SamplingParams(max_tokens=64, ignore_eos=True))[0]
-                tokens.add((start, *said.token_ids))
-            rates[draft] = counters.accepted / counters.drafted
-    assert len(tokens) == 4, "whatever drafts, the output is the target's"
+            completion = llm.generate(prompt, SamplingParams(max_tokens=64, ignore_eos=True))[0]
+            outputs.add(tuple(completion.token_ids))
+            rates[draft] = completion.stats.counters.accepted / completion.stats.counters.drafted
+    assert len(outputs) == 1, "the output does not depend on the draft"
     assert rates["self:int8"] > 0.95
     assert rates["self:int8"] >= rates["self:int4"] > 0.7
     assert rates["self:int4"] > rates[None]  # type: ignore[index]
@@ -270,29 +278,31 @@ def test_the_pair_that_ships_accepts_more_of_itself_than_of_its_draft() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("memory", ["10%", "100%"])
 @pytest.mark.parametrize("draft", ["self:int8", "self:int4"])
-def test_on_a_device_it_is_recorded_and_tokens_are_the_cpus(draft: str, memory: str) -> None:
+def test_captured_on_cuda_with_the_tokens_of_the_cpu(draft: str, memory: str) -> None:
     prompts, params = [sample_text()[:400], "import os\n"], SamplingParams(max_tokens=40, ignore_eos=True)
-    found, kept = {}, {}
+    found, rates = {}, {}
     for device in ("cpu", "cuda"):
         with LLM(draft=draft, dtype="float32", device=device, expert_memory=memory, progress=False) as llm:
             found[device] = [[c.token_ids for c in llm.generate(prompts, params)] for _ in range(2)]
             counters = llm.engine.counters
-            kept[device] = counters.accepted / counters.drafted
-            assert device == "cpu" or own(llm).captures
+            rates[device] = counters.accepted / counters.drafted
+            assert device == "cpu" or runner_of(llm).captures
     assert found["cuda"] == found["cpu"]
-    assert kept["cuda"] == pytest.approx(kept["cpu"], abs=0.02)  # a wrong product would still give the right tokens
+    assert rates["cuda"] == pytest.approx(rates["cpu"], abs=0.02)  # wrong quantized products change only this
 
 
-# ---- on disk, in plans and in options
+# ---- files, plans and options
 
 
-def test_it_is_quantized_once(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_quantized_once_and_checked_when_read(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
-    for _ in range(2):
+    for attempt in range(2):
         for name in ("int8", "int4"):
             build(pair.target, name).close()
         files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "experts").glob("*.safetensors")}
-        if _ == 0:
+        if attempt == 0:
             first = files
     assert files == first
     assert sorted(name.rpartition("-")[2] for name in files) == [
@@ -300,32 +310,32 @@ def test_it_is_quantized_once(pair: Pair, tmp_path: Path, monkeypatch: pytest.Mo
         "int4.safetensors",
         "int8.safetensors",
     ]
-    (coded,) = (tmp_path / "experts").glob("*int4.safetensors")
-    data = bytearray(coded.read_bytes())
+    (quantized,) = (tmp_path / "experts").glob("*int4.safetensors")
+    data = bytearray(quantized.read_bytes())
     data[-5000] ^= 1
-    coded.write_bytes(data)
+    quantized.write_bytes(data)
     with pytest.raises(StoreError, match="checksum"):
         build(pair.target, "int4")
 
 
-def test_the_plan_counts_it(pair: Pair) -> None:
+def test_plan_counts_the_quantized_experts(pair: Pair) -> None:
     with build(pair.target, "int4") as llm:
         plan = make_plan(EngineConfig.make(model=str(pair.target), draft="self:int4"))
         assert plan.draft is not None
         assert plan.draft.name == "self:int4"
         assert plan.draft.architecture == "the target with int4 experts"
-        assert plan.draft.resident_bytes == own(llm).resident_bytes
+        assert plan.draft.resident_bytes == runner_of(llm).resident_bytes
         assert plan.prefetch.policy == "draft-gate"
         assert plan.memory.kv == llm.engine.parts.memory.kv
 
 
 @pytest.mark.parametrize("draft", ["self", "self:int3", "self:", "self:INT4"])
-def test_what_is_not_known_is_refused(draft: str) -> None:
+def test_unknown_quantization_is_rejected(draft: str) -> None:
     with pytest.raises(UsageError, match="self:int8 or self:int4"):
         EngineConfig.make(model="m", draft=draft)
 
 
-def test_without_draft_tokens_nothing_is_quantized(pair: Pair) -> None:
+def test_nothing_is_quantized_without_draft_tokens(pair: Pair) -> None:
     with build(pair.target, num_speculative_tokens=0) as llm:
         assert llm.notices == []
-        assert llm.engine.parts.drafter is None
+        assert isinstance(llm.engine.parts.drafter, NoDraft)

@@ -1,4 +1,4 @@
-"""Drafts of a length that is chosen as steps go: exact, repeatable where dice are thrown, learnt by each for itself."""
+"""`num_speculative_tokens="auto"`: exact, reproducible when sampling, and learned per configuration."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def load(pair: Pair, draft: Path | str | None = "good", **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("draft", ["good", "ngram", "self:int8"])
-def test_lengths_that_change_at_every_step_change_no_token(
+def test_changing_k_at_every_step_changes_no_token(
     mixtral_pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dice, drafted = random.Random(5), set[int]()
+    rng, drafted = random.Random(5), set[int]()
 
     def learn(self: DraftLength, drafted_now: int, *rest: Any) -> None:
         drafted.add(drafted_now)
-        self.current = dice.choice(LENGTHS)
+        self.current = rng.choice(LENGTHS)
 
     monkeypatch.setattr(DraftLength, "learn", learn)
     with load(mixtral_pair, draft) as llm:
         found = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0]
         assert found.stats.draft_tokens == "auto"
     assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 60)
-    assert len(drafted) > (1 if draft == "ngram" else 3), "lengths did change"
+    assert len(drafted) > (1 if draft == "ngram" else 3), "K did change"
 
 
-def test_what_is_drawn_at_random_does_not_depend_on_what_was_learnt(mixtral_pair: Pair) -> None:
+def test_sampled_tokens_do_not_depend_on_the_learned_k(mixtral_pair: Pair) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=7)
     with load(mixtral_pair, num_speculative_tokens=FIRST) as llm:
         expected = llm.generate(PROMPT, params)[0].token_ids
@@ -52,51 +52,49 @@ def test_what_is_drawn_at_random_does_not_depend_on_what_was_learnt(mixtral_pair
         for current in (0, 4, 16):
             llm.engine.loop.draft_length.current = current
             assert llm.generate(PROMPT, params)[0].token_ids == expected
-            assert llm.engine.loop.draft_length.current == current, "nor does it teach anything"
+            assert llm.engine.loop.draft_length.current == current, "sampling does not change it"
 
 
-def test_the_step_that_reads_the_prompt_teaches_nothing(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(DraftLength, "learn", lambda self, k, kept, *seconds: told.append((k, kept)))
+def test_prompt_step_is_not_learned_from(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[tuple[int, int]] = []
+    monkeypatch.setattr(DraftLength, "learn", lambda self, k, accepted, *seconds: learned.append((k, accepted)))
     with load(mixtral_pair) as llm:
         stats = llm.generate(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
     decoded = stats.decode_counters
-    assert len(told) == decoded.steps
-    assert (sum(one[0] for one in told), sum(one[1] for one in told)) == (decoded.drafted, decoded.accepted)
+    assert len(learned) == decoded.steps
+    assert (sum(k for k, _ in learned), sum(accepted for _, accepted in learned)) == (decoded.drafted, decoded.accepted)
 
 
-def test_a_length_holds_from_the_end_of_one_step_through_the_next(
-    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    length = Loop._draft_length
+def test_k_of_the_launched_draft_is_used_in_the_next_step(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    original = Loop._num_draft_tokens
 
-    def note(self: Loop, sequence: Sequence, room: int) -> int:
-        asked.append(length(self, sequence, room))
-        return asked[-1]
+    def num_draft_tokens(self: Loop, sequence: Sequence, max_new_tokens: int) -> int:
+        found.append(original(self, sequence, max_new_tokens))
+        return found[-1]
 
-    monkeypatch.setattr(Loop, "_draft_length", note)
+    monkeypatch.setattr(Loop, "_num_draft_tokens", num_draft_tokens)
     with load(mixtral_pair) as llm:
         llm.generate(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
-    begun, used = asked[1::2], asked[2::2]
-    assert begun[: len(used)] == used, "a draft that was begun is the one that is used"
+    launched, used = found[1::2], found[2::2]
+    assert launched[: len(used)] == used, "the launched draft is the one that is used"
 
 
-def test_configurations_that_are_kept_apart_learn_apart(mixtral_pair: Pair) -> None:
+def test_isolated_configurations_learn_separately(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16, prefetch="on-demand") as llm:
         assert llm.engine.loop.draft_length is None
-        apart, changes = IsolatedConfigs(llm.engine), {"num_speculative_tokens": "auto"}
+        configs, changes = IsolatedConfigs(llm.engine), {"num_speculative_tokens": "auto"}
         lengths = []
-        for whose in ("one", "other", "one"):
-            apart.select(whose, changes)
+        for name in ("one", "other", "one"):
+            configs.select(name, changes)
             lengths.append(llm.engine.loop.draft_length)
         assert lengths[0] is lengths[2] is not lengths[1]
-        apart.select("fixed", {"num_speculative_tokens": 3})
+        configs.select("fixed", {"num_speculative_tokens": 3})
         assert llm.engine.loop.draft_length is None
         assert llm.engine.loop.max_draft_tokens == 3
 
 
-def test_what_is_learnt_for_it_is_not_what_is_learnt_for_the_most(mixtral_pair: Pair) -> None:
+def test_auto_and_a_fixed_k_have_separate_profiles_and_policies(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16) as llm:
         files, policies = [llm.engine.prefetching.profile_file], []
         for k in ("auto", 4):
@@ -109,24 +107,23 @@ def test_what_is_learnt_for_it_is_not_what_is_learnt_for_the_most(mixtral_pair: 
     assert policies[0] is not policies[1]
 
 
-def test_no_copy_may_be_late_for_the_drafts_there_are(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Just in time for two tokens, and not for the sixteen that there might be."""
-    asked: list[int] = []
+def test_automatic_cutoff_uses_the_present_k(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies must arrive during a draft of two tokens, not of the sixteen that are allowed."""
+    used: list[int] = []
 
-    def note(cutoff: object, profile: object, inputs: CutoffInputs) -> int:
-        asked.append(inputs.draft_tokens)
+    def choose_cutoff(cutoff: object, profile: object, inputs: CutoffInputs) -> int:
+        used.append(inputs.draft_tokens)
         return 1
 
-    monkeypatch.setattr("spmoe.engine.engine.choose_cutoff", note)
-    monkeypatch.setattr("spmoe.engine.prefetching.choose_cutoff", note)
+    monkeypatch.setattr("spmoe.engine.prefetching.choose_cutoff", choose_cutoff)
     monkeypatch.setattr(DraftLength, "learn", lambda self, *step: setattr(self, "current", 2))
     with load(mixtral_pair) as llm:
         llm.generate([PROMPT] * 2, SamplingParams(max_tokens=60, ignore_eos=True))
         llm.engine.learn_cutoff()
-    assert (asked[0], asked[-1]) == (FIRST, 2)
+    assert (used[0], used[-1]) == (FIRST, 2)
 
 
-def test_without_a_draft_there_is_nothing_to_choose(mixtral_pair: Pair) -> None:
+def test_auto_without_a_draft_decodes_plainly(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, draft=None) as llm:
         assert llm.engine.loop.draft_length is None
         found = llm.generate(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))[0]
@@ -136,6 +133,6 @@ def test_without_a_draft_there_is_nothing_to_choose(mixtral_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("given", ["many", "1.5", "", 2.5, True, -1, 65, "-1", "65"])
-def test_what_is_neither_a_number_nor_auto(mixtral_pair: Pair, given: Any) -> None:
+def test_invalid_number_of_draft_tokens_is_rejected(mixtral_pair: Pair, given: Any) -> None:
     with pytest.raises(UsageError, match="num_speculative_tokens must be"):
         load(mixtral_pair, num_speculative_tokens=given)

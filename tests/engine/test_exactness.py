@@ -1,10 +1,11 @@
-"""The output is exactly the target's: every drafter, policy, budget and K gives what transformers gives."""
+"""The output is exactly that of transformers, with every drafter, policy, budget and K."""
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "family": ("mixtral", "qwen3_moe"),
     "prefetch": ("on-demand", "draft-gate", "next-gate", "draft-gate+next-gate", "activation", "adaptive"),
     "num_speculative_tokens": (0, 1, 3, 5, "auto"),
-    "slots": (0, 1, 2, 3),  # places in SLOTS: the least there may be, one more, half of all, all
+    "slots": (0, 1, 2, 3),  # index into SLOTS: the minimum, one more, half of all experts, all experts
     "cutoff": ("all", "1", "auto"),
     "draft": ("good", "random"),
     "eviction": ("auto", *EVICTION_POLICIES.names()),
@@ -67,7 +68,7 @@ def pairs_of(row: Mapping[str, Any]) -> set[tuple[Any, ...]]:
 
 
 def covering_rows() -> list[dict[str, Any]]:
-    """Few settings in which every value of every axis meets every value of every other."""
+    """Return few rows that together contain every pair of values of every two axes."""
     missing = {(a, x, b, y) for a, b in combinations(AXES, 2) for x, y in product(AXES[a], AXES[b])}
     rows = []
     while missing:
@@ -93,16 +94,14 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> Callable[[Path], list[list[int]]]:
-    """What transformers makes of every prompt, once per checkpoint."""
-    known: dict[Path, list[list[int]]] = {}
+    """Return a function that gives the tokens of transformers for every prompt, computed once per checkpoint."""
 
-    def of(directory: Path) -> list[list[int]]:
-        if directory not in known:
-            model = reference(directory)
-            known[directory] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
-        return known[directory]
+    @cache
+    def tokens_of(directory: Path) -> list[list[int]]:
+        model = reference(directory)
+        return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
-    return of
+    return tokens_of
 
 
 def build(target: Path, draft: Path | None = None, **options: Any) -> LLM:
@@ -110,14 +109,14 @@ def build(target: Path, draft: Path | None = None, **options: Any) -> LLM:
 
 
 def settings(row: Mapping[str, Any], pair: Pair) -> dict[str, Any]:
-    """The row as engine options."""
+    """Return the row as engine options."""
     options = {**row, "draft": getattr(pair, row["draft"]), "target": pair.target}
     options["expert_memory"] = memory_for(SLOTS[options.pop("family")][options.pop("slots")])
     return options
 
 
 def assert_exact(llm: LLM, expected: list[list[int]]) -> None:
-    """Token for token, on every prompt."""
+    """Check the tokens of every prompt."""
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         completion = llm.generate(prompt, params)[0]
@@ -128,16 +127,16 @@ def assert_exact(llm: LLM, expected: list[list[int]]) -> None:
 # ---- greedy
 
 
-def test_every_pair_of_settings_is_run() -> None:
-    run = set().union(*(pairs_of(row) for row in ROWS))
+def test_rows_contain_every_pair_of_values() -> None:
+    covered = set().union(*(pairs_of(row) for row in ROWS))
     for a, b in combinations(AXES, 2):
         for x, y in product(AXES[a], AXES[b]):
-            assert (a, x, b, y) in run
+            assert (a, x, b, y) in covered
     assert len(ROWS) < 60, "a covering subset, not the product"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_greedy_output_is_that_of_transformers(
+def test_greedy_output_equals_transformers(
     row: Mapping[str, Any], mixtral_pair: Pair, qwen_pair: Pair, expected: Any
 ) -> None:
     family = row["family"]
@@ -147,7 +146,7 @@ def test_greedy_output_is_that_of_transformers(
         assert_exact(llm, expected(pair.target))
         drafting = row["num_speculative_tokens"] != 0
         predicting = drafting and "draft-gate" in row["prefetch"]
-        assert engine.slots == SLOTS[family][row["slots"]], "the budget that was meant"
+        assert engine.slots == SLOTS[family][row["slots"]], "the budget of this row"
         assert engine.experts.pool.peak_slots <= engine.slots
         assert engine.notices == []
         assert engine.loop.max_draft_tokens == max_draft_tokens(row["num_speculative_tokens"])
@@ -164,8 +163,8 @@ def test_greedy_output_is_that_of_transformers(
             assert counters.prefetch_loads <= counters.prefetches_requested
 
 
-def test_the_oracle_is_exact_and_knows_everything(pair: Pair, expected: Any) -> None:
-    """Each prompt is run and recorded, then run again by one who knows what comes."""
+def test_oracle_is_exact_and_requests_every_routed_expert(pair: Pair, expected: Any) -> None:
+    """Run and record each prompt, then run it again with the oracle policy."""
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     with build(pair.target, pair.good, num_speculative_tokens=3, prefetch="on-demand", expert_memory="50%") as llm:
         for prompt, tokens in zip(PROMPTS, expected(pair.target), strict=True):
@@ -183,8 +182,8 @@ def test_the_oracle_is_exact_and_knows_everything(pair: Pair, expected: Any) -> 
             assert counters.prefetch_used > 0
 
 
-def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
-    """Greedy tokens vary, no two best tokens are close to a tie, and a good draft is kept and refused."""
+def test_checkpoints_make_the_comparison_meaningful(pair: Pair, expected: Any) -> None:
+    """Greedy tokens vary, there are no near-ties, and tokens of a good draft are accepted and rejected."""
     model = reference(pair.target)
     for prompt, tokens in zip(PROMPTS, expected(pair.target), strict=True):
         assert len(set(tokens)) >= 6
@@ -201,7 +200,7 @@ def test_the_comparison_is_worth_something(pair: Pair, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
-def test_a_llama_draft_serves_either_family(pair: Pair, llama_draft: Path, prefetch: str, expected: Any) -> None:
+def test_llama_draft_works_with_both_families(pair: Pair, llama_draft: Path, prefetch: str, expected: Any) -> None:
     with build(
         pair.target, llama_draft, num_speculative_tokens=3, prefetch=prefetch, cutoff="all", expert_memory="50%"
     ) as llm:
@@ -210,7 +209,7 @@ def test_a_llama_draft_serves_either_family(pair: Pair, llama_draft: Path, prefe
 
 
 @pytest.mark.parametrize("layout", ["fused", "sharded"])
-def test_other_layouts_give_the_same_output(tmp_path: Path, pair: Pair, layout: str, expected: Any) -> None:
+def test_other_checkpoint_layouts_give_the_same_output(tmp_path: Path, pair: Pair, layout: str, expected: Any) -> None:
     copy = save(reference(pair.target), tmp_path / layout, byte_tokenizer(), layout)
     with build(copy, pair.good, num_speculative_tokens=3, expert_memory="50%") as llm:
         assert_exact(llm, expected(pair.target))
@@ -219,7 +218,7 @@ def test_other_layouts_give_the_same_output(tmp_path: Path, pair: Pair, layout: 
 @pytest.mark.parametrize("draft", ["good", "random"])
 @pytest.mark.parametrize("slots", [TOP_K, LAYERS * EXPERTS["mixtral"]])
 @pytest.mark.parametrize(("prefetch", "k"), [("on-demand", 0), ("on-demand", 3), ("draft-gate", 5)])
-def test_beyond_a_sliding_window(
+def test_text_longer_than_the_sliding_window(
     windowed_pair: Pair, prefetch: str, k: int, slots: int, draft: str, expected: Any
 ) -> None:
     window = reference(windowed_pair.target).config.sliding_window
@@ -237,7 +236,7 @@ def test_beyond_a_sliding_window(
 
 @pytest.mark.parametrize("draft", ["good", "random"])
 @pytest.mark.parametrize("cutoff", ["all", 1])
-def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff: Any, expected: Any) -> None:
+def test_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff: Any, expected: Any) -> None:
     with build(
         partly_dense_pair.target,
         getattr(partly_dense_pair, draft),
@@ -251,8 +250,8 @@ def test_a_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff:
         assert llm.engine.counters.prefetches_requested > 0
 
 
-def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
-    """With drafts that are kept in part, the state is put back and the kept tokens are read again."""
+def test_recurrent_state_is_restored_from_its_snapshot(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
+    """After a partly accepted draft, the state is restored and the accepted tokens are read again."""
     for chunk in (3, 512):
         with build(
             recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=chunk
@@ -262,7 +261,7 @@ def test_a_recurrent_state_goes_back_to_its_mark(recurrent_target: Path, qwen_pa
             assert llm.notices == []
 
 
-def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
+def test_target_that_cannot_roll_back_decodes_without_speculation_and_warns(
     recurrent_target: Path, qwen_pair: Pair, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmoe.models.inspection._resumes", lambda model: False)
@@ -277,11 +276,11 @@ def test_a_state_that_cannot_roll_back_decodes_plainly_and_says_so(
         assert "without speculation" in notice
     with build(recurrent_target, expert_memory="50%") as llm:
         assert_exact(llm, expected(recurrent_target))
-        assert llm.notices == [], "nobody asked for speculation"
+        assert llm.notices == [], "speculation was not requested"
 
 
-def test_an_end_token_inside_an_accepted_draft_ends_the_output(tmp_path: Path, pair: Pair, expected: Any) -> None:
-    """With the end token set to one that greedy decoding reaches, transformers and the engine stop alike."""
+def test_eos_inside_an_accepted_draft_ends_the_output(tmp_path: Path, pair: Pair, expected: Any) -> None:
+    """EOS is a token that greedy decoding reaches; transformers and the engine must stop at the same place."""
     tokens = expected(pair.target)[1]
     end = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
     copy = tmp_path / "target"
@@ -303,46 +302,46 @@ def test_an_end_token_inside_an_accepted_draft_ends_the_output(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("draft", ["good", "random"])
-def test_the_draft_proposes_what_it_would_say_itself(pair: Pair, draft: str) -> None:
-    """A draft whose own state was not rolled back right would still be exact, but propose nonsense."""
+def test_proposals_are_the_drafts_own_greedy_tokens(pair: Pair, draft: str) -> None:
+    """A draft with a KV cache that was rolled back wrongly would propose other tokens; the output would not show it."""
     model = reference(getattr(pair, draft))
     with build(pair.target, getattr(pair, draft), num_speculative_tokens=3, prefill_chunk=3) as llm:
         drafter = llm.engine.loop.drafter
-        sound, proposals = drafter.propose, []
+        original, proposals = drafter.propose, []
 
-        def propose(sequences: Any, k: int, on_chunk: Any) -> list[Draft]:
+        def propose(sequences: Any, k: int, observers: Any) -> list[Draft]:
             before = list(sequences[0].tokens)
-            drafts = sound(sequences, k, on_chunk)
+            drafts = original(sequences, k, observers)
             proposals.append((before, drafts[0].tokens, k))
             return drafts
 
         drafter.propose = propose
         llm.generate(LONG, SamplingParams(max_tokens=COUNT, ignore_eos=True))
-    assert proposals[0][1:] == ([], 0), "before the prompt has been read there is nothing to draft from"
+    assert proposals[0][1:] == ([], 0), "the first step only reads the prompt"
     assert len(proposals) > 3
     for tokens, proposed, k in proposals[1:]:
         assert proposed == (greedy(model, tokens, k) if k else [])
 
 
-# ---- every bit of the logits
+# ---- bits of the logits
 
 
 @pytest.fixture(scope="module")
-def wider_choice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE that adds up four experts per token, so that the order of addition shows."""
+def top_4_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE with four experts per token, so that the order of addition matters."""
     model = seeded(make_qwen3_moe, 60, num_experts_per_tok=4)
-    return save(model, tmp_path_factory.mktemp("wider") / "target", byte_tokenizer())
+    return save(model, tmp_path_factory.mktemp("top-4") / "target", byte_tokenizer())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "four experts"])
-def test_logits_of_plain_decoding_are_those_of_eager_transformers(
-    case: str, dtype: torch.dtype, mixtral_pair: Pair, qwen_pair: Pair, wider_choice: Path
+def test_logits_of_plain_decoding_have_the_bits_of_eager_transformers(
+    case: str, dtype: torch.dtype, mixtral_pair: Pair, qwen_pair: Pair, top_4_target: Path
 ) -> None:
     directory, budgets = {
         "mixtral": (mixtral_pair.target, SLOTS["mixtral"]),
         "qwen3_moe": (qwen_pair.target, SLOTS["qwen3_moe"]),
-        "four experts": (wider_choice, (4, 5, 12, 24)),
+        "four experts": (top_4_target, (4, 5, 12, 24)),
     }[case]
     model = reference(directory, dtype, experts_implementation="eager")
     assert model.config._experts_implementation == "eager"
@@ -358,8 +357,8 @@ def test_logits_of_plain_decoding_are_those_of_eager_transformers(
         with build(directory, expert_memory=memory_for(slots, dtype), dtype=name) as llm:
             assert llm.engine.slots == slots
             kv = llm.engine.target.new_kv(len(LONG) + len(logits))
-            for tokens, wanted in logits:
-                assert torch.equal(llm.engine.target.forward(tokens, kv, num_logits=len(tokens)), wanted)
+            for tokens, expected_logits in logits:
+                assert torch.equal(llm.engine.target.forward(tokens, kv, num_logits=len(tokens)), expected_logits)
 
 
 # ---- sampling
@@ -369,7 +368,7 @@ SAMPLING = SamplingParams(max_tokens=COUNT, temperature=0.9, top_p=0.95, seed=11
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_sampling_with_a_seed_is_repeatable_whatever_the_policy_and_the_budget(pair: Pair, k: int) -> None:
+def test_seeded_sampling_is_reproducible_with_any_policy_and_budget(pair: Pair, k: int) -> None:
     outputs = []
     for prefetch, share in (("on-demand", "25%"), ("draft-gate", "50%"), ("draft-gate", "100%")):
         with build(
@@ -382,21 +381,21 @@ def test_sampling_with_a_seed_is_repeatable_whatever_the_policy_and_the_budget(p
     assert all(output == outputs[0] for output in outputs)
 
 
-def test_without_a_seed_outputs_differ(mixtral_pair: Pair) -> None:
+def test_outputs_differ_without_a_seed(mixtral_pair: Pair) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=1.5, ignore_eos=True)
     with build(mixtral_pair.target, num_speculative_tokens=0, expert_memory="100%") as llm:
         first, second = (llm.generate(LONG, params)[0].token_ids for _ in range(2))
-    assert first != second  # alike once in far more than 10**9 runs: 14 tokens of several bits each
+    assert first != second  # equal less than once in 10**9 runs: 14 tokens of several bits each
 
 
 DRAWS = 250
-WIDTH = 3  # tokens that can follow any other: top_k
+WIDTH = 3  # top_k: possible next tokens
 LENGTH = 3
-FALSE_ALARM = 1e-4  # the share of seeds for which an exact engine would be called inexact
+FALSE_ALARM = 1e-4  # share of seeds for which an exact engine would fail the test
 
 
 def sequence_probabilities(directory: Path) -> dict[tuple[int, ...], float]:
-    """The target's own distribution over continuations, by enumeration with transformers."""
+    """Return the probability of every continuation, computed by transformers."""
     model = reference(directory)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
@@ -411,10 +410,10 @@ def sequence_probabilities(directory: Path) -> dict[tuple[int, ...], float]:
     return found
 
 
-def chance_of(drawn: Sequence[tuple[int, ...]], probabilities: Mapping[tuple[int, ...], float]) -> float:
-    """Pearson's test: how often an exact sampler would be at least this far off. Rare outcomes share a bin."""
+def p_value(drawn: Sequence[tuple[int, ...]], probabilities: Mapping[tuple[int, ...], float]) -> float:
+    """Return the p-value of Pearson's chi-square test. Rare outcomes share a bin."""
     if not set(drawn) <= set(probabilities):
-        return 0.0  # the target would never have written that
+        return 0.0  # the target cannot generate that
     counts, total = Counter(drawn), len(drawn)
     bins: list[tuple[float, int]] = [(total * p, counts[o]) for o, p in probabilities.items() if total * p >= 5]
     bins.append((total - sum(e for e, _ in bins), total - sum(c for _, c in bins)))
@@ -433,13 +432,15 @@ def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
 
 
 class AcceptsEverything(RejectionVerifier):
+    """Accepts every draft token."""
+
     def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
         bonus = rejection.draw(rejection.probabilities(logits, sequence.sampling)[-1], sequence.rng)
         return VerifyResult(len(draft.tokens), bonus)
 
 
 class RedrawsFromTheTarget(RejectionVerifier):
-    """Keeps as it should, but draws recovered tokens from p instead of what p has more of than q."""
+    """Accepts correctly, but draws recovered tokens from p instead of the positive part of p - q."""
 
     def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
         result = super().verify(sequence, draft, logits)
@@ -450,10 +451,10 @@ class RedrawsFromTheTarget(RejectionVerifier):
 
 
 @pytest.fixture(scope="module")
-def open_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A pair whose continuations are open: many are likely, and the draft weighs them otherwise."""
+def high_entropy_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair with many likely continuations, to which the draft gives other probabilities."""
     return save_pair(
-        tmp_path_factory.mktemp("open"),
+        tmp_path_factory.mktemp("high-entropy"),
         "mixtral",
         noise=0.3,
         target=seeded(make_mixtral, 71, num_hidden_layers=2),
@@ -462,56 +463,56 @@ def open_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def continuations(open_pair: Pair) -> dict[tuple[int, ...], float]:
-    return sequence_probabilities(open_pair.target)
+def continuations(high_entropy_pair: Pair) -> dict[tuple[int, ...], float]:
+    return sequence_probabilities(high_entropy_pair.target)
 
 
 def test_sampled_output_follows_the_targets_distribution(
-    open_pair: Pair, continuations: Mapping[tuple[int, ...], float]
+    high_entropy_pair: Pair, continuations: Mapping[tuple[int, ...], float]
 ) -> None:
     assert max(continuations.values()) < 0.2
-    drawn, counters = draw_continuations(open_pair)
-    assert 0.2 < counters.accepted / counters.drafted < 0.8, "both ways a token can come about"
-    assert chance_of(drawn, continuations) > FALSE_ALARM
+    drawn, counters = draw_continuations(high_entropy_pair)
+    assert 0.2 < counters.accepted / counters.drafted < 0.8, "some tokens are accepted, some are rejected"
+    assert p_value(drawn, continuations) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("broken", [AcceptsEverything, RedrawsFromTheTarget])
-def test_a_sampler_that_is_off_is_caught(
-    open_pair: Pair,
+def test_wrong_sampler_is_detected(
+    high_entropy_pair: Pair,
     continuations: Mapping[tuple[int, ...], float],
     monkeypatch: pytest.MonkeyPatch,
     broken: type[RejectionVerifier],
 ) -> None:
     monkeypatch.setattr("spmoe.engine.loop.RejectionVerifier", broken)
-    drawn, _ = draw_continuations(open_pair)
-    assert chance_of(drawn, continuations) < FALSE_ALARM
+    drawn, _ = draw_continuations(high_entropy_pair)
+    assert p_value(drawn, continuations) < FALSE_ALARM
 
 
-# ---- engines broken on purpose: the comparison above must see it
+# ---- faults: the comparison above must detect them
 
 
 def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = cpu.run_expert
+    original = cpu.run_expert
 
     def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         gate, up = tensors["gate_up_proj"].chunk(2)
-        return sound(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
+        return original(experts, {**tensors, "gate_up_proj": torch.cat([up, gate])}, x)
 
     monkeypatch.setattr(cpu, "run_expert", run_expert)
 
 
-def _change_waves(monkeypatch: pytest.MonkeyPatch, change: Callable[[ExpertBatch], ExpertBatch]) -> None:
-    sound = CpuBackend.run_experts
+def _change_batches(monkeypatch: pytest.MonkeyPatch, change: Callable[[ExpertBatch], ExpertBatch]) -> None:
+    original = CpuBackend.run_experts
 
     def run_experts(
         self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        return sound(self, experts, hidden, index, weights, (change(batch) for batch in batches))
+        return original(self, experts, hidden, index, weights, (change(batch) for batch in batches))
 
     monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
 
 
-def drop_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def drop_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(batch: ExpertBatch) -> ExpertBatch:
         kept = [i for i, expert in enumerate(batch.experts) if expert != 0]
         return ExpertBatch(
@@ -521,69 +522,69 @@ def drop_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
             tuple(batch.weights[i] for i in kept),
         )
 
-    _change_waves(monkeypatch, change)
+    _change_batches(monkeypatch, change)
 
 
-def mix_slots_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    _change_waves(
+def swap_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_batches(
         monkeypatch,
         lambda batch: ExpertBatch(batch.layer, batch.experts, batch.slots, batch.weights[1:] + batch.weights[:1]),
     )
 
 
-def ignore_the_routers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = CpuBackend.run_experts
+def ignore_router_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = CpuBackend.run_experts
 
     def run_experts(
         self: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        return sound(self, experts, hidden, index, torch.full_like(weights, 1 / TOP_K), batches)
+        return original(self, experts, hidden, index, torch.full_like(weights, 1 / TOP_K), batches)
 
     monkeypatch.setattr(CpuBackend, "run_experts", run_experts)
 
 
 def rewind_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = KvState.rewind
+    original = KvState.rewind
 
     def rewind(self: KvState, length: int) -> None:
-        held = self.length
-        sound(self, length)
+        before = self.length
+        original(self, length)
         for layer in self.cache.layers:
-            layer.length = min(length + 1, held)
+            layer.length = min(length + 1, before)
 
     monkeypatch.setattr(KvState, "rewind", rewind)
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = GreedyVerifier.verify
+    original = GreedyVerifier.verify
 
     def verify(self: GreedyVerifier, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        accepted = min(sound(self, sequence, draft, logits).accepted + 1, len(draft.tokens))
+        accepted = min(original(self, sequence, draft, logits).accepted + 1, len(draft.tokens))
         return VerifyResult(accepted, int(logits[accepted].argmax()))
 
     monkeypatch.setattr(GreedyVerifier, "verify", verify)
 
 
-def test_the_comparison_holds_for_the_engine_that_is_broken_below(pair: Pair, expected: Any) -> None:
+def test_engine_without_a_fault_is_exact(pair: Pair, expected: Any) -> None:
     with build(pair.target, pair.random, num_speculative_tokens=3, expert_memory="50%") as llm:
         assert_exact(llm, expected(pair.target))
 
 
 @pytest.mark.parametrize(
-    "sabotage",
+    "fault",
     [
         swap_gate_and_up,
-        drop_an_expert,
-        mix_slots_up,
-        ignore_the_routers_weights,
+        drop_expert,
+        swap_slots,
+        ignore_router_weights,
         rewind_one_short,
         accept_one_too_many,
     ],
 )
-def test_a_broken_engine_is_caught(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, sabotage: Callable[[pytest.MonkeyPatch], None], expected: Any
+def test_fault_is_detected(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], expected: Any
 ) -> None:
-    sabotage(monkeypatch)
+    fault(monkeypatch)
     with (
         build(pair.target, pair.random, num_speculative_tokens=3, expert_memory="50%") as llm,
         pytest.raises(AssertionError),

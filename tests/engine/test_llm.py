@@ -267,14 +267,14 @@ def test_tokens_are_kept_when_the_next_draft_cannot_start(
 ) -> None:
     tried = []
 
-    def begin(sequence: Any, k: int, on_chunk: Any) -> None:
+    def launch(sequence: Any, k: int, observers: Any) -> None:
         if k:  # the prompt has been read
             tried.append(k)
             raise RuntimeError("no memory for that")
 
     drafter = llm.engine.parts.drafter
     original = drafter.launch
-    monkeypatch.setattr(drafter, "launch", begin)
+    monkeypatch.setattr(drafter, "launch", launch)
     stream = llm.stream(PROMPT, TEN)
     with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
         list(stream)
@@ -311,14 +311,14 @@ def test_an_abandoned_stream_may_be_garbage_collected_during_a_step(
     with build(mixtral_pair) as llm:
         stream = llm.stream(PROMPT, TEN)
         next(iter(stream))
-        forward, collected = llm.engine.target.forward, []
+        run, collected = llm.engine.target.run, []
 
-        def forward_and_collect(*args: Any, **options: Any) -> Any:
+        def run_and_collect(*args: Any, **options: Any) -> Any:
             if not collected:
                 collected.append(gc.collect())
-            return forward(*args, **options)
+            return run(*args, **options)
 
-        monkeypatch.setattr(llm.engine.target, "forward", forward_and_collect)
+        monkeypatch.setattr(llm.engine.target, "run", run_and_collect)
         del stream
         tokens: list[list[int]] = []
         thread = threading.Thread(target=lambda: tokens.append(llm.generate(PROMPT, TEN)[0].token_ids), daemon=True)

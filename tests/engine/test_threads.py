@@ -22,7 +22,7 @@ def _three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", [None, shipped_pair()[0]])
-def test_the_included_pair_runs_on_one_thread(model: str | None) -> None:
+def test_included_pair_runs_on_one_thread(model: str | None) -> None:
     with suppress(ValueError), threads_for(model):
         assert torch.get_num_threads() == 1
         raise ValueError("the number is restored after an error")

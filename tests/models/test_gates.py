@@ -105,7 +105,7 @@ def debug_messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.DEBUG, logger="spmoe")
 
     def found() -> list[str]:
-        records = [record for record in caplog.captures if record.name.startswith("spmoe")]
+        records = [record for record in caplog.records if record.name.startswith("spmoe")]
         assert {record.levelno for record in records} <= {logging.DEBUG}
         return [record.getMessage() for record in records]
 

@@ -22,6 +22,7 @@ from checkpoints import expert_tensors, greedy, qwen3_moe, reference, save, seed
 from spmoe.backends.cpu import CpuBackend
 from spmoe.errors import UsageError
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.experts import Experts
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ensure_expert_file
 from spmoe.experts.transfer import FileTransfer
@@ -31,7 +32,6 @@ from spmoe.models.shipped import shipped_pair
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_config, wide_store_spec, widen_draft, widen_target
 from spmoe.observe.clock import RealClock
-from spmoe.observe.ledger import Counters
 from spmoe.types import ExpertKey
 
 HIDDEN = 80
@@ -270,9 +270,9 @@ def test_wide_target_with_offloaded_experts_is_equivalent(family: str, tmp_path:
     file = ensure_expert_file(tmp_path / "wide.safetensors", spec, fill)
     slots = MemorySlots(target.top_k + 1, spec.layout)
     transfer, clock = FileTransfer(file, slots), RealClock()
-    source = ExpertSource(slots, transfer, make_eviction("lru", spec.experts), spec.layout.nbytes, clock, Counters())
+    offloaded = Experts.build(slots, transfer, make_eviction("lru", spec.experts), spec.layout.nbytes, clock)
     try:
-        target.connect(source, CpuBackend())
+        target.connect(offloaded, CpuBackend())
         ids = tokens(whole)
         with torch.inference_mode():
             expected, all_resident = whole(ids).logits[0], resident(ids).logits[0]
@@ -281,7 +281,7 @@ def test_wide_target_with_offloaded_experts_is_equivalent(family: str, tmp_path:
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
         torch.testing.assert_close(logits, all_resident, rtol=1e-5, atol=1e-5)
     finally:
-        source.close()
+        offloaded.close()
 
 
 def test_wide_gates_select_the_same_experts(tmp_path: Path) -> None:

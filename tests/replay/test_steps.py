@@ -56,7 +56,7 @@ def test_passes_beyond_the_drafted_ones_are_ignored(k: int) -> None:
 
 
 def test_rows_of_a_split_step() -> None:
-    """Of four drafts three are accepted; with two per step, that is two of two and one of two."""
+    """Three of four draft tokens are accepted; with K = 2 that is two of two and one of two."""
     number = next(
         i for i, (d, a) in enumerate(zip(TRACE.step_drafted, TRACE.step_accepted, strict=True)) if (d, a) == (4, 3)
     )

@@ -53,9 +53,9 @@ def test_every_flipped_byte_is_harmless_or_reported(tmp_path: Path) -> None:
     """Most flips make the compressed data invalid; the others are in bytes that are never read."""
     path, rng, messages = tmp_path / "a.trace", np.random.default_rng(0), list[str]()
     make_trace(steps=6).save(path)
-    sound = path.read_bytes()
-    for place in rng.integers(0, len(sound), 60):
-        data = bytearray(sound)
+    intact = path.read_bytes()
+    for place in rng.integers(0, len(intact), 60):
+        data = bytearray(intact)
         data[place] ^= int(rng.integers(1, 256))
         path.write_bytes(data)
         try:

@@ -122,7 +122,7 @@ def _opening(title: str, size: str, kind: str) -> str:
 
 
 def _scale(low: float, high: float) -> tuple[float, float]:
-    """Where a scale starts, at or below `low`, and its step: 1, 2, 2.5 or 5 times a power of ten."""
+    """Return the start of a scale, at or below `low`, and its step: 1, 2, 2.5 or 5 times a power of ten."""
     rough = max(high - low, 1e-12) / 4
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough)

@@ -61,7 +61,7 @@ class _DeferredLayer:
 
 
 class RunAhead:
-    """What the device was given ahead of the host, and what the host has put off meanwhile."""
+    """Work launched on the device before the host asks for it, and host work deferred until the device has it."""
 
     def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler) -> None:
         self.launched = Launched.NOTHING
