@@ -16,7 +16,8 @@ from spmoe.bench.labels import PLAIN, Labels, make_distinct, workload_names
 from spmoe.bench.markdown import markdown_report
 from spmoe.bench.report import html_report
 from spmoe.bench.results import WorkloadResults
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, Size
+from spmoe.config import Cutoff, CutoffMode, Size
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 CUTOFFS = [Cutoff(mode) for mode in CutoffMode if mode is not CutoffMode.FIXED]
 CUTOFFS += [Cutoff(CutoffMode.FIXED, layers) for layers in (0, 4, 16)]
@@ -32,9 +33,9 @@ A_CONFIG = st.builds(
         st.integers(1, 2**45).map(lambda count: Size(bytes=count)),
         st.integers(1, 10**9).map(lambda part: Size.parse(f"{part / 1e7:.7f}%")),
     ),
-    prefetch=st.sampled_from(PREFETCH_POLICIES),
+    prefetch=st.sampled_from([*PREFETCH_POLICIES.names(), "draft-gate+next-gate"]),
     draft_tokens=st.sampled_from([0, 0, 1, 4]),
-    eviction=st.sampled_from(EVICTIONS),
+    eviction=st.sampled_from(["auto", *EVICTION_POLICIES.names()]),
     cutoff=st.sampled_from(CUTOFFS),
     batching=st.booleans(),
     overlap=st.booleans(),
