@@ -89,7 +89,9 @@ def fit(pair: Pair, write: bool = True) -> Fit:
         assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "progress counts up to the total"
         if write:
             assert llm.engine.parts.draft_checkpoint is not None
-            write_predictor(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.projection, found.to_dict())
+            write_predictor(
+                llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.projection, found.to_dict()
+            )
     return found
 
 

@@ -14,7 +14,7 @@ from spmoe.bench.comparison import Column, Comparison
 from spmoe.bench.configs import ABLATIONS, ALL_ON, BenchConfig, ablated_record
 from spmoe.bench.labels import PLAIN, Labels, make_distinct, workload_names
 from spmoe.bench.markdown import markdown_report
-from spmoe.bench.report import html_report
+from spmoe.bench.report import Report, html_report
 from spmoe.bench.results import WorkloadResults
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
@@ -108,14 +108,18 @@ def test_every_row_of_a_comparison_has_its_own_cell(found: list[BenchConfig]) ->
 
 @given(st.one_of(CONFIGS, ONE_MEMORY))
 @settings(max_examples=25, deadline=None)
-def test_page_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
+def test_charts_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
     results = [results_of(found)]
     compared = Comparison(results)
     lines = markdown_report(results).split("\n\n")[-2].splitlines()[2:]
     first_columns = [tuple(line.split(" | ")[:3]) for line in lines]
     assert len(set(first_columns)) == len(first_columns) == len(found)
-    section = html_report(results).split('id="hits"')[1].split('id="bytes"')[0]
-    bars = re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", section)
+    figures = [figure for figures in Report(compared, None).hit_rate().values() for figure in figures]
+    bars = [
+        bar
+        for figure in figures
+        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg)
+    ]
     assert sorted(map(unescape, bars)) == sorted(compared.labels.label(one) for _, one in compared.main_rows)
 
 

@@ -272,7 +272,7 @@ def test_example_of_the_documentation_is_valid(tmp_path: Path) -> None:
     first, second = read(tmp_path / "scenarios", example)
     assert len(first.policy_pairs) == 2
     assert [system.name for system in second.policy_pairs] == ["ours", "theirs", None]
-    documented = set(re.findall(r"`([a-z_]+)`", text.split("| key | what | default |")[1].split("\n\n")[0]))
+    documented = set(re.findall(r"`([a-z_]+)`", text.split("| key | meaning | default |")[1].split("\n\n")[0]))
     assert Matrix.model_fields.keys() <= documented
 
 

@@ -106,7 +106,11 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "fewer experts": ("target", config(num_local_experts=2), ("disagree", "gate.weight", "[4, 32]", "[2, 32]")),
     "more experts": ("target", config(num_local_experts=8), ("disagree", "gate.weight", "[4, 32]", "[8, 32]")),
     "fewer layers": ("target", config(num_hidden_layers=2), ("disagree", "holds model.layers.2.", "no place")),
-    "more layers": ("target", config(num_hidden_layers=4), ("lacks model.layers.3.", "config.json does not belong to it")),
+    "more layers": (
+        "target",
+        config(num_hidden_layers=4),
+        ("lacks model.layers.3.", "config.json does not belong to it"),
+    ),
     "a bias the config denies": (
         "target",
         weights(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),

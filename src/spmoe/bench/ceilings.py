@@ -43,7 +43,11 @@ def measure_ceilings(engine: Engine) -> Ceilings:
         return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
     if engine.device.type == "cuda":
         return Ceilings(link_bandwidth(engine.device, engine.spec.layout.nbytes), "pinned copies", memory)
-    return Ceilings(_file_bandwidth(expert_file_path(engine.parts.models.checkpoint, engine.parts.models.dtype)), "expert file", memory)
+    return Ceilings(
+        _file_bandwidth(expert_file_path(engine.parts.models.checkpoint, engine.parts.models.dtype)),
+        "expert file",
+        memory,
+    )
 
 
 def _file_bandwidth(path: Path) -> float:

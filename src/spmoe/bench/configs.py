@@ -98,7 +98,7 @@ def make_configs(
     for memory, (pair, k), cutoff in product(memories, pairs_by_k, cutoffs):
         if k == "auto" and needs_recording(pair.prefetch):
             raise UsageError(
-                f"{pair.prefetch} replays recorded steps, which auto would change; give a number of draft tokens with it"
+                f"{pair.prefetch} replays recorded steps, which K = auto would change; give a number of draft tokens"
             )
         prefetch = pair.prefetch if k else without_draft(pair.prefetch)
         uses_cutoff = any(cls.uses_cutoff for cls in policy_classes(prefetch))

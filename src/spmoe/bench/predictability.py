@@ -192,7 +192,9 @@ def run_window(runner: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], Te
     def on_hidden_states(depth: int, residual: Tensor) -> None:
         states[depth] = residual
 
-    logits = runner.forward(tokens, runner.new_kv(len(tokens)), num_logits=len(tokens), on_hidden_states=on_hidden_states)
+    logits = runner.forward(
+        tokens, runner.new_kv(len(tokens)), num_logits=len(tokens), on_hidden_states=on_hidden_states
+    )
     return states, logits
 
 

@@ -52,7 +52,11 @@ def make_prompts(engine: Engine, count: int) -> list[list[int]]:
 
 def _text_tokens(engine: Engine) -> list[int]:
     """Return tokens of the sample text, which decide the experts in use; without a tokenizer, the whole vocabulary."""
-    found = engine.parts.tokenizer(sample_text()[:_TEXT_CHARACTERS])["input_ids"] if engine.parts.tokenizer is not None else []
+    found = (
+        engine.parts.tokenizer(sample_text()[:_TEXT_CHARACTERS])["input_ids"]
+        if engine.parts.tokenizer is not None
+        else []
+    )
     vocabulary = engine.target.vocab_size
     if (draft := engine.parts.drafter.runner) is not None:
         vocabulary = min(vocabulary, draft.vocab_size)
@@ -82,7 +86,13 @@ def _measure_parts(engine: Engine) -> PartTimes:
     engine.reconfigure(prefetch=ON_DEMAND, eviction="lru", overlap=True)
     try:
         return measure_parts(
-            timer, engine.target, engine.parts.drafter.runner, engine.spec, engine.slots, before.max_draft_tokens + 1, _text_tokens(engine)
+            timer,
+            engine.target,
+            engine.parts.drafter.runner,
+            engine.spec,
+            engine.slots,
+            before.max_draft_tokens + 1,
+            _text_tokens(engine),
         )
     finally:
         engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, overlap=before.overlap)
@@ -377,7 +387,9 @@ def _is_available(engine: Engine, policy: str, draft_tokens: int) -> bool:
     return engine.loop.policy.name == policy
 
 
-def _automatic_cutoffs(llm: LLM, isolated: IsolatedConfigs, draft_tokens: int, workload: Workload) -> tuple[int, int] | None:
+def _automatic_cutoffs(
+    llm: LLM, isolated: IsolatedConfigs, draft_tokens: int, workload: Workload
+) -> tuple[int, int] | None:
     """Return the cutoffs of `auto` and `just-in-time`, once learned; None if the draft does not prefetch."""
     engine, prompts = llm.engine, workload.prompts
     changes = _Run(_SWEPT_POLICY, draft_tokens, None).options

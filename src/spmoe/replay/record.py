@@ -240,7 +240,11 @@ class TraceRecorder(PrefetchPolicy):
     def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
         """Record what the draft's hidden states predict."""
         records = self._records
-        routing = chunk.routing if chunk.routing is not None else self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
+        routing = (
+            chunk.routing
+            if chunk.routing is not None
+            else self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
+        )
         layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return
@@ -305,7 +309,9 @@ class _RecordingForward:
         out = self._inner.run(experts, hidden, index, weights)
         synchronize()
         experts_side.step.count_stalls()
-        recorder.after_experts(self._layer, clock.now() - started - (experts_side.ledger.counters.stall_seconds - stalled))
+        recorder.after_experts(
+            self._layer, clock.now() - started - (experts_side.ledger.counters.stall_seconds - stalled)
+        )
         return out
 
 
