@@ -225,7 +225,8 @@ class TraceRecorder(PrefetchPolicy):
             "draft": config.draft,
             "options": {
                 "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
-                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.parts.models.dtype),
+                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory),
+                "dtype": str(engine.parts.models.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps,
                 "projection": engine.parts.projection is not None,
             },
