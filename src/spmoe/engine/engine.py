@@ -16,7 +16,7 @@ from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
 from spmoe.engine.memory import MemoryPlan
-from spmoe.engine.prefetching import Prefetching, make_prefetching, plan_prefetching
+from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import write_profile
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import UsageError
@@ -31,6 +31,7 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
+from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
 from spmoe.predict.projection import HiddenStateProjection
@@ -47,9 +48,7 @@ class LearnedState:
     policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
     draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy, where K is learned
     residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
-    profiles: dict[Path, tuple[Profile, Counters]] = field(
-        default_factory=dict
-    )  # and the counts they were learned from
+    profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)  # and the counts they were learned from
 
 
 @dataclass(frozen=True)
@@ -117,11 +116,7 @@ class Engine:
     @property
     def active_drafter(self) -> Drafter:
         """The drafter, or none while K is 0."""
-        return self.drafter_for(self.config)
-
-    def drafter_for(self, config: EngineConfig) -> Drafter:
-        """Return the drafter, or none if the configuration's K is 0."""
-        return self.parts.drafter if config.max_draft_tokens else NoDraft()
+        return self.parts.drafter if self.config.max_draft_tokens else NoDraft()
 
     # ---- configuration
 
@@ -138,7 +133,8 @@ class Engine:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if config == self.config and learned is None:
             return
-        plan_prefetching(self, config)  # raises before anything changes
+        if self.recording is None:
+            require_no_recording(config.prefetch)  # before anything changes
         self._keep_profile()
         self._change_eviction(config, learned)
         self.config = config

@@ -21,7 +21,7 @@ from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
-from spmoe.predict.policies import PolicyPlan, plan_policy
+from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection
 
@@ -67,10 +67,14 @@ class DraftSide:
 
 def make_prefetching(engine: Engine) -> Prefetching:
     """Make the policy that the configuration names, or its fallback, with its cutoff."""
-    config, (plan, context) = engine.config, plan_prefetching(engine, engine.config)
+    config, parts, drafter = engine.config, engine.parts, engine.active_drafter
+    draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts)
+    recorded = None if engine.recording is None else lambda: engine.recording or []
+    context = policy_context(engine.target, engine.spec.experts, draft, parts.projection, recorded)
+    plan = plan_policy(config.prefetch, context)
     cutoff = _Cutoff()
     if plan.uses_cutoff:
-        cutoff = _find_cutoff(engine, engine.active_drafter.runner)
+        cutoff = _find_cutoff(engine, drafter.runner)
         context = replace(context, cutoff=cutoff.layers)
     policy = plan.build(context)
     if policy.learns:  # it keeps what it has learned under this configuration
@@ -82,15 +86,6 @@ def make_prefetching(engine: Engine) -> Prefetching:
     return Prefetching(
         policy, config, cutoff.layers, budget, plan.notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
     )
-
-
-def plan_prefetching(engine: Engine, config: EngineConfig) -> tuple[PolicyPlan, PolicyContext]:
-    """Decide which policy a configuration would run on this engine; raise UsageError if it can run none."""
-    drafter = engine.drafter_for(config)
-    draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts)
-    recorded = None if engine.recording is None else lambda: engine.recording or []
-    context = policy_context(engine.target, engine.spec.experts, draft, engine.parts.projection, recorded)
-    return plan_policy(config.prefetch, context), context
 
 
 def policy_context(
@@ -134,7 +129,9 @@ class _Cutoff:
 def _find_cutoff(engine: Engine, draft: ModelRunner | None) -> _Cutoff:
     """Choose the cutoff from a profile, which is measured if there is none yet."""
     config, parts, target = engine.config, engine.parts, engine.target
-    inputs = cutoff_inputs(engine.spec, target.top_k, engine.slots, usual_draft_tokens(config.num_speculative_tokens))
+    inputs = cutoff_inputs(
+        engine.spec, target.top_k, engine.slots, usual_draft_tokens(config.num_speculative_tokens)
+    )
     if config.cutoff.mode is CutoffMode.FIXED or draft is None:
         return _Cutoff(choose_cutoff(config.cutoff, None, inputs), inputs)
     file = profile_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
