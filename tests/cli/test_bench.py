@@ -41,7 +41,8 @@ def test_shipped_pair(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "bench.jsonl"
     options = ("--dtype", "float32", "--device", "cpu", "--link-gbps", 2, "--output-len", 8, "--max-prompts", 2)
     # a fixed cutoff: on a busy machine the latency model may select 0 layers
-    result = invoke("bench", *LISTS, *options, "--cutoff", "all", "--repeat", 1, "--warmup", 0, "--json", file).succeeded()
+    options = (*options, "--repeat", 1, "--warmup", 0, "--cutoff", "all")
+    result = invoke("bench", *LISTS, *options, "--json", file).succeeded()
     machine, rows = records(file.read_text())
     assert [(r["expert_memory"], r["prefetch"], r["num_speculative_tokens"]) for r in rows] == ROWS
 
