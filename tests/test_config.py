@@ -21,12 +21,12 @@ from spmoe.config import (
     EngineConfig,
     SamplingParams,
     Size,
-    eviction_policy_names,
     format_bytes,
     home,
-    prefetch_policy_names,
 )
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
+from spmoe.predict.policies import require_no_recording
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False)  # one per field
 
@@ -290,8 +290,7 @@ def test_engine_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("prefetch", prefetch_policy_names()),
-        ("eviction", ("auto", *eviction_policy_names())),
+        ("eviction", ("auto", *EVICTION_POLICIES.names())),
         ("dtype", DTYPES),
         ("device", DEVICES),
     ],
@@ -318,19 +317,31 @@ def test_options_with_named_values(name: str, choices: tuple[str, ...]) -> None:
         ("next-gate", "lru-per-layer", "lru-per-layer"),
     ],
 )
-def test_eviction_auto_is_the_policy_published_with_the_prefetch_policy(
-    prefetch: str, eviction: str, policy: str
-) -> None:
+def test_eviction_auto_is_the_one_that_the_prefetch_policy_declares(prefetch: str, eviction: str, policy: str) -> None:
     assert EngineConfig.make(model="target", prefetch=prefetch, eviction=eviction).eviction_policy == policy
 
 
-def test_reject_oracle_rejects_only_the_oracle() -> None:
-    for prefetch in prefetch_policy_names():
-        config = EngineConfig.make(model="target", prefetch=prefetch)
+@pytest.mark.parametrize("prefetch", [*PREFETCH_POLICIES.names(), "draft-gate+next-gate", "activation+adaptive"])
+def test_prefetch_is_a_registered_policy_or_several_joined(prefetch: str) -> None:
+    assert EngineConfig.make(model="target", prefetch=prefetch).prefetch == prefetch
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sometimes", "", "ACTIVATION", None, "a\nb", "draft-gate+", "+", "draft-gate+magic", "lru", "oracle+oracle"],
+)
+def test_unknown_prefetch_policy_is_refused_with_all_names(wrong: str | None) -> None:
+    message = refusal(EngineConfig.make, model="target", prefetch=wrong)
+    names = ", ".join(PREFETCH_POLICIES.names())
+    assert message == f"prefetch must be one of {names}, or several of them joined by +, not {str(wrong)!r}"
+
+
+def test_only_policies_that_need_recorded_routing_are_refused_without_a_recording() -> None:
+    for prefetch in (*PREFETCH_POLICIES.names(), "draft-gate+next-gate"):
         if prefetch == "oracle":
-            assert "spmoe bench" in refusal(config.reject_oracle)
+            assert "spmoe bench" in refusal(require_no_recording, prefetch)
         else:
-            config.reject_oracle()
+            require_no_recording(prefetch)
 
 
 @pytest.mark.parametrize(

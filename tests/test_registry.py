@@ -116,7 +116,7 @@ def test_a_policy_may_use_the_cutoff_without_a_draft(
         options = {"prefetch": "repeat", "cutoff": cutoff, "expert_memory": "50%", "progress": False}
         with LLM(str(mixtral_pair.target), **options) as llm:
             assert [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)] == expected
-            assert llm.engine.cutoff == layers == cutoffs[-1]
+            assert llm.engine.prefetching.cutoff == layers == cutoffs[-1]
 
 
 def test_registered_names_are_listed_and_accepted(registered: None) -> None:

@@ -23,7 +23,7 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BUILTIN_DRAFTS = ("ngram", "self:int8", "self:int4")  # drafts that need no checkpoint of their own
+SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized so
 DraftTokens = int | Literal["auto"]  # K
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
@@ -236,8 +236,8 @@ def _draft_name(value: Any) -> Any:
     value = _path_or_name(value)
     if value == "none":
         return None
-    if isinstance(value, str) and (value == "self" or value.startswith("self:")) and value not in BUILTIN_DRAFTS:
-        raise UsageError(f"draft must be self:int8 or self:int4, not {value!r}")
+    if isinstance(value, str) and drafter_name(value)[0] == "self" and value not in SELF_DRAFTS:
+        raise UsageError(f"draft must be {' or '.join(SELF_DRAFTS)}, not {value!r}")
     return value
 
 
@@ -364,8 +364,8 @@ class EngineConfig:
     @property
     def self_draft_scheme(self) -> str | None:
         """`int8` or `int4` if the target drafts for itself with experts quantized so, else None."""
-        prefix, _, scheme = (self.draft or "").partition("self:")
-        return scheme if scheme and not prefix and self.num_speculative_tokens else None
+        name, scheme = drafter_name(self.draft)
+        return scheme if name == "self" and self.num_speculative_tokens else None
 
     @property
     def draft_model(self) -> str | None:

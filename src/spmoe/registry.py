@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 from spmoe.errors import UsageError
 
+ON_DEMAND = "on-demand"  # the prefetch policy without needs, which every chain of fallbacks ends with
+
 T = TypeVar("T")
 
 

@@ -12,7 +12,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
-from spmoe.experts.scored import ScoredEviction
+from spmoe.experts.eviction import ScoredEviction
 from spmoe.experts.transfer import FileTransfer, FutureHandle
 
 PROMPTS = ["the cat", "a longer prompt", "the cat", "0123 zz"]
@@ -60,7 +60,7 @@ def test_configuration_loads_the_same_experts_as_on_its_own_engine(mixtral_pair:
 
 def test_copies_for_a_switch_are_not_counted_and_state_is_restored(mixtral_pair: Pair) -> None:
     with engine(mixtral_pair) as llm:
-        isolated, cache = IsolatedConfigs(llm.engine), llm.engine.source.cache
+        isolated, cache = IsolatedConfigs(llm.engine), llm.engine.experts.pool._cache
         state: dict[int, tuple[Any, ...]] = {}
         for turn in range(3):
             for number, changes in enumerate(CONFIGURATIONS):
@@ -89,9 +89,9 @@ def test_cutoff_is_learned_from_steps_of_the_same_configuration(mixtral_pair: Pa
         for prompt in PROMPTS:
             for number in (0, 1):
                 isolated.select(number, changes[number])
-                assert llm.engine.counters.minus(llm.engine.since).steps == steps[number]
+                assert llm.engine.counters.minus(llm.engine.prefetching.since).steps == steps[number]
                 steps[number] += llm.generate(prompt, PARAMS)[0].stats.counters.steps
-        assert len(llm.engine.learnt) == 1
+        assert len(llm.engine.learned.profiles) == 1
     assert min(steps) > 0
 
 
@@ -109,20 +109,20 @@ def test_nothing_is_evicted_with_slots_for_all_experts(mixtral_pair: Pair) -> No
 
 def test_failed_copy_raises(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(mixtral_pair) as llm:
-        isolated, source = IsolatedConfigs(llm.engine), llm.engine.source
+        isolated = IsolatedConfigs(llm.engine)
         isolated.select(0, CONFIGURATIONS[0])
         llm.generate(PROMPTS[0], PARAMS)
         isolated.select(1, CONFIGURATIONS[1])
-        _break(monkeypatch, source)
+        _break_copies(monkeypatch)
         with pytest.raises(SpmoeError, match="broken"):
             isolated.select(0, CONFIGURATIONS[0])
 
 
-def _break(monkeypatch: pytest.MonkeyPatch, source: ExpertSource) -> None:
+def _break_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(self: FileTransfer, jobs: Any, *, urgent: bool) -> Any:
         raise TransferError("broken")
 
-    monkeypatch.setattr(type(source.transfer), "copy", copy)
+    monkeypatch.setattr(FileTransfer, "copy", copy)
 
 
 @pytest.mark.parametrize("at_submission", [True, False], ids=["submission fails", "copy fails"])
@@ -130,13 +130,13 @@ def test_eviction_policy_knows_its_slots_after_a_failed_copy(
     mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, at_submission: bool
 ) -> None:
     with engine(mixtral_pair) as llm:
-        isolated, cache = IsolatedConfigs(llm.engine), llm.engine.source.cache
+        isolated, cache = IsolatedConfigs(llm.engine), llm.engine.experts.pool._cache
         for number in (0, 1):
             isolated.select(number, CONFIGURATIONS[number])
             llm.generate(PROMPTS[number], PARAMS)
         with monkeypatch.context() as broken:
             if at_submission:
-                _break(broken, llm.engine.source)
+                _break_copies(broken)
             else:
                 broken.setattr(FutureHandle, "wait", _fail)
             with pytest.raises(SpmoeError, match="broken"):

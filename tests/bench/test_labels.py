@@ -14,9 +14,10 @@ from spmoe.bench.comparison import Column, Comparison
 from spmoe.bench.configs import ABLATIONS, ALL_ON, BenchConfig, ablated_record
 from spmoe.bench.labels import PLAIN, Labels, make_distinct, workload_names
 from spmoe.bench.markdown import markdown_report
-from spmoe.bench.report import html_report
+from spmoe.bench.report import Report, html_report
 from spmoe.bench.results import WorkloadResults
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, Size
+from spmoe.config import Cutoff, CutoffMode, Size
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 CUTOFFS = [Cutoff(mode) for mode in CutoffMode if mode is not CutoffMode.FIXED]
 CUTOFFS += [Cutoff(CutoffMode.FIXED, layers) for layers in (0, 4, 16)]
@@ -32,9 +33,9 @@ A_CONFIG = st.builds(
         st.integers(1, 2**45).map(lambda count: Size(bytes=count)),
         st.integers(1, 10**9).map(lambda part: Size.parse(f"{part / 1e7:.7f}%")),
     ),
-    prefetch=st.sampled_from(PREFETCH_POLICIES),
+    prefetch=st.sampled_from([*PREFETCH_POLICIES.names(), "draft-gate+next-gate"]),
     draft_tokens=st.sampled_from([0, 0, 1, 4]),
-    eviction=st.sampled_from(EVICTIONS),
+    eviction=st.sampled_from(["auto", *EVICTION_POLICIES.names()]),
     cutoff=st.sampled_from(CUTOFFS),
     batching=st.booleans(),
     overlap=st.booleans(),
@@ -107,14 +108,18 @@ def test_every_row_of_a_comparison_has_its_own_cell(found: list[BenchConfig]) ->
 
 @given(st.one_of(CONFIGS, ONE_MEMORY))
 @settings(max_examples=25, deadline=None)
-def test_page_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
+def test_charts_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
     results = [results_of(found)]
     compared = Comparison(results)
     lines = markdown_report(results).split("\n\n")[-2].splitlines()[2:]
     first_columns = [tuple(line.split(" | ")[:3]) for line in lines]
     assert len(set(first_columns)) == len(first_columns) == len(found)
-    section = html_report(results).split('id="hits"')[1].split('id="bytes"')[0]
-    bars = re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", section)
+    figures = [figure for figures in Report(compared, None).hit_rate().values() for figure in figures]
+    bars = [
+        bar
+        for figure in figures
+        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg)
+    ]
     assert sorted(map(unescape, bars)) == sorted(compared.labels.label(one) for _, one in compared.main_rows)
 
 

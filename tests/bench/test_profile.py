@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from spmoe.bench.profile_runs import (
     measure_profile,
 )
 from spmoe.bench.report import html_report
-from spmoe.bench.results import Group, write_results
+from spmoe.bench.results import WorkloadResults, write_results
 from spmoe.cli.main import main
 from spmoe.config import Size
 from spmoe.errors import UsageError
@@ -229,14 +230,14 @@ def profile_of_report(**subject: Any) -> EngineProfile:
 def test_report_draws_predictions_beside_the_sweep() -> None:
     from test_report import MACHINE, SWEEP, SYSTEMS
 
-    groups = [Group(MACHINE, [*SYSTEMS, *SWEEP])]
+    groups = [WorkloadResults(MACHINE, [*SYSTEMS, *SWEEP])]
     plain, drawn = (html_report(groups, profile) for profile in (None, profile_of_report()))
     assert "predicted from the profile" not in plain
     assert "predicted from the profile" in drawn
-    other = Group({**MACHINE, "link_gbps": 16.0}, SWEEP)
+    other = WorkloadResults({**MACHINE, "link_gbps": 16.0}, SWEEP)
     both = html_report([*groups, other], profile_of_report())
     assert both.count("predicted from the profile") == 1, "only for the group of the same link"
-    assert both.count("Not predicted: the profile is of the machine&#x27;s own link.") == 1
+    assert unescape(both).count("Not predicted: the profile is of the machine's own link.") == 1
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_report_refuses_a_profile_of_another_model_or_link(change: dict[str, Any
     from test_report import MACHINE, SWEEP
 
     with pytest.raises(UsageError, match=words) as refused:
-        html_report([Group(MACHINE, SWEEP)], profile_of_report(**change))
+        html_report([WorkloadResults(MACHINE, SWEEP)], profile_of_report(**change))
     assert "spmoe profile -o FILE" in str(refused.value)
 
 
@@ -263,9 +264,9 @@ def test_report_refuses_a_profile_of_another_machine_or_without_a_sweep() -> Non
 
     elsewhere = profile_of_report().model_copy(update={"machine": {"device": "another"}})
     with pytest.raises(UsageError, match="of the device another, and these results are of the device a <device>"):
-        html_report([Group(MACHINE, SWEEP)], elsewhere)
-    with pytest.raises(UsageError, match="nothing to draw a profile's predictions beside; leave out --profile"):
-        html_report([Group(MACHINE, SYSTEMS)], profile_of_report())
+        html_report([WorkloadResults(MACHINE, SWEEP)], elsewhere)
+    with pytest.raises(UsageError, match=r"contain no cutoff sweep .*; leave out --profile"):
+        html_report([WorkloadResults(MACHINE, SYSTEMS)], profile_of_report())
 
 
 def test_report_command_refuses_a_profile_in_one_line(
@@ -274,7 +275,7 @@ def test_report_command_refuses_a_profile_in_one_line(
     from test_report import MACHINE, SWEEP
 
     results, profile, page = (tmp_path / name for name in ("results.jsonl", "profile.json", "page.html"))
-    write_results(results, [Group(MACHINE, SWEEP)])
+    write_results(results, [WorkloadResults(MACHINE, SWEEP)])
 
     def report(*options: object) -> tuple[int, str]:
         monkeypatch.setattr(

@@ -68,20 +68,20 @@ def test_profile_is_kept_per_number_of_draft_tokens(llm: LLM) -> None:
         assert isinstance(engine.loop.policy, OnDemand)
         assert engine.prefetching.cutoff is engine.prefetching.profile is None
         llm.generate(PROMPT, PARAMS)
-    assert len(engine.learnt) == 2
+    assert len(engine.learned.profiles) == 2
     for k in (4, 2):
         engine.reconfigure(prefetch="draft-gate", num_speculative_tokens=k)
         profile = engine.prefetching.profile
         assert profile is not None
         assert profile.missing_per_layer is not None
-        own = engine.counters.minus(engine.since)
+        own = engine.counters.minus(engine.prefetching.since)
         assert own.verified >= 16
         assert profile.missing_per_layer == pytest.approx(own.missing / own.verified / len(engine.target.moe))
         learned[k] = profile
     assert learned[4].missing_per_layer != learned[2].missing_per_layer
-    files = list(engine.learnt)
+    files = list(engine.learned.profiles)
     llm.close()
-    assert [read_profile(file) for file in files] == list(engine.learnt.values())
+    assert [read_profile(file) for file in files] == [profile for profile, _ in engine.learned.profiles.values()]
 
 
 @pytest.mark.parametrize(
@@ -121,22 +121,23 @@ def test_reconfigure_without_changes_keeps_the_policy(llm: LLM) -> None:
 )
 def test_switches_do_not_change_tokens(llm: LLM, changes: dict[str, Any]) -> None:
     expected = llm.generate(PROMPT, PARAMS)[0]
-    eviction = llm.engine.source.cache.eviction
+    pool = llm.engine.experts.pool
+    eviction = pool._cache.eviction
     llm.engine.reconfigure(**changes)
     found = llm.generate(PROMPT, PARAMS)[0]
     assert found.token_ids == expected.token_ids
     assert found.stats.counters.prefetches_requested > 0
-    source = llm.engine.source
-    assert source.loads.batching is llm.engine.parts.runtime.transfer.batched is changes.get("batching", True)
-    assert source.overlap is changes.get("overlap", True)
-    if not source.overlap:
+    assert pool._loads._batching is changes.get("batching", True)
+    overlap = llm.engine.experts.scheduler.overlap
+    assert overlap is changes.get("overlap", True)
+    if not overlap:
         assert found.stats.counters.late == 0, "every prefetch has finished before verification"
         assert found.stats.counters.stall_seconds > 0
-    assert (source.cache.eviction is not eviction) == ("eviction" in changes)
+    assert (pool._cache.eviction is not eviction) == ("eviction" in changes)
     if changes.get("cutoff") == Cutoff.parse(1):
         assert found.stats.cutoff_layers == 1
     llm.engine.reconfigure(batching=True, overlap=True, eviction="auto", cutoff=Cutoff.parse("auto"))
-    assert llm.engine.source.cache.eviction is eviction, "keeps its learned state"
+    assert pool._cache.eviction is eviction, "keeps its learned state"
     assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected.token_ids
 
 
@@ -151,7 +152,8 @@ def test_learning_policies_are_reused(llm: LLM) -> None:
         for prefetch in ("activation", "adaptive", "on-demand"):
             engine.reconfigure(prefetch=prefetch)
             assert policies.setdefault(prefetch, engine.loop.policy) is engine.loop.policy or prefetch == "on-demand"
-            assert evictions.setdefault(prefetch, engine.source.cache.eviction) is engine.source.cache.eviction
+            eviction = engine.experts.pool._cache.eviction
+            assert evictions.setdefault(prefetch, eviction) is eviction
             llm.generate(PROMPT, PARAMS)
     assert len({*map(id, evictions.values())}) == 3, "one eviction policy each"
     engine.reconfigure(prefetch="activation", num_speculative_tokens=2)

@@ -213,7 +213,7 @@ def test_oracle_records_each_request_once(mixtral_pair: Pair, monkeypatch: pytes
     original, recorded = Engine.record, []
 
     def record(self: Engine) -> Any:
-        recorded.append((self.slots, self.config.prefetch, self.loop.draft_tokens))
+        recorded.append((self.slots, self.config.prefetch, self.loop.max_draft_tokens))
         return original(self)
 
     monkeypatch.setattr(Engine, "record", record)

@@ -11,9 +11,10 @@ import pytest
 from spmoe.bench.configs import ABLATIONS, BenchConfig, make_configs
 from spmoe.bench.jobs import Workload, make_job, make_workloads
 from spmoe.bench.scenario import Matrix, PolicyPair, read_scenario, validate
-from spmoe.config import EVICTIONS, PREFETCH_POLICIES, Cutoff, CutoffMode, EngineConfig, Size
+from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.models.widen import SHAPES
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
@@ -47,9 +48,10 @@ def test_configurations_are_the_cross_product_in_order() -> None:
 
 
 def test_without_draft_only_draft_policies_become_on_demand() -> None:
-    found = make_configs([HALF], [pair(policy) for policy in PREFETCH_POLICIES], [0])
+    names = [*PREFETCH_POLICIES.names(), "draft-gate+next-gate"]
+    found = make_configs([HALF], [pair(policy) for policy in names], [0])
     policies = {one.prefetch for one in found}
-    assert policies == {policy for policy in PREFETCH_POLICIES if "draft-gate" not in policy}
+    assert policies == {policy for policy in names if "draft-gate" not in policy}
     named = make_configs([HALF], [pair("draft-gate", name="SP-MoE"), pair("next-gate", name="other")], [0, 1])
     assert [(one.prefetch, one.system) for one in named] == [
         ("on-demand", None), ("draft-gate", "SP-MoE"), ("next-gate", "other"), ("next-gate", "other")
@@ -176,8 +178,10 @@ def test_options_override_the_file(tmp_path: Path) -> None:
 
 
 def test_every_policy_is_accepted() -> None:
-    found = Matrix(policies=PREFETCH_POLICIES, evictions=EVICTIONS)
-    assert len(found.policy_pairs) == len(PREFETCH_POLICIES) * len(EVICTIONS)
+    policies = (*PREFETCH_POLICIES.names(), "draft-gate+next-gate")
+    evictions = ("auto", *EVICTION_POLICIES.names())
+    found = Matrix(policies=policies, evictions=evictions)
+    assert len(found.policy_pairs) == len(policies) * len(evictions)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +272,7 @@ def test_example_of_the_documentation_is_valid(tmp_path: Path) -> None:
     first, second = read(tmp_path / "scenarios", example)
     assert len(first.policy_pairs) == 2
     assert [system.name for system in second.policy_pairs] == ["ours", "theirs", None]
-    documented = set(re.findall(r"`([a-z_]+)`", text.split("| key | what | default |")[1].split("\n\n")[0]))
+    documented = set(re.findall(r"`([a-z_]+)`", text.split("| key | meaning | default |")[1].split("\n\n")[0]))
     assert Matrix.model_fields.keys() <= documented
 
 

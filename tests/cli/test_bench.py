@@ -39,14 +39,15 @@ def records(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_shipped_pair(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "bench.jsonl"
-    options = ("--dtype", "float32", "--device", "cpu", "--link-gbps", 2, "--output-len", 12, "--max-prompts", 2)
+    options = ("--dtype", "float32", "--device", "cpu", "--link-gbps", 2, "--output-len", 8, "--max-prompts", 2)
     # a fixed cutoff: on a busy machine the latency model may select 0 layers
-    result = invoke("bench", *LISTS, *options, "--cutoff", "all", "--repeat", 1, "--json", file).succeeded()
+    options = (*options, "--repeat", 1, "--warmup", 0, "--cutoff", "all")
+    result = invoke("bench", *LISTS, *options, "--json", file).succeeded()
     machine, rows = records(file.read_text())
     assert [(r["expert_memory"], r["prefetch"], r["num_speculative_tokens"]) for r in rows] == ROWS
 
     assert machine["model"] == "shipped pair"
-    assert (machine["dtype"], machine["prompts"], machine["output_len"], machine["repeat"]) == ("float32", 2, 12, 1)
+    assert (machine["dtype"], machine["prompts"], machine["output_len"], machine["repeat"]) == ("float32", 2, 8, 1)
     assert (machine["link_source"], machine["link_bytes_per_second"]) == ("emulated", 2e9)
     assert (machine["experts"], machine["layers"], machine["top_k"]) == (128, 16, 2)
     assert machine["memory_bytes_per_second"] > 0
@@ -55,7 +56,7 @@ def test_shipped_pair(invoke: Invoke, tmp_path: Path) -> None:
     for row in rows:
         counters, steps, blob = row["counters"], row["steps"], machine["expert_bytes"]
         assert row["runs"] == len(row["samples"]) == 2
-        assert row["output_tokens"] == counters["tokens"] == 2 * 11
+        assert row["output_tokens"] == counters["tokens"] == 2 * 7
         assert steps == counters["steps"] == sum(sample["steps"] for sample in row["samples"])
         moved = counters["demand_bytes"] + counters["issued_bytes"]
         assert moved == sum(sample["bytes_moved"] for sample in row["samples"])
@@ -72,7 +73,7 @@ def test_shipped_pair(invoke: Invoke, tmp_path: Path) -> None:
             row["useful_bytes_per_step"] / machine["link_bytes_per_second"], row["all_resident_step_seconds"]
         )
         assert row["pipeline_efficiency"] == pytest.approx(row["ideal_step_seconds"] / row["step_seconds"])
-        assert 0 < row["pipeline_efficiency"] < 3, "about 1 at most; more if the machine was busy"
+        assert row["pipeline_efficiency"] > 0, "no upper bound: the two steps run at different times on a busy machine"
         assert row["tpot_seconds"]["min"] <= row["tpot_seconds"]["median"] <= row["tpot_seconds"]["max"]
         spent = row["draft_seconds_per_step"] + row["verify_seconds_per_step"]
         assert row["stall_seconds_per_step"] < spent <= row["step_seconds"] * 1.001
@@ -108,7 +109,7 @@ def test_auto_number_of_draft_tokens(tiny: tuple[object, ...], invoke: Invoke, t
     assert "K=auto" in page.read_text()
     again = invoke(*tiny, *options, "--resume").succeeded()
     assert "4 of 4 runs are in the file already" in again.err
-    invoke(*tiny, "-k", "auto", "--prefetch", "oracle").refused(2, "the oracle replays recorded steps", "give a number")
+    invoke(*tiny, "-k", "auto", "--prefetch", "oracle").refused(2, "oracle replays recorded steps", "give a number")
 
 
 def test_only_json_on_standard_output(tiny: tuple[object, ...], invoke: Invoke) -> None:

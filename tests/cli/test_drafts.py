@@ -52,6 +52,7 @@ def test_bench_accepts_these_drafts(invoke: Invoke, checkpoints: Path, tmp_path:
     for draft in DRAFTS:
         file = tmp_path / "out.jsonl"
         options = ("--output-len", 8, "--repeat", 1, "--warmup", 0, "--max-prompts", 1, "--expert-memory", "50%")
+        options = (*options, "--resident-step-ms", "0=1,4=1")
         target = (checkpoints / "target", "--draft", draft, "--device", "cpu", "--json", file, "--prompts", prompts)
         invoke("bench", *target, *options).succeeded()
         assert draft in file.read_text()

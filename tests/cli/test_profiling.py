@@ -76,7 +76,7 @@ def test_plots_cutoffs(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> Non
         (("-o", "/no/such/a.json"), ("cannot write",)),
         (("--from", "/no/such/a.json"), ("cannot read",)),
         (("--from", "a.json", "-o", "b.json"), ("none to write",)),
-        (("--shape", "mixtral-8x7b", "--device", "cpu"), ("CUDA device is needed",)),
+        (("--shape", "mixtral-8x7b", "--device", "cpu"), ("needs a CUDA device",)),
     ],
 )
 def test_refuses_bad_options_in_one_line(

@@ -99,7 +99,7 @@ def test_assumed_sizes_and_times_replace_recorded_ones(trace: Path, invoke: Invo
         (("-k", "two"), ("--num-speculative-tokens", "not a whole number")),
         (("--prefetch", "magic"), ("prefetch must be one of", "oracle")),
         (("--eviction", "magic"), ("eviction must be one of", "belady")),
-        (("--link-gbps", "0"), ("not a speed",)),
+        (("--link-gbps", "0"), ("not a bandwidth",)),
         (("--cutoff", "deep"), ("not a cutoff",)),
         (("--expert-memory", ","), ("--expert-memory", "commas")),
         (("--expert-memory", "75%,1B"), ("1 B holds 0 experts", "fewer than")),

@@ -10,9 +10,7 @@ from typing import Any
 from spmoe.bench.scenario import DEFAULT_CUTOFF, DEFAULT_EVICTION, PolicyPair
 from spmoe.config import Cutoff, CutoffMode, DraftTokens, Size
 from spmoe.errors import UsageError
-
-_NEEDS_DRAFT = "draft-gate"  # predicts nothing without a draft, alone or as a part of "a+b"
-_NO_PREFETCH = "on-demand"
+from spmoe.registry import ON_DEMAND
 
 ALL_ON = "all on"
 ABLATIONS: dict[str, dict[str, Any]] = {  # name of an ablation -> options that differ from the full configuration
@@ -20,7 +18,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {  # name of an ablation -> options that 
     "no cutoff": {"cutoff": Cutoff(CutoffMode.ALL)},
     "no batching": {"batching": False},
     "no overlap": {"overlap": False},
-    "no prefetch": {"prefetch": _NO_PREFETCH},
+    "no prefetch": {"prefetch": ON_DEMAND},
 }
 
 
@@ -72,7 +70,7 @@ class BenchConfig:
         return all(key in record and record[key] == value for key, value in self.record.items())
 
 
-_RECORD_KEYS = tuple(BenchConfig(Size(bytes=1), _NO_PREFETCH, 0).record)
+_RECORD_KEYS = tuple(BenchConfig(Size(bytes=1), ON_DEMAND, 0).record)
 
 
 def ablated_record(record: Mapping[str, Any], ablation: str) -> dict[str, Any]:
@@ -91,32 +89,29 @@ def make_configs(
     """Return the cross product without duplicates, in the order given.
 
     With K = 0 policies that predict from the draft become on-demand. Cutoffs and ablations multiply only
-    configurations that prefetch from the draft.
+    configurations whose policy uses the cutoff.
     """
+    from spmoe.predict.policies import needs_recording, policy_classes, without_draft  # imports torch
+
     found: list[BenchConfig] = []
     pairs_by_k = [(pair, k) for pair in policy_pairs for k in pair.draft_tokens or draft_tokens]
     for memory, (pair, k), cutoff in product(memories, pairs_by_k, cutoffs):
-        if k == "auto" and pair.prefetch == "oracle":
+        if k == "auto" and needs_recording(pair.prefetch):
             raise UsageError(
-                "the oracle replays recorded steps, which auto would change; give a number of draft tokens with it"
+                f"{pair.prefetch} replays recorded steps, which K = auto would change; give a number of draft tokens"
             )
-        prefetch = pair.prefetch if k else _without_draft(pair.prefetch)
-        from_draft = _NEEDS_DRAFT in prefetch.split("+")
+        prefetch = pair.prefetch if k else without_draft(pair.prefetch)
+        uses_cutoff = any(cls.uses_cutoff for cls in policy_classes(prefetch))
         config = BenchConfig(
             memory,
             prefetch,
             k,
             pair.eviction,
-            cutoff if from_draft else DEFAULT_CUTOFF,
+            cutoff if uses_cutoff else DEFAULT_CUTOFF,
             system=pair.name if prefetch == pair.prefetch else None,
         )
-        if ablation and from_draft:
+        if ablation and uses_cutoff:
             found += [replace(config, ablation=name, **changes) for name, changes in ABLATIONS.items()]
         else:
             found.append(config)
     return list(dict.fromkeys(found))
-
-
-def _without_draft(policy: str) -> str:
-    """Return the parts of a policy that work without a draft."""
-    return "+".join(part for part in policy.split("+") if part != _NEEDS_DRAFT) or _NO_PREFETCH

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from spmoe.bench.configs import ABLATIONS, ALL_ON
 from spmoe.bench.results import WorkloadResults
 from spmoe.bench.scenario import DEFAULT_CUTOFF
+from spmoe.registry import ON_DEMAND
 
 Row = dict[str, Any]  # a record of type "configuration"
 PLAIN = "plain decoding (K=0)"
@@ -86,7 +87,7 @@ class Labels:
 
 def is_plain_decoding(row: Row) -> bool:
     """Return whether a row neither speculates nor prefetches, and has no name of its own."""
-    return not row["num_speculative_tokens"] and row["prefetch"] == "on-demand" and row["system"] is None
+    return not row["num_speculative_tokens"] and row["prefetch"] == ON_DEMAND and row["system"] is None
 
 
 def make_distinct(things: Iterable[T], name: Callable[[T], str]) -> dict[T, str]:

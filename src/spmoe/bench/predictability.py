@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad
 
-from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.runner import ModelRunner
@@ -82,15 +81,15 @@ def measure_predictability(
 
 def require_draft_model(engine: Engine) -> ModelRunner:
     """Return the draft model; raise UsageError if there is none, or if its predictions cannot be computed."""
-    drafter = engine.loop.drafter
-    if not isinstance(drafter, DraftModel):
+    draft = engine.loop.drafter.runner
+    if draft is None:
         raise UsageError("this command needs a draft model; give one with --draft")
-    if not (engine.target.gates_found and drafter.runner.has_hidden_states):
+    if not (engine.target.gates_found and draft.has_hidden_states):
         raise UsageError(
             "the gates of the target or the hidden states of the draft were not found, so nothing can be predicted; "
             "choose another pair"
         )
-    return drafter.runner
+    return draft
 
 
 def read_windows(engine: Engine, text: str, window: int, count: int) -> list[list[int]]:

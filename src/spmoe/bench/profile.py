@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 from spmoe.predict.latency import ObservedDemand, PredictionQuality, StepCosts, StepInputs, StepTime, predict_step
+from spmoe.registry import ON_DEMAND
 
 FORMAT, VERSION = "spmoe profile", 2
-PROFILED_POLICIES = ("on-demand", "next-gate", "draft-gate", "draft-gate+next-gate")
+PROFILED_POLICIES = (ON_DEMAND, "next-gate", "draft-gate", "draft-gate+next-gate")
 
 
 # ---- the file
@@ -110,8 +111,8 @@ class EngineProfile(_Record):
     @field_validator("policies")
     @classmethod
     def _require_on_demand(cls, policies: tuple[PolicyStats, ...]) -> tuple[PolicyStats, ...]:
-        if not any(one.policy == "on-demand" for one in policies):
-            raise ValueError("on-demand is missing")
+        if not any(one.policy == ON_DEMAND for one in policies):
+            raise ValueError(f"{ON_DEMAND} is missing")
         return policies
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class EngineProfile(_Record):
     def stats(self, policy: str) -> PolicyStats:
         """Return the statistics of a policy; those of on-demand if the policy was not profiled."""
         by_name = {one.policy: one for one in self.policies}
-        return by_name.get(policy) or by_name["on-demand"]
+        return by_name.get(policy) or by_name[ON_DEMAND]
 
 
 def read_engine_profile(path: Path) -> EngineProfile:

@@ -14,13 +14,13 @@ from spmoe.bench.ceilings import machine
 from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, PolicyStats, Predictor, Subject
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, SamplingParams, Size
-from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.profiling import PartTimes, PredictionCounter, Timer, measure_parts
 from spmoe.errors import UsageError
 from spmoe.models.shipped import sample_text
 from spmoe.predict.cutoff import ENOUGH_STEPS
+from spmoe.registry import ON_DEMAND
 from spmoe.types import Stage
 
 _SWEPT_POLICY = "draft-gate"  # whose cutoff the check sweeps
@@ -58,8 +58,8 @@ def _text_tokens(engine: Engine) -> list[int]:
         else []
     )
     vocabulary = engine.target.vocab_size
-    if isinstance(engine.parts.drafter, DraftModel):
-        vocabulary = min(vocabulary, engine.parts.drafter.runner.vocab_size)
+    if (draft := engine.parts.drafter.runner) is not None:
+        vocabulary = min(vocabulary, draft.vocab_size)
     return [token for token in found if token < vocabulary] or list(range(vocabulary))
 
 
@@ -82,19 +82,24 @@ def measure_profile(llm: LLM, draft_tokens: int, workload: Workload) -> EnginePr
 def _measure_parts(engine: Engine) -> PartTimes:
     """Time the parts without prefetching; the engine's options are restored afterwards."""
     before = engine.config
-    draft = engine.parts.drafter.runner if isinstance(engine.parts.drafter, DraftModel) else None
     timer = Timer(engine.experts, engine.parts.clock, engine.parts.runtime.backend.synchronize)
-    engine.reconfigure(prefetch="on-demand", eviction="lru", overlap=True)
+    engine.reconfigure(prefetch=ON_DEMAND, eviction="lru", overlap=True)
     try:
         return measure_parts(
-            timer, engine.target, draft, engine.spec, engine.slots, before.max_draft_tokens + 1, _text_tokens(engine)
+            timer,
+            engine.target,
+            engine.parts.drafter.runner,
+            engine.spec,
+            engine.slots,
+            before.max_draft_tokens + 1,
+            _text_tokens(engine),
         )
     finally:
         engine.reconfigure(prefetch=before.prefetch, eviction=before.eviction, overlap=before.overlap)
 
 
 def _subject(engine: Engine) -> Subject:
-    config, spec = engine.config, engine.spec
+    config, spec, draft = engine.config, engine.spec, engine.parts.drafter.runner
     return Subject(
         model=config.model,
         draft=config.draft,
@@ -105,7 +110,7 @@ def _subject(engine: Engine) -> Subject:
         experts_per_layer=max(spec.experts),
         top_k=engine.target.top_k,
         expert_bytes=spec.layout.nbytes,
-        draft_layers=engine.parts.drafter.runner.depth_count if isinstance(engine.parts.drafter, DraftModel) else 0,
+        draft_layers=draft.depth_count if draft is not None else 0,
         slots=engine.slots,
         eviction=config.eviction_policy,
         emulated_link_gbps=config.link_gbps,
@@ -306,7 +311,7 @@ class Check:
         }
 
     def _ratio_errors(self) -> Iterator[float]:
-        on_demand = {(one.expert_memory, one.draft_tokens): one for one in self.steps if one.policy == "on-demand"}
+        on_demand = {(one.expert_memory, one.draft_tokens): one for one in self.steps if one.policy == ON_DEMAND}
         for one in self.steps:
             base = on_demand.get((one.expert_memory, one.draft_tokens))
             if base is not None and base is not one:
@@ -346,7 +351,7 @@ def check_engine(
     layers, memory = len(engine.spec.experts), str(expert_memory)
     for k in draft_tokens:
         chosen = _automatic_cutoffs(llm, isolated, k, workload) if k else None
-        runs = [_Run(policy, k, None) for policy in ("on-demand", "next-gate") if _is_available(engine, policy, k)]
+        runs = [_Run(policy, k, None) for policy in (ON_DEMAND, "next-gate") if _is_available(engine, policy, k)]
         if chosen is not None:
             swept = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
             runs += [_Run(_SWEPT_POLICY, k, depth) for depth in sorted({*swept, *chosen})]

@@ -21,14 +21,15 @@ from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.configs import BenchConfig
 from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
-from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.parts import LearnedState
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.predict.policies import needs_recording
 from spmoe.predict.policies.base import RecordedRouting
+from spmoe.registry import ON_DEMAND
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -158,7 +159,7 @@ class BenchRunner:
         self._on_run = on_run
         self._notices: set[str] = set()  # shown already
         self._host_store: HostStore | None = None  # passed from one engine to the next
-        self._recordings: dict[tuple[object, ...], RecordedRouting] = {}  # of requests that the oracle replays
+        self._recordings: dict[tuple[object, ...], RecordedRouting] = {}  # of requests that the oracle runs again
         self._time_left = TimeLeft()
 
     def run(self) -> None:
@@ -201,7 +202,7 @@ class BenchRunner:
         self._notify("note: not all experts fit in slots at once; the time of a step with all of them is an estimate")
 
     def _run_resident(self, llm: LLM, memory: Size) -> None:
-        configs = [BenchConfig(memory, "on-demand", k) for k in self._unknown_resident_steps()]
+        configs = [BenchConfig(memory, ON_DEMAND, k) for k in self._unknown_resident_steps()]
         if not configs:
             return
         llm.engine.experts.load_all(llm.engine.spec.experts)
@@ -229,7 +230,7 @@ class BenchRunner:
         most = max(max_draft_tokens(config.draft_tokens) for config in self.job.configs)
         store, self._host_store = self._host_store, None
         try:
-            llm = LLM(**options, expert_memory=memory, prefetch="on-demand", num_speculative_tokens=most, store=store)
+            llm = LLM(**options, expert_memory=memory, prefetch=ON_DEMAND, num_speculative_tokens=most, store=store)
         except BaseException:
             if store is not None:
                 store.close()
@@ -244,6 +245,7 @@ class BenchRunner:
     def _inspect(self, llm: LLM) -> None:
         """Check that prompts fit, and collect facts about the first engine."""
         engine, job = llm.engine, self.job
+        draft = engine.parts.drafter.runner
         self._show_notices(llm)
         require_context(job.prompts, job.output_len, engine.parts.max_model_len)
         if self.facts is None:
@@ -258,15 +260,13 @@ class BenchRunner:
                 memory=engine.parts.memory,
                 ceilings=measure_ceilings(engine),
                 dense_bytes=engine.target.resident_bytes,
-                draft_bytes=engine.parts.drafter.runner.resident_bytes
-                if isinstance(engine.parts.drafter, DraftModel)
-                else 0,
+                draft_bytes=draft.resident_bytes if draft is not None else 0,
             )
 
     def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:
         job, counted, isolated = self.job, runs is self.runs, IsolatedConfigs(llm.engine)
         if job.warmup and llm.engine.device.type == "cuda":  # kernels are compiled per number of rows
-            isolated.select("prompt lengths", {**configs[0].engine_options, "prefetch": "on-demand"})
+            isolated.select("prompt lengths", {**configs[0].engine_options, "prefetch": ON_DEMAND})
             for tokens in sorted(job.prompts, key=len, reverse=True):
                 self._complete(llm, tokens, 1)
         for config in configs:
@@ -315,12 +315,12 @@ class BenchRunner:
     def _generate(
         self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
     ) -> Completion:
-        if config.prefetch == "oracle":
-            self._record_for_oracle(llm, isolated, config, prompt, tokens)
+        if needs_recording(config.prefetch):
+            self._provide_recording(llm, isolated, config, prompt, tokens)
         isolated.select(config, config.engine_options)
         return self._complete(llm, prompt, tokens)
 
-    def _record_for_oracle(
+    def _provide_recording(
         self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
     ) -> None:
         """Give the engine the routing of its next request, recorded once in an on-demand run.
@@ -329,7 +329,7 @@ class BenchRunner:
         """
         key = (config.memory, config.draft_tokens, tuple(prompt), tokens)
         if key not in self._recordings:
-            isolated.select(("recording", config.eviction), {**config.engine_options, "prefetch": "on-demand"})
+            isolated.select(("recording", config.eviction), {**config.engine_options, "prefetch": ON_DEMAND})
             with llm.engine.record() as recording:
                 self._complete(llm, prompt, tokens)
             self._recordings[key] = recording

@@ -90,7 +90,7 @@ def profile(
         checked = profile_runs.Check([], []) if check else None
         for memory in memories:
             with _load(engine, memory, lengths) as llm:
-                has_draft, workload = llm.engine.parts.drafter is not None, _workload(llm, max_prompts, output_len)
+                has_draft, workload = llm.engine.parts.drafter.proposes, _workload(llm, max_prompts, output_len)
                 if found is None:
                     found = profile_runs.measure_profile(llm, lengths[0] if has_draft else 0, workload)
                     if output is not None:

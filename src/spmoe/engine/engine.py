@@ -26,6 +26,7 @@ from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
+from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
 
@@ -97,6 +98,8 @@ class Engine:
             raise UsageError(f"{config.model} was loaded without a draft, so nothing can be drafted; give one")
         if config == self.config and learned is None:
             return
+        if self.recording is None:
+            require_no_recording(config.prefetch)  # before anything changes
         self._keep_profile()
         self._change_eviction(config, learned)
         self.config = config

@@ -34,7 +34,7 @@ def require_policy(name: str) -> None:
 def eviction_of(prefetch: str, eviction: str) -> str:
     """Return the eviction policy: the one named or, for `auto`, the one that the prefetch policy declares."""
     require_policy(prefetch)
-    return eviction_policy_for("draft-gate" if prefetch == PERFECT_DRAFT else prefetch, eviction)
+    return eviction_policy_for(DraftGate.name if prefetch == PERFECT_DRAFT else prefetch, eviction)
 
 
 class RecordedGates:

@@ -16,7 +16,6 @@ from spmoe import __version__
 from spmoe.backends.base import ExpertsForward
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import SamplingParams
-from spmoe.draft.model import DraftModel
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Completion, Generation
 from spmoe.engine.stats import Stats
@@ -76,15 +75,15 @@ class TraceRecorder(PrefetchPolicy):
         self.synchronize = engine.parts.runtime.backend.synchronize
         self._inner: PrefetchPolicy = engine.loop.policy
         self.name = self._inner.name
-        target, drafter = engine.target, engine.loop.drafter
+        target, draft = engine.target, engine.loop.drafter.runner
         self._layers = len(target.moe)
         self._draft_gate: DraftGate | None = _draft_gate_of(self._inner)
         self._layers_at: list[list[int]] = []
-        if isinstance(drafter, DraftModel):
-            depth = drafter.runner.depth_count
+        if draft is not None:
+            depth = draft.depth_count
             self._layers_at = layers_by_draft_depth(target.layer_depths, target.depth_count, depth)
-            if self._draft_gate is None and target.gates_found and drafter.runner.has_hidden_states:
-                fits = engine.parts.projection is not None or drafter.runner.hidden_size == target.hidden_size
+            if self._draft_gate is None and target.gates_found and draft.has_hidden_states:
+                fits = engine.parts.projection is not None or draft.hidden_size == target.hidden_size
                 self._draft_gate = DraftGate(target, depth, self._layers, engine.parts.projection) if fits else None
         can_ask = target.gates_found and target.has_hidden_states
         self._next_gate = NextGate(target, AHEAD) if can_ask else None
@@ -202,7 +201,7 @@ class TraceRecorder(PrefetchPolicy):
         """Return everything recorded so far."""
         engine, records = self._engine, self._records
         spec, config, target = engine.spec, engine.config, engine.target
-        drafter = engine.loop.drafter
+        draft = engine.loop.drafter.runner
         if not records.sequence:
             raise UsageError("nothing was generated, so there is nothing to record; give another prompt")
         seconds = engine.prefetching.profile.seconds_per_expert if engine.prefetching.profile is not None else 0.0
@@ -212,7 +211,7 @@ class TraceRecorder(PrefetchPolicy):
             experts=tuple(spec.experts),
             top_k=target.top_k,
             expert_bytes=spec.layout.nbytes,
-            draft_layers=drafter.runner.depth_count if isinstance(drafter, DraftModel) else 0,
+            draft_layers=draft.depth_count if draft is not None else 0,
             draft_tokens=engine.loop.max_draft_tokens,
             depth=engine.experts.pool.prefetch_depth,
             chunk_bytes=chunk_for(spec.layout.nbytes) if on_cuda else None,
@@ -226,7 +225,8 @@ class TraceRecorder(PrefetchPolicy):
             "draft": config.draft,
             "options": {
                 "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
-                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory), "dtype": str(engine.parts.models.dtype),
+                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory),
+                "dtype": str(engine.parts.models.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps,
                 "projection": engine.parts.projection is not None,
             },

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from spmoe.errors import UsageError
 from spmoe.predict.policies._combined import CombinedPolicy
-from spmoe.predict.policies.base import LAST_RESORT, NO_RECORDING, Need, PolicyContext, PrefetchPolicy
-from spmoe.registry import PREFETCH_POLICIES
+from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy
+from spmoe.registry import ON_DEMAND, PREFETCH_POLICIES
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def plan_policy(name: str, context: PolicyContext) -> PolicyPlan:
     wanted, found, notices = policy_classes(name), dict[str, type[PrefetchPolicy]](), list[str]()
     for cls in wanted:
         used, reasons = _resolve(cls, context)
-        redundant = used.name in found or (len(wanted) > 1 and used.name == LAST_RESORT)
+        redundant = used.name in found or (len(wanted) > 1 and used.name == ON_DEMAND)
         if reasons := [reason for reason in reasons if reason]:
             instead = f"{used.name} is used instead of {cls.name}" + (f": {used.summary}" if used.summary else "")
             notices.append("; ".join([*reasons, f"{cls.name} is left out" if redundant else instead]))
         if not redundant:
             found[used.name] = used
-    classes = tuple(found.values()) or (PREFETCH_POLICIES.load(LAST_RESORT),)
+    classes = tuple(found.values()) or (PREFETCH_POLICIES.load(ON_DEMAND),)
     count, gated = len(context.experts_per_layer), len(context.gated_layers)
     if gated < count and any(_calls_gates(cls, context) for cls in classes):
         notices.append(
@@ -77,6 +77,16 @@ def require_no_recording(name: str) -> None:
     for cls in policy_classes(name):
         if Need.RECORDED_ROUTING in cls.needs:
             raise _refusal(cls, NO_RECORDING)
+
+
+def needs_recording(name: str) -> bool:
+    """Return whether a policy needs recorded routing."""
+    return any(Need.RECORDED_ROUTING in cls.needs for cls in policy_classes(name))
+
+
+def without_draft(name: str) -> str:
+    """Return the parts of a policy that need no draft; on-demand if there are none."""
+    return "+".join(cls.name for cls in policy_classes(name) if Need.DRAFT_STATES not in cls.needs) or ON_DEMAND
 
 
 def _resolve(cls: type[PrefetchPolicy], context: PolicyContext) -> tuple[type[PrefetchPolicy], list[str]]:

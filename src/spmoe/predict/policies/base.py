@@ -14,9 +14,8 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from spmoe.predict.projection import HiddenStateProjection
+from spmoe.registry import ON_DEMAND
 from spmoe.types import NO_PREFETCHES, DraftOutcome, LayerChunk, PrefetchRequests, Routing, Stage
-
-LAST_RESORT = "on-demand"  # the policy without needs, which every chain of fallbacks ends with
 
 NO_RECORDING = (
     "it needs the routing recorded in an earlier run of the same request, which only `spmoe bench` has; choose another "
@@ -84,7 +83,7 @@ class PrefetchPolicy:
     @classmethod
     def fallback(cls, context: PolicyContext) -> str | None:
         """Return the policy to use where a need is unmet; None refuses to run."""
-        return LAST_RESORT
+        return ON_DEMAND
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:
         """Request experts before anything of a step runs; a sequence's first step reads its prompt."""
