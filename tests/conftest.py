@@ -11,6 +11,7 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the hub client reads it once, when it is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start; one per worker is fastest
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 torch.set_num_threads(1)
