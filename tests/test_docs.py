@@ -24,7 +24,6 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CARDS = [ROOT / "src" / "spmoe" / "pair" / "README.md", ROOT / "extras" / "fine" / "README.md"]
 NOT_WRAPPED = {"families.md", "families-cuda.md"}  # written by `spmoe families`
-NOT_WRAPPED |= {"architecture.md", "latency-model.md"}  # still to be wrapped
 
 MAX_README_LINES = 170
 MAX_PROSE_COLUMNS = 100
