@@ -37,7 +37,7 @@ def all_inputs(draw: st.DrawFn) -> CutoffInputs:
 
 
 def within_bounds(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
-    """Whether both bounds hold for every layer up to `depth`."""
+    """Return whether both bounds hold for every layer up to `depth`."""
     k, n, t_io = inputs.missing_per_layer, inputs.needed_per_layer, profile.seconds_per_expert
     draft_stage = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
     return all(

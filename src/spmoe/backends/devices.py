@@ -70,7 +70,7 @@ def pinned_zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def limit_memory(device: torch.device, nbytes: int | None) -> None:
-    """Limit this process's allocations on a CUDA device to so many bytes; None removes the limit."""
+    """Limit this process's allocations on a CUDA device, in bytes; None removes the limit."""
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
 
@@ -95,7 +95,7 @@ def link_bandwidth(device: torch.device, copy_bytes: int) -> float:
 
 
 def copy_seconds(device: torch.device, nbytes: int, tries: int, *, pinned: bool) -> list[float]:
-    """Measure the seconds that so many bytes take from host memory to a CUDA device, once per try."""
+    """Measure the seconds of a copy from host memory to a CUDA device, once per try."""
     sizes = [min(_MIN_COPY * 4, nbytes - start) for start in range(0, nbytes, _MIN_COPY * 4)]
     source = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty(max(sizes), dtype=torch.uint8, device=device)
