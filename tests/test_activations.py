@@ -40,7 +40,7 @@ def test_expects_nothing_before_any_request_has_run() -> None:
     assert not history.similarities().any()
 
 
-def test_expects_what_own_steps_used_but_not_the_prompt() -> None:
+def test_expects_experts_of_own_steps_without_the_prompt() -> None:
     history = make_history()
     run_request(history, 1, [[0], [1], [2]], [[0], [1], [3]])
     history.begin_step(1)

@@ -1,4 +1,4 @@
-"""The shape of the source: who may import whom, and that every file is small, explained and on the map."""
+"""Structure of the source: import order, module docstrings, and the list of files in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "spmoe"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# a room may import rooms of earlier tiers, itself, and the leaves
+# a package may import packages of earlier tiers, itself, and the leaves
 TIERS = (
     {"types"},
     {"verify", "predict", "experts"},
@@ -29,7 +29,7 @@ TIERS = (
     {"cli"},
     {"__init__", "__main__"},
 )
-LEAVES = {  # and what they may import
+LEAVES = {  # importable from anywhere, each with the packages that it may import
     "gc_pause": set(),
     "registry": {"errors"},
     "config": {"errors", "registry"},
@@ -37,19 +37,19 @@ LEAVES = {  # and what they may import
     "files": {"errors"},
     "observe": {"config", "errors", "files", "types"},
 }
-SEAM = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # for models/ alone
-TIER = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
+MODEL_LIBRARIES = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # only models/ may import these
+TIER = {package: tier for tier, packages in enumerate(TIERS) for package in packages}
 
 
 class Import(NamedTuple):
-    """One imported module and where."""
+    """One imported module and the line of the import."""
 
     name: str
     line: int
 
 
 def module_name(path: Path) -> str:
-    """`spmoe.engine.loop` for its file; a package's name for its `__init__.py`."""
+    """Return a file's dotted module name; the package's name for an `__init__.py`."""
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -57,13 +57,13 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
-def room(module: str) -> str:
-    """The part of the package a module belongs to."""
+def package_of(module: str) -> str:
+    """Return the top-level package (or leaf module) of spmoe that a module belongs to."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """Every import of a file, also those inside functions and those for type checkers only."""
+    """Yield every import of a file, including imports inside functions and for type checkers only."""
 
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -76,7 +76,7 @@ def imports(path: Path) -> Iterator[Import]:
 
 
 def allowed(importer: str, imported: str) -> bool:
-    """Whether a room may import from another one."""
+    """Return whether a package may import from another one."""
     if importer == imported:
         return True
     if importer in LEAVES:
@@ -91,24 +91,24 @@ def file(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_every_room_has_a_place() -> None:
+def test_every_package_has_a_tier() -> None:
     assert len(FILES) > 40
-    assert {room(module) for module in MODULES} - TIER.keys() <= LEAVES.keys()
+    assert {package_of(module) for module in MODULES} - TIER.keys() <= LEAVES.keys()
 
 
-def test_imports_go_one_way(file: Path) -> None:
-    ours = room(module_name(file))
+def test_packages_import_only_earlier_tiers(file: Path) -> None:
+    package = package_of(module_name(file))
     wrong = [
-        f"{file.relative_to(ROOT)}:{found.line}: {ours} imports {found.name}"
+        f"{file.relative_to(ROOT)}:{found.line}: {package} imports {found.name}"
         for found in imports(file)
         if found.name.split(".")[0] == "spmoe"
-        and found.name != "spmoe"  # the version, say; its own imports are lazy
-        and not allowed(ours, room(found.name))
+        and found.name != "spmoe"  # for example the version; its own imports are lazy
+        and not allowed(package, package_of(found.name))
     ]
     assert not wrong
 
 
-def test_the_rules_themselves() -> None:
+def test_import_order_allows_and_forbids() -> None:
     assert allowed("predict", "types")
     assert allowed("models", "experts")
     assert allowed("experts", "observe")
@@ -126,12 +126,12 @@ def test_the_rules_themselves() -> None:
         assert not allowed(importer, imported)
 
 
-def test_only_the_seam_imports_transformers(file: Path) -> None:
+def test_only_models_imports_transformers(file: Path) -> None:
     names = {found.name.split(".")[0] for found in imports(file)}
-    assert room(module_name(file)) == "models" or not names & SEAM
+    assert package_of(module_name(file)) == "models" or not names & MODEL_LIBRARIES
 
 
-def test_only_backends_name_cuda(file: Path) -> None:
+def test_only_backends_use_torch_cuda(file: Path) -> None:
     tree = ast.parse(file.read_text())
     named = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     named |= {found.name for found in imports(file)}
@@ -142,7 +142,7 @@ def test_only_backends_name_cuda(file: Path) -> None:
         for alias in node.names
         if node.module == "torch"
     }
-    assert room(module_name(file)) == "backends" or not any(re.match(r"torch\.cuda\b", name) for name in named)
+    assert package_of(module_name(file)) == "backends" or not any(re.match(r"torch\.cuda\b", name) for name in named)
 
 
 def test_no_import_cycles() -> None:
@@ -163,15 +163,15 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
-def test_every_module_says_what_it_is(file: Path) -> None:
+def test_every_module_has_a_docstring(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text()))
 
 
-def test_the_map_names_every_file_and_no_other() -> None:
-    """docs/architecture.md holds a tree of the source; packages' own `__init__.py` need no line in it."""
+def test_architecture_page_lists_every_file_and_no_other() -> None:
+    """Compare with the tree in docs/architecture.md, which may omit packages' own `__init__.py`."""
     lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.strip() == "src/spmoe/")
-    named: set[str] = set()
+    listed: set[str] = set()
     folders: list[tuple[int, str]] = []
     for line in lines[start + 1 :]:
         if line and not line.startswith("    "):
@@ -183,13 +183,13 @@ def test_the_map_names_every_file_and_no_other() -> None:
             if word.endswith("/"):
                 folders.append((indent, word))
             elif word.endswith(".py"):
-                named.add("".join(name for _, name in folders) + word)
-    there = {str(path.relative_to(SOURCE)) for path in FILES}
-    assert not sorted(name for name in there - named if not name.endswith("/__init__.py"))
-    assert not sorted(named - there)
+                listed.add("".join(name for _, name in folders) + word)
+    existing = {str(path.relative_to(SOURCE)) for path in FILES}
+    assert not sorted(name for name in existing - listed if not name.endswith("/__init__.py"))
+    assert not sorted(listed - existing)
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = """
 import sys
 import spmoe
@@ -222,7 +222,7 @@ print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
         ["bench", "--draft", "/x/y"],
     ],
 )
-def test_a_wrong_path_does_not_wait_for_torch(words: list[str]) -> None:
+def test_wrong_path_is_rejected_without_importing_torch(words: list[str]) -> None:
     code = f"""
 import sys
 from spmoe.cli.main import main

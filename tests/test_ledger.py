@@ -165,7 +165,7 @@ def test_every_ledger_event_writes_its_counters() -> None:
     assert all(getattr(ledger.counters, f.name) for f in fields(Counters)), "an event writes every counter"
 
 
-def test_a_step_without_a_draft_counts_no_missing_experts() -> None:
+def test_step_without_draft_counts_no_missing_experts() -> None:
     ledger = Ledger(BLOB)
     ledger.step(tokens=1, missing=9)
     assert (ledger.counters.steps, ledger.counters.tokens) == (1, 1)
@@ -250,7 +250,7 @@ def test_events_of_several_observers_come_in_time_order() -> None:
     assert log == [("b", 1.0), ("a", 2.0), ("b", 2.0), ("a", 4.0)]
 
 
-def test_an_event_may_schedule_another() -> None:
+def test_event_may_schedule_another() -> None:
     clock = VirtualClock()
     rung: list[float] = []
 
@@ -269,7 +269,7 @@ def test_an_event_may_schedule_another() -> None:
     assert clock.now() == 14.0
 
 
-def test_a_past_event_runs_at_once_at_the_present_time() -> None:
+def test_past_event_runs_immediately() -> None:
     clock = VirtualClock()
     clock.sleep(10.0)
     alarms = Alarms(clock, 4.0)

@@ -23,7 +23,7 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized so
+SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
@@ -70,7 +70,7 @@ class Size:
         return self.bytes if self.bytes is not None else round((self.share or 0.0) * total)
 
     def __str__(self) -> str:
-        """Return the shortest text that `parse` reads back as this very size."""
+        """Return the shortest text that `parse` reads back as exactly this size."""
         if self.share is not None:
             candidates = [f"{100 * self.share:{form}}%" for form in ("g", ".12g", ".17g")]
         else:
@@ -296,7 +296,7 @@ def _explain(cls: Any, names: list[str], error: ValidationError) -> str:
 
 @_validated
 class SamplingParams:
-    """How tokens are sampled and when to stop. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
+    """Sampling and stop options. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
 
     max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = 128
     temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False, description="0 or more")] = 0.0
@@ -363,7 +363,7 @@ class EngineConfig:
 
     @property
     def self_draft_scheme(self) -> str | None:
-        """`int8` or `int4` if the target drafts for itself with experts quantized so, else None."""
+        """`int8` or `int4` if the target drafts for itself with quantized experts, else None."""
         name, scheme = drafter_name(self.draft)
         return scheme if name == "self" and self.num_speculative_tokens else None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmoe.config import SamplingParams
 
-PROMPT_ROWS = 32  # from so many rows on, the share of rows routed to an expert says more than whether some row is
+PROMPT_ROWS = 32  # forwards of at least this many rows also report the share of rows routed to each expert
 
 
 class ExpertKey(NamedTuple):
@@ -36,7 +36,7 @@ class Stage(Enum):
 
 
 class Residency(Enum):
-    """Whether an expert's weights are in a slot."""
+    """State of an expert's weights: in no slot, being copied into one, or in one."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -46,7 +46,7 @@ class Residency(Enum):
 class PrefetchRequest(NamedTuple):
     """A prediction that an expert is needed: `score` in [0, 1], needed before layer `deadline` runs.
 
-    A request that is not to be fetched still tells the eviction policy which residents to keep.
+    A request without `fetch` loads nothing; it tells the eviction policy to keep the expert if it is resident.
     """
 
     key: ExpertKey
@@ -115,14 +115,14 @@ class Routing(NamedTuple):
 class LayerChunk:
     """Hidden states of a few consecutive decoder layers of a forward.
 
-    `depths` are decoder layers of the model that runs, out of `depth_count`. `routing` is the answer to the policy's
-    own `ask` if that ran on the device already.
+    `depths` are decoder layers of the model that runs, out of `depth_count`. `routing` is the result of the policy's
+    `predict_routing`, if the forward computed it.
     """
 
     stage: Stage
     depths: range
     depth_count: int
-    residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty if routing says it all
+    residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty if only the routing is shown
     routing: Routing | None = None
 
 
@@ -155,7 +155,7 @@ class VerifyResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """Outcome of a step's draft, as prefetch policies are told."""
+    """Outcome of a step's draft, as reported to prefetch policies."""
 
     drafted: int
     accepted: int

@@ -647,7 +647,7 @@ def test_any_error_of_a_submission_fails_its_copies(make: Callable[..., Transfer
 def test_interrupted_copies_fail_and_can_be_repeated(
     make: Callable[..., TransferSetup], accepted: int, demanded: bool
 ) -> None:
-    """It is not known whether a part of them is on the stream."""
+    """Retire the slots: a part of the copies may be on the stream."""
     setup = make(window=1)
     setup.device.failure = KeyboardInterrupt()
     handles = setup.prefetch("A0", "B1", "C2")

@@ -203,7 +203,7 @@ def test_stream_counts_nothing_before_it_starts(llm: LLM) -> None:
     assert stream.stopped
 
 
-def test_store_that_was_given_up_is_not_closed() -> None:
+def test_store_taken_from_the_runtime_is_not_closed() -> None:
     class Store:
         closed = False
 

@@ -685,7 +685,7 @@ def test_rotary_tables_replace_embeddings_computed_on_the_host(
 def test_recomputing_the_kv_cache_invalidates_the_launched_verification(
     cuda: FakeCuda, rotary_needs_the_host: None, tmp_path: Path, chunk: int, memory: str
 ) -> None:
-    """When LongRoPE switches, the last recomputed chunk may have as many rows as the launched forward, or fewer."""
+    """After a LongRoPE switch, the last recomputed chunk may have as many rows as the launched forward, or fewer."""
     target = save(seeded(phimoe, 3, rope_parameters=longrope(12)), tmp_path, byte_tokenizer())
     options: dict[str, Any] = {"num_speculative_tokens": 3, "prefill_chunk": chunk, "expert_memory": memory}
     with LLM(str(target), "self:int8", dtype="float32", progress=False, **options) as llm:

@@ -106,7 +106,7 @@ def test_victims_are_exactly_n_or_none_and_never_held(
 def test_choosing_victims_changes_nothing(
     name: str, history: list[tuple[str, object]], questions: list[tuple[int, set[ExpertKey], float]]
 ) -> None:
-    """Of two policies with one history, the one that chose victims before chooses the same as the other."""
+    """Compare two policies with the same history; only one of them chose victims in between."""
     asked, plain = make_eviction(name, EXPERTS), make_eviction(name, EXPERTS)
     resident = play(asked, history)
     assert play(plain, history) == resident
@@ -303,7 +303,7 @@ def test_frequent_expert_outlives_a_draft_that_does_not_predict_it() -> None:
     assert order(eviction) == [rare, frequent]
 
 
-def test_a_prompt_sets_the_frequency() -> None:
+def test_prompt_sets_the_frequency() -> None:
     often, seldom, never = ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(1, 2)
     eviction = draft_informed(often, seldom, never)
     for _ in range(3):  # used by earlier requests
@@ -437,7 +437,7 @@ def test_counting_policies_keep_predicted_experts_until_their_layer_ran(make: ty
 # ---- activation-aware
 
 
-def test_keeps_what_similar_requests_use_next() -> None:
+def test_activation_keeps_experts_that_similar_requests_use_next() -> None:
     policy = ActivationAware((4, 4, 4, 4))
     for sequence_id, expert in ((1, 0), (2, 3)):
         for _ in range(3):  # the first step reads the prompt

@@ -1,4 +1,4 @@
-"""Eviction with quotas of slots per layer: equal ones, and those that adapt to measured gains."""
+"""Eviction with quotas of slots per layer: equal quotas, and quotas that adapt to measured gains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evicted(
     return None if found is None else [tuple(key) for key in found]
 
 
-def test_a_layer_at_its_quota_evicts_its_own_least_recently_used() -> None:
+def test_layer_at_its_quota_evicts_its_own_least_recently_used() -> None:
     policy = holding((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1))
     assert policy.quotas == [2, 2, 2]
     assert evicted(policy, 0) == [(0, 0)]
@@ -41,7 +41,7 @@ def test_a_layer_at_its_quota_evicts_its_own_least_recently_used() -> None:
     assert evicted(policy, 1) == [(1, 1)], "although other layers have older experts"
 
 
-def test_a_layer_below_its_quota_takes_slots_from_layers_above_theirs() -> None:
+def test_layer_below_its_quota_takes_slots_from_layers_above_theirs() -> None:
     policy = holding((0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
     policy.on_use(1, [0])
     assert evicted(policy, 0) == [(1, 1)], "layer 1 is one over its quota"
@@ -51,7 +51,7 @@ def test_a_layer_below_its_quota_takes_slots_from_layers_above_theirs() -> None:
     assert evicted(policy, 2) == [(2, 0)]
 
 
-def test_a_layer_that_needs_more_than_its_quota_borrows() -> None:
+def test_layer_that_needs_more_than_its_quota_borrows_slots() -> None:
     policy = holding((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1))
     assert evicted(policy, 1, 4) == [(1, 0), (1, 1), (0, 0), (0, 1)]
     held = np.zeros(policy.shape, dtype=bool)
@@ -112,7 +112,7 @@ def scan(policy: AdaptiveQuotas, steps: int, uses: dict[int, list[list[int]]], p
 
 
 def tracked(slots: int = 4) -> AdaptiveQuotas:
-    """Make a policy with this many slots, whatever is in them: only its quotas matter."""
+    """Make a policy with this many slots, filled with any experts: only its quotas matter."""
     policy = AdaptiveQuotas((4, 4))
     policy._slots = slots
     policy._update_quotas()
@@ -149,7 +149,8 @@ def test_slots_go_to_layers_that_gain_most() -> None:
 @pytest.mark.parametrize(("predicted", "quotas"), [((), [0, 3]), ((1,), [2, 1])])
 def test_predicted_loads_count_half(predicted: tuple[int, ...], quotas: list[int]) -> None:
     policy = tracked(slots=3)
-    scan(policy, 20, {0: [[0], [1], []], 1: [[0], [1], [2]]}, predicted)  # two slots save two thirds of what three save
+    # two slots save two thirds of the loads that three slots save
+    scan(policy, 20, {0: [[0], [1], []], 1: [[0], [1], [2]]}, predicted)
     assert policy.quotas == quotas
 
 

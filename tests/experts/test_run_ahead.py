@@ -133,7 +133,7 @@ def test_launch_that_fails_leaves_nothing_launched(ahead: RunAhead) -> None:
     assert ahead.launched is Launched.NOTHING, "later launches count as others' again"
 
 
-def test_next_step_that_cannot_be_launched_is_left_to_be_asked_for(ahead: RunAhead) -> None:
+def test_failed_launch_of_the_next_step_is_ignored_but_interrupts_are_raised(ahead: RunAhead) -> None:
     def fail() -> None:
         launch_draft(ahead)
         raise RuntimeError("out of memory")

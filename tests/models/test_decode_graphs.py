@@ -110,7 +110,7 @@ def launch(ahead: RunAhead, draft: DecodeGraphs, target: DecodeGraphs, kv: Any) 
 
 
 @pytest.mark.parametrize("between", ["nothing", "a draft", "a forward", "a longer KV cache", "other tokens"])
-def test_first_graph_is_launched_again_unless_it_was_launched_for_exactly_this(
+def test_first_graph_is_reused_only_if_nothing_changed(
     pair: tuple[RunOnceRecorder, RunAhead, DecodeGraphs, DecodeGraphs], between: str
 ) -> None:
     recorder, ahead, draft, target = pair

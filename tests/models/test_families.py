@@ -237,7 +237,7 @@ def test_wrong_router_or_expert_is_detected(
 
 
 def test_rollback_without_copies_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is detected when the model is loaded, and by the checks if it were not."""
+    """Detect the fault when the model is loaded; the checks would also detect it."""
     monkeypatch.setattr(kv, "_copy", lambda value: value)
     (tmp_path / "one").mkdir()
     result = check_family("qwen3_next", tmp_path / "one")

@@ -410,7 +410,7 @@ def test_nothing_is_replaced_on_the_meta_device() -> None:
 
 
 def test_families_return_router_weights_in_different_dtypes() -> None:
-    """This is why fused routers copy the dtypes of the module's own output."""
+    """Show why fused routers copy the dtypes of the module's own output."""
     config = Qwen2MoeConfig(num_experts=4, num_experts_per_tok=2, hidden_size=32)
     gate = build(lambda: Qwen2MoeTopKRouter(config), torch.bfloat16)
     assert gate(states(1, torch.bfloat16))[1].dtype == torch.bfloat16

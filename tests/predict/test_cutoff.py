@@ -37,7 +37,7 @@ def all_inputs(draw: st.DrawFn) -> CutoffInputs:
 
 
 def within_bounds(depth: int, profile: Profile, inputs: CutoffInputs, slack: float) -> bool:
-    """Whether both bounds hold for every layer up to `depth`."""
+    """Return whether both bounds hold for every layer up to `depth`."""
     k, n, t_io = inputs.missing_per_layer, inputs.needed_per_layer, profile.seconds_per_expert
     draft_stage = inputs.draft_tokens * profile.draft_layers * profile.draft_seconds_per_layer
     return all(
@@ -250,7 +250,7 @@ def test_missing_experts_under_uniform_routing(top_k: int, slots: int, draft_tok
 
 @quick
 @given(all_inputs())
-def test_missing_experts_are_at_most_what_the_rows_need(inputs: CutoffInputs) -> None:
+def test_missing_experts_are_at_most_the_needed_experts(inputs: CutoffInputs) -> None:
     needed = min(inputs.experts_per_layer, (inputs.draft_tokens + 1) * inputs.top_k)
     assert 0.0 <= inputs.missing_per_layer <= needed * (1 + ROUNDING)
     more = replace(inputs, draft_tokens=inputs.draft_tokens + 1).missing_per_layer

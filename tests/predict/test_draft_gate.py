@@ -86,7 +86,7 @@ def check(prefetches: list[PrefetchRequest], expected: dict[ExpertKey, float]) -
 
 
 @pytest.mark.parametrize("cutoff", [0, 1, 3, 5, 9])
-def test_requests_what_the_gates_select_and_fetches_below_the_cutoff(cutoff: int) -> None:
+def test_requests_selected_experts_and_fetches_below_the_cutoff(cutoff: int) -> None:
     gates = LinearGates(range(5), 5)
     residual = states(5)
     prefetches = list(DraftGate(gates, draft_depth=5, cutoff=cutoff).on_chunk(chunk(residual)))

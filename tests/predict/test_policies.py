@@ -1,4 +1,4 @@
-"""How a name becomes a policy: needs, fallbacks, notices, and policies joined by +."""
+"""Policies by name: needs, fallbacks, notices, and policies joined by +."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def recorded(target: Path, draft: Path | None, **options: object) -> tuple[Trace
 
 
 @pytest.mark.parametrize("eviction", ["lru", "draft-informed", "lfu"])
-def test_on_demand_replay_loads_what_the_engine_loaded(mixtral_pair: Pair, home: None, eviction: str) -> None:
+def test_on_demand_replay_loads_the_same_experts_as_the_engine(mixtral_pair: Pair, home: None, eviction: str) -> None:
     """On-demand loads do not depend on time, so counts must be equal."""
     options = {"prefetch": "on-demand", "eviction": eviction, "expert_memory": "75%"}
     trace, _ = recorded(mixtral_pair.target, mixtral_pair.good, **options)

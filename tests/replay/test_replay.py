@@ -47,7 +47,7 @@ def slots(count: int) -> Size:
 
 
 @pytest.mark.parametrize("count", [16, 26])
-def test_lru_on_demand_loads_what_a_plain_lru_cache_misses(count: int) -> None:
+def test_lru_on_demand_loads_equal_the_misses_of_an_lru_cache(count: int) -> None:
     resident: OrderedDict[tuple[int, int], None] = OrderedDict()
     misses = hits = 0
     for step in REPLAYER.steps(4):
@@ -211,7 +211,7 @@ def test_cutoff_bounds_prefetches_and_auto_chooses_one() -> None:
     assert REPLAYER.run(ReplayConfig(cutoff=Cutoff.parse("just-in-time"))).cutoff_layers in range(7)
 
 
-def test_more_copies_in_flight_never_change_what_is_needed() -> None:
+def test_number_of_copies_in_flight_does_not_change_needed_experts() -> None:
     trace = make_trace(layers=8, experts=6, seed=3)
     needed, _ = every_step(trace, ReplayConfig("on-demand"))
     for depth in (1, 2, 5):
@@ -294,7 +294,7 @@ def test_perfect_draft_needs_predictions_for_every_layer() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_perfect_draft_requests_what_a_row_needs_when_its_pass_ends(k: int) -> None:
+def test_perfect_draft_requests_experts_of_a_row_when_its_pass_ends(k: int) -> None:
     layers, steps = TRACE.shape.layers, Replayer(TRACE).steps(k)
     perfect = ReplayPolicy("perfect-draft", TRACE.shape, steps)
     draft_gate = ReplayPolicy("draft-gate", TRACE.shape, steps)

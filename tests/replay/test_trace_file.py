@@ -15,7 +15,7 @@ from spmoe.replay import trace as trace_file
 from spmoe.replay.trace import Trace
 
 
-def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
+def test_saved_trace_is_loaded_unchanged(tmp_path: Path) -> None:
     written, path = make_trace(), tmp_path / "a.trace"
     replace(written, about={"model": "a model"}).save(path)
     read = Trace.load(path)

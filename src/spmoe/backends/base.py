@@ -14,8 +14,8 @@ from spmoe.experts.experts import Experts
 from spmoe.types import PROMPT_ROWS
 
 MAX_KERNEL_ROWS = 64  # rows that a grouped kernel takes at once
-_MAX_KERNEL_PASSES = 8  # over so many rows each
-_PASS_BYTES = 200 * 10**6  # what 1 TB/s reads in the 200 us that the host needs to launch one expert's products
+_MAX_KERNEL_PASSES = 8  # of MAX_KERNEL_ROWS rows each
+_PASS_BYTES = 200 * 10**6  # read at 1 TB/s in the 200 us that the host needs to launch one expert's products
 
 _KERNEL_ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -44,8 +44,7 @@ def kernel_row_limit(expert_bytes: int) -> int:
 def gated_activation(experts: Any) -> str | None:
     """Return the kernels' activation of gated experts without biases; None for any other kind of experts.
 
-    Kernels compute act(gate) * up with the halves side by side and no clamping; an example shows whether the module
-    does so too.
+    Kernels compute act(gate) * up with the halves side by side and no clamping; the module must do so on an example.
     """
     if not experts.has_gate or experts.has_bias or experts.is_transposed:
         return None
@@ -59,10 +58,10 @@ def gated_activation(experts: Any) -> str | None:
 
 
 def kernel_failures() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which a kernel says that it cannot run here, or not on such tensors."""
+    """Return the exceptions that a kernel raises if it cannot run on this machine or on these tensors."""
     found: list[type[Exception]] = [ImportError, RuntimeError, ValueError]
     with suppress(ImportError):
-        from triton.errors import TritonError  # the compiler refuses it, or the device lacks resources for it
+        from triton.errors import TritonError  # compilation failed, or the device lacks resources
 
         found.append(TritonError)
     return tuple(found)
@@ -95,7 +94,7 @@ class ExpertArithmetic(Protocol):
     def run_experts(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        """Return the weighted sum of each row's routed experts, in whatever order they arrive."""
+        """Return the weighted sum of each row's routed experts, which arrive in any order."""
         # hidden: [rows, hidden], index and weights: [rows, top_k] -> [rows, hidden]
         ...
 

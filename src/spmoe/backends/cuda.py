@@ -148,13 +148,13 @@ class CudaBackend:
         return self._scratches[top_k, number].scratch(rows)
 
     @contextmanager
-    def in_step_with_device(self) -> Iterator[None]:
-        """After a failure inside, make the batch posted next the batch that the device takes next."""
+    def resync_on_failure(self) -> Iterator[None]:
+        """After a failure inside, drop posted batches that the device has not taken, so that both count alike again."""
         try:
             yield
         except BaseException:
             with suppress(RuntimeError):  # of a device that is broken
-                self._posted = int(self._cursor)  # waits for what was launched
+                self._posted = int(self._cursor)  # waits for the device
             raise
 
     def routed_buffer(self, layer: int, rows: int, top_k: int) -> Tensor:
@@ -213,12 +213,12 @@ class CudaExperts:
             run(self._table)
         elif eager:
             needed, shares = self._wait_for_router(index)
-            with backend.in_step_with_device():
+            with backend.resync_on_failure():
                 self._run_batches(run_next_batch, needed, shares=shares)
         else:
             if recorder.phase is Phase.WARMUP:
-                with backend.in_step_with_device():
-                    backend.post()  # an empty batch: the kernels are compiled
+                with backend.resync_on_failure():
+                    backend.post()  # an empty batch, to compile the kernels
                     run_next_batch()
             routed = backend.routed_buffer(self._layer, rows, top_k)
             routed.copy_(index, non_blocking=True)
@@ -232,7 +232,7 @@ class CudaExperts:
         return out
 
     def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run experts that the kernels do not implement, or many rows: one product after the other, led by the host."""
+        """Run experts that the kernels do not implement, or many rows: expert by expert, launched by the host."""
 
         def run(observations: Sequence[HostWork] = ()) -> Tensor:
             needed, shares = self._wait_for_router(index)
@@ -266,7 +266,7 @@ class CudaExperts:
         known.record()
         pinned = self._access.pin_layer(self._layer)
         try:
-            with self._backend.in_step_with_device():
+            with self._backend.resync_on_failure():
                 self._run_pinned(launch, routed, known, observations, pinned)
         except BaseException:
             self._access.unpin_layer(pinned)
@@ -280,7 +280,7 @@ class CudaExperts:
             self._backend.post(pinned.slots)
             launch()
         run_ahead.settle(self._layer)  # the layer before, while the device is busy
-        # not beyond the router's event: the device has one batch of work left then, and must not run dry
+        # stop at the router's event: the device has only one batch of work left then, and must not become idle
         run_ahead.submit_prefetches(until=known)
         run_ahead.wait(known)
         needed = sorted(set(routed.tolist()))

@@ -29,7 +29,7 @@ def chunk_for(nbytes: int) -> int:
 
 
 class CopyStream(Protocol):
-    """The device as this file needs it: a stream for copies beside the compute stream."""
+    """Device operations of a transfer: a stream for copies beside the compute stream."""
 
     def copy(self, ranges: Sequence[CopyRange]) -> DeviceEvent:
         """Submit copies; return the event of their end."""
@@ -132,7 +132,7 @@ class CudaTransfer:
         self, copy_stream: CopyStream, addresses: BlobAddresses, *, chunk: int = CHUNK_BYTES, window: int = WINDOW
     ) -> None:
         self.copy_stream = copy_stream
-        # the link must not run dry between the end of one copy and the next time requests are submitted
+        # the link must not become idle between the end of one copy and the next submission of requests
         self.depth = 1 + max(1, -(-2 * window * chunk // addresses.nbytes))
         self._batching = True
         self._addresses = addresses
@@ -228,7 +228,7 @@ class CudaTransfer:
         """Fill the window with chunks of waiting prefetches."""
         try:
             self._fill_window()
-        except Exception as error:  # the device is broken, and somebody may be waiting for these copies
+        except Exception as error:  # the device is broken; a thread may be waiting for these copies
             self._in_flight.clear()
             while self._waiting:
                 handle = self._waiting.popleft()
@@ -263,10 +263,10 @@ class CudaTransfer:
             self._waiting.popleft()
 
     def _next_range(self, handle: CudaCopyHandle, end: int) -> CopyRange:
-        """Return a copy's next range, up to this byte of the blob."""
+        """Return a copy's next range, which ends at byte `end` of the blob."""
         key, slot = handle.job
         if handle.sent == 0 and self._last_use.pop(slot, 0) > self._finished:
-            # this waits for more kernels than read the slot, and is rare
+            # also waits for kernels that do not read the slot; this is rare
             self.copy_stream.wait_event(self.copy_stream.record_compute_event())
         size = end - handle.sent
         to, source = self._addresses.slot(slot) + handle.sent, self._addresses.source(key) + handle.sent
@@ -274,11 +274,11 @@ class CudaTransfer:
         return CopyRange(to, source, size)
 
     def _submit(self, parts: list[tuple[CudaCopyHandle, int]]) -> DeviceEvent | None:
-        """Submit copies together, each up to a byte; return their end, or None if they were refused and failed."""
+        """Submit copies together, each up to a byte; return their end event, or None if the submission failed."""
         handles = [handle for handle, _ in parts]
         try:
             end = self.copy_stream.copy([self._next_range(*part) for part in parts])
-        except BaseException as error:  # also an interrupt: somebody may be waiting for these copies
+        except BaseException as error:  # also an interrupt: a thread may be waiting for these copies
             for handle in handles:
                 handle.fail(_as_transfer_error(handle.job, error))
             if not isinstance(error, Exception):

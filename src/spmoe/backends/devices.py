@@ -70,7 +70,7 @@ def pinned_zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def limit_memory(device: torch.device, nbytes: int | None) -> None:
-    """Limit this process's allocations on a CUDA device to so many bytes; None removes the limit."""
+    """Limit this process's allocations on a CUDA device, in bytes; None removes the limit."""
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
 
@@ -94,19 +94,6 @@ def link_bandwidth(device: torch.device, copy_bytes: int) -> float:
     return source.numel() / _best_seconds(device, copy)
 
 
-def copy_seconds(device: torch.device, nbytes: int, tries: int, *, pinned: bool) -> list[float]:
-    """Measure the seconds that so many bytes take from host memory to a CUDA device, once per try."""
-    sizes = [min(_MIN_COPY * 4, nbytes - start) for start in range(0, nbytes, _MIN_COPY * 4)]
-    source = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned)
-    target = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-
-    def copy() -> None:
-        for size in sizes:
-            target[:size].copy_(source[:size], non_blocking=True)
-
-    return _seconds(device, copy, tries)
-
-
 def memory_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second, reads plus writes, of a large copy within the device's memory."""
     size = _MEMORY_BYTES[device.type]
@@ -118,14 +105,9 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the shortest duration of several tries."""
-    return min(_seconds(device, work, _TRIES))
-
-
-def _seconds(device: torch.device, work: Callable[[], object], tries: int) -> list[float]:
-    """Return the duration of each try in seconds, measured with the device idle before and after."""
+    """Return the shortest duration of several tries in seconds, with the device idle before and after each."""
     times = []
-    for _ in range(tries):
+    for _ in range(_TRIES):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
@@ -133,4 +115,4 @@ def _seconds(device: torch.device, work: Callable[[], object], tries: int) -> li
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return times
+    return min(times)

@@ -126,7 +126,7 @@ class GraphRecorder(Protocol):
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all recorders: libraries keep a workspace for every stream they have seen."""
+    """Return one stream for all recorders: libraries keep a workspace for every stream they are used on."""
     return torch.cuda.Stream(device)
 
 
@@ -167,7 +167,7 @@ class CudaGraphRecorder:
         try:
             result = forward()
         except BaseException:
-            with suppress(RuntimeError):  # it would hide the first error
+            with suppress(RuntimeError):  # which would hide the first error
                 self._end_graph()
             raise
         self._end_graph()

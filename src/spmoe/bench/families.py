@@ -91,7 +91,7 @@ class MostlyRightDrafter(Drafter):
 
 
 def _is_wrong(position: int) -> bool:
-    """Whether the draft is wrong here: irregular, so that drafts are accepted fully, partly and not at all."""
+    """Return whether the draft is wrong here: irregular, so that drafts are accepted fully, partly and not at all."""
     return (position * position + position // 3) % 5 == 1
 
 

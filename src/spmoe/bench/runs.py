@@ -392,7 +392,7 @@ def _require_same_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def require_context(prompts: list[list[int]], output_len: int, context: int) -> None:
-    """Raise PromptError unless every prompt and its output fit in a context of so many tokens."""
+    """Raise PromptError unless every prompt and its output fit in the context."""
     for number, prompt in enumerate(prompts):
         if len(prompt) + output_len > context:
             raise PromptError(

@@ -1,1 +1,1 @@
-"""Drafters: whatever proposes tokens. One module per drafter, named as `--draft` names it."""
+"""Drafters, which propose tokens: one module per drafter, named as in `--draft`."""

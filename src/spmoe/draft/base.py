@@ -33,7 +33,7 @@ class Observers(Protocol):
 
 @dataclass(frozen=True)
 class DraftSources:
-    """Sources that a drafter's model is loaded from."""
+    """Everything that a drafter's model is loaded from."""
 
     argument: str  # of `--draft NAME:ARGUMENT`
     checkpoint: Checkpoint | None  # of a draft that is another checkpoint
@@ -54,10 +54,10 @@ class DraftContext:
 
 
 class Drafter:
-    """Proposes up to K tokens per sequence. It keeps state of every sequence until told to release it."""
+    """Proposes up to K tokens per sequence. It keeps the state of every sequence until `release`."""
 
-    runner: ModelRunner | None = None  # whose hidden states are shown, if there is one
-    routes_experts = False  # whether its own routers name the target's experts
+    runner: ModelRunner | None = None  # the model that drafts, if there is one
+    routes_experts = False  # whether its own routers predict the target's experts
     proposes = True  # whether it ever proposes a token
 
     @classmethod
@@ -67,7 +67,7 @@ class Drafter:
 
     @classmethod
     def notice(cls, sources: DraftSources, runner: ModelRunner | None) -> str | None:
-        """Return what the user should know about the loaded model, if anything."""
+        """Return a notice for the user about the loaded model, if there is one."""
         return None
 
     @classmethod
@@ -80,7 +80,7 @@ class Drafter:
         raise NotImplementedError
 
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
-        """Launch the draft that is asked for next on the device, if it needs no host."""
+        """Launch the next draft on the device, if it can run there without the host."""
 
     def prepare(self, k: int, observers: Observers) -> None:
         """Capture the forwards of greedy drafts of up to K tokens."""

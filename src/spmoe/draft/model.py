@@ -105,7 +105,7 @@ class DraftModel(Drafter):
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
-        """Return the tokens of the launched draft, which is launched now if it was not; None if it cannot be."""
+        """Return the tokens of the launched draft; launch it now if it was not. None if it cannot be launched."""
         wanted = (sequence.id, len(sequence.tokens), k)
         if (tokens := self._run_ahead.take_draft(*wanted)) is None:
             self.launch(sequence, k, observers)
@@ -119,7 +119,7 @@ class DraftModel(Drafter):
         return logits
 
     def _known_tokens(self, tokens: list[int]) -> list[int]:
-        # tokens of a target's padded vocabulary mean nothing to this model; any stand-in keeps positions right
+        # this model has no embedding for tokens of a target's padded vocabulary; any token keeps positions right
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
@@ -132,7 +132,7 @@ class DraftModel(Drafter):
         return draw(probs[-1], sequence.rng)
 
     def _greedy_passes(self, k: int, observers: Observers) -> tuple[list[LayerObserver | None], int]:
-        """Return the observer of each greedy pass, and the size of the vocabulary that it chooses from."""
+        """Return the observer of each greedy pass, and the size of the vocabulary that they select from."""
         first, later = (self._observer(types.Stage.DRAFT, observers, chunks) for chunks in (FIRST_PASS_CHUNKS, 1))
         return [first] + [later] * (k - 1), min(self._vocab_size, self.runner.vocab_size)
 

@@ -1,7 +1,7 @@
 """The target as its own draft: the same modules with quantized experts, over the target's own KV cache.
 
-Positions that it appends while it drafts are forgotten before the target verifies, so there is no second KV cache. Its
-routers select experts themselves, and that selection is the prediction: no gate is called.
+Positions that it appends while it drafts are forgotten before the target verifies, so there is no second KV cache. The
+experts that its routers select are the prediction: no other gate is called.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class QuantizedSelfRunner(ModelRunner):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the quantized experts; all else is the target's."""
+        """Bytes of the quantized experts; all other weights belong to the target."""
         return self._experts.nbytes
 
     def capture_forwards(
@@ -65,7 +65,7 @@ class QuantizedSelfRunner(ModelRunner):
         draft_chain: Tensor | None = None,
     ) -> str | None:
         if not self._target.captures:  # the modules are the target's
-            return "those of the target are not"
+            return "the target's are not either"
         return super().capture_forwards(recorder, run_ahead, rows, positions, chain, draft_chain)
 
     def run_experts(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class QuantizedSelfRunner(ModelRunner):
 
     @contextmanager
     def observing(self, observer: LayerObserver | None, on_chunk: OnChunk | None = None) -> Iterator[None]:
-        """Use quantized experts inside. The observer gets the routers' own selection; its `ask` is not called."""
+        """Use quantized experts inside. The observer gets the routers' own selection; its `predict` is not called."""
         before: list[Any] = [experts.spmoe_forward for experts, _ in self._forwards]
         if observer is not None:
             self._on_chunk = on_chunk or observer.show

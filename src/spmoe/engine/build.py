@@ -1,4 +1,4 @@
-"""Building an engine: from a configuration to an engine that is ready to step, every refusal included."""
+"""Building an engine: check a configuration, load its models and connect all parts."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
-    wide_shape(config, device)  # refuses before anything is loaded
+    wide_shape(config, device)  # raises an error before anything is loaded
     models = load_target(config, checkpoint, device)
     target, spec = models.target, models.spec
-    slot_count(config, spec, target.top_k)  # refuses before the draft is loaded
+    slot_count(config, spec, target.top_k)  # raises an error before the draft is loaded
     drafter_class = _drafter_class(config, target, notices)
     sources = DraftSources(drafter_name(config.draft)[1], draft_checkpoint, models, config.progress)
     draft = drafter_class.load_runner(sources)
@@ -77,7 +77,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
     eviction = make_eviction(config.eviction_policy, spec.experts)
-    threaded = runtime.cuda is None or config.link_gbps is not None  # the host waits for an emulated link
+    threaded = runtime.cuda is None or config.link_gbps is not None  # with an emulated link, the host waits for copies
     experts = Experts.build(
         runtime.slots, transfer, eviction, spec.layout.nbytes, clock, threaded=threaded, timeline=timeline
     )
@@ -106,7 +106,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
 
 
 def _drafter_class(config: EngineConfig, target: Target, notices: list[str]) -> type[Drafter]:
-    """Return the drafter's class; none where K is 0 or the target's state could not be rolled back."""
+    """Return the drafter's class; that of `none` if K is 0 or the target's state cannot be rolled back."""
     name, _ = drafter_name(config.draft if config.num_speculative_tokens else None)
     if name != "none" and not target.inspection.resumes:
         notices.append(
@@ -127,7 +127,7 @@ def _capture(
     max_length: int,
     notices: list[str],
 ) -> None:
-    """Capture forwards of few rows as CUDA graphs where the models allow it."""
+    """Capture forwards of few rows as CUDA graphs if the models allow it."""
     if runtime.recorder is None:
         return
     chain = token_chain(target) if draft is not None else None
@@ -158,7 +158,7 @@ def _find_projection(
     draft: ModelRunner | None,
     notices: list[str],
 ) -> HiddenStateProjection | None:
-    """Return the projection fitted for this pair, if it is wanted and there."""
+    """Return the projection fitted for this pair, if it is enabled and exists."""
     if not config.projection or config.shape is not None or draft is None or draft_checkpoint is None:
         return None
     try:

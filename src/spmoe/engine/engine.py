@@ -1,4 +1,4 @@
-"""A running engine: parts that stay, and the policy, drafter and step loop of its present configuration."""
+"""A running engine: fixed parts, and the policy, drafter and step loop of its present configuration."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Engine:
         self.config = config
         self.parts = parts
         self.learned = learned
-        self.notices = notices  # where the engine does less than was asked, and why
+        self.notices = notices  # differences between the options and the engine, and their reasons
         self.recording: RecordedRouting | None = None  # routing of the request that runs next, for the oracle
         self._new_profiles: dict[Path, Profile] = {}  # to be written at `close`
         self.prefetching: Prefetching = self._make_prefetching()
         self.loop: Loop = self._make_loop()
 
-    # ---- parts that others ask for often
+    # ---- shortcuts to parts
 
     @property
     def target(self) -> Target:
@@ -86,10 +86,10 @@ class Engine:
     # ---- configuration
 
     def reconfigure(self, learned: LearnedState | None = None, **changes: Any) -> None:
-        """Change any of `CHANGEABLE` between two requests, without a reload; learned state is kept for both.
+        """Change any of `CHANGEABLE` between two requests, without a reload; learned state is kept.
 
-        With another learned state, go on as if its requests had been the last. Forwards are captured for up to the K
-        that the engine was built with; a larger K is slower.
+        `learned`: another learned state to continue with, as if its requests had been the last. Forwards are captured
+        for up to the K that the engine was built with; a larger K is slower.
         """
         if unknown := sorted(set(changes) - CHANGEABLE):
             raise UsageError(f"{', '.join(unknown)} cannot be changed while an engine runs; build another")
@@ -128,7 +128,7 @@ class Engine:
         self.prefetching.learn_cutoff(self.counters, self.loop)
 
     def close(self) -> None:
-        """Keep what was learned, and release everything. Idempotent."""
+        """Write learned profiles, and release everything. Idempotent."""
         self._keep_profile()
         for file, profile in self._new_profiles.items():
             write_profile(file, profile)
@@ -161,7 +161,7 @@ class Engine:
         )
 
     def _draft_length(self) -> DraftLength | None:
-        """Return the object that chooses K, with what it has learned; None if K is fixed."""
+        """Return the object that chooses K, with its learned state; None if K is fixed."""
         config = self.config
         if config.num_speculative_tokens != "auto" or not self.parts.drafter.proposes:
             return None
@@ -176,7 +176,7 @@ class Engine:
             known[name] = make_eviction(name, self.spec.experts)
         if learned is not None:
             self.learned.residents, self.learned = self.experts.pool.residents(), learned
-            # a new eviction policy has seen no residents
+            # a new eviction policy has no residents
             self.experts.pool.exchange(known[name], [] if new else learned.residents)
         elif name != self.config.eviction_policy:
             self.experts.pool.change_eviction(known[name])

@@ -79,7 +79,7 @@ class LLM:
 
     @property
     def notices(self) -> list[str]:
-        """Differences between what was asked for and what the engine does, and why."""
+        """Differences between the options and the running engine, and their reasons."""
         return self.engine.notices
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
@@ -94,7 +94,7 @@ class LLM:
         return Generation(self, self._encode(prompt), params or SamplingParams())
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """RouterOutputFormat a conversation of `{"role": ..., "content": ...}` messages."""
+        """Answer a conversation of `{"role": ..., "content": ...}` messages."""
         return self.stream_chat(messages, params).run()
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:

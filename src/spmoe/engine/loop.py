@@ -24,7 +24,7 @@ from spmoe.verify.rejection import RejectionVerifier
 
 
 class PolicyObservers:
-    """Shows hidden states to the prefetch policy and queues the requests that it returns."""
+    """Shows hidden states to the prefetch policy, and queues the prefetch requests that it returns."""
 
     def __init__(self, policy: PrefetchPolicy, experts: Experts) -> None:
         self._policy = policy
@@ -115,13 +115,13 @@ class Loop:
         k = self.max_draft_tokens
         if self.draft_length is not None:  # sampled text must not depend on how long steps take
             k = self.draft_length.current if sequence.sampling.greedy else min(k, FIRST)
-        rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # that use the same RoPE variant
+        rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
     def _learn_draft_length(
         self, sequence: Sequence, draft: Draft, result: VerifyResult, started: float, drafted: float
     ) -> None:
-        """Tell the choice of K how this step went; a step that reads a prompt says nothing about it."""
+        """Let `draft_length` learn from this step, unless the step read a prompt."""
         reads_prompt = len(sequence.tokens) == sequence.prompt_length
         if self.draft_length is not None and sequence.sampling.greedy and not reads_prompt:
             now = self._clock.now()
@@ -129,14 +129,14 @@ class Loop:
 
     # ---- verify
 
-    def _verify(self, sequence: Sequence, draft: list[int]) -> ForwardResult:
+    def _verify(self, sequence: Sequence, draft_tokens: list[int]) -> ForwardResult:
         """Run the target over the tokens it has not read; return logits at the last token and each draft token."""
         kv = self._kv_of(sequence)
         total_length = 0 if kv.length else len(sequence.tokens)
-        pending, num_logits = sequence.tokens[kv.length :] + draft, len(draft) + 1
+        pending, num_logits = sequence.tokens[kv.length :] + draft_tokens, len(draft_tokens) + 1
         chunk = max(self._prefill_chunk, num_logits)  # logits of the last chunk only, as replays overwrite them
         chunk = chunk if self.target.inspection.resumes else len(pending)
-        if draft and not kv.can_rewind:  # its state goes back to a snapshot only: take one just before the draft
+        if draft_tokens and not kv.can_rewind:  # its state is restored from a snapshot: take one before the draft
             certain, pending = pending[:-num_logits], pending[-num_logits:]
             while certain:
                 rows = chunk if total_length else min(chunk, self.target.longrope.distance(kv.length) or chunk)
@@ -153,7 +153,7 @@ class Loop:
         return parts[0] if len(parts) == 1 else EagerResult(torch.cat([part.logits for part in parts])[-num_logits:])
 
     def _kv_of(self, sequence: Sequence) -> KvState:
-        """Return the target's KV cache of a sequence; an empty one if it must be read from the start."""
+        """Return the target's KV cache of a sequence; an empty one if the sequence must be read from the start."""
         kv = self._target_kv.get(sequence.id)
         if kv is not None and self.target.longrope.invalidates(kv.length, len(sequence.tokens)):
             self.target.release_kv(self._target_kv.pop(sequence.id))
@@ -171,7 +171,7 @@ class Loop:
     # ---- accept
 
     def _judge(self, sequence: Sequence, draft: Draft, output: ForwardResult) -> VerifyResult:
-        """Decide how many draft tokens the target accepts; waits for the device."""
+        """Wait for the device; decide how many draft tokens the target accepts."""
         if sequence.sampling.greedy:
             return GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, output.logits)
         return RejectionVerifier().verify(sequence, draft, output.logits)
@@ -201,7 +201,7 @@ class Loop:
     # ---- account
 
     def _account(self, draft: Draft, result: VerifyResult, loads: int, started: float, drafted: float) -> None:
-        """Count the step and tell the prefetch policy how its draft went."""
+        """Count the step and report the draft's outcome to the prefetch policy."""
         count, accepted, ledger = len(draft.tokens), result.accepted, self._experts.ledger
         self._experts.step.count_stalls()
         self.policy.on_accept(DraftOutcome(count, accepted))

@@ -1,4 +1,4 @@
-"""Parts of an engine: those that stay the same while it runs, and the state that requests leave to the next."""
+"""Parts of an engine: fixed parts, and the state that is learned from requests."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from spmoe.types import ExpertKey
 
 @dataclass
 class LearnedState:
-    """State that requests leave to the next: residents, and what policies have learned."""
+    """State that is carried from request to request: residents, policies and profiles."""
 
-    evictions: dict[str, Eviction] = field(default_factory=dict)  # by name, those that have been used
+    evictions: dict[str, Eviction] = field(default_factory=dict)  # by name
     policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
-    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy, where K is learned
+    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy; only if K is `auto`
     residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
-    profiles: dict[Path, tuple[Profile, Counters]] = field(
-        default_factory=dict
-    )  # and the counts they were learned from
+    # by cache file, each with the counts that it was learned from
+    profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

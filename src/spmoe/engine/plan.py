@@ -61,9 +61,9 @@ class DraftFacts:
 class PrefetchFacts:
     """The prefetch policy and its cutoff."""
 
-    policy: str  # the one that will run
-    notices: list[str]  # why that is not the one asked for
-    cutoff: str | None  # as asked for; None: the policy has no cutoff
+    policy: str  # that runs, after fallbacks
+    notices: list[str]  # why another policy runs than the configured one
+    cutoff: str | None  # as configured; None: the policy has no cutoff
     cutoff_layers: int | None  # None: no cutoff, or not known before a profile is measured
     profile: Profile | None  # None: not measured yet, or not needed
 

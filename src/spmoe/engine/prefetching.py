@@ -1,4 +1,4 @@
-"""Prefetching of an engine: which policy runs, with what cutoff, and what the engine offers to policies."""
+"""Prefetching of an engine: its prefetch policy, the cutoff, and the context that policies are built from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Prefetching:
     inputs: CutoffInputs | None = None
     profile: Profile | None = None  # None: the cutoff needs none
     profile_file: Path | None = None  # that caches the profile
-    since: Counters = field(default_factory=Counters)  # counts from which on this configuration learns
+    since: Counters = field(default_factory=Counters)  # counts before this configuration began to learn
 
     def learn_cutoff(self, counters: Counters, loop: Loop) -> None:
         """Choose an automatic cutoff again from the experts that steps have missed, once there are enough steps."""
@@ -83,7 +83,7 @@ def make_prefetching(
         cutoff = _find_cutoff(config, parts, learned, drafter.runner)
         context = replace(context, cutoff=cutoff.layers)
     policy = plan.build(context)
-    if policy.learns:  # it keeps what it has learned under this configuration
+    if policy.learns:  # reuse the policy that has learned under this configuration
         policy = learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
         if cutoff.layers is not None:
             policy.set_cutoff(cutoff.layers)
@@ -101,7 +101,7 @@ def policy_context(
     projection: HiddenStateProjection | bool | None,
     recorded: Callable[[], RecordedRouting] | None = None,
 ) -> PolicyContext:
-    """Describe what a target and a draft offer to policies; models may be on the meta device.
+    """Return the context that policies are built from; models may be on the meta device.
 
     `projection` may be True if there is one that is not loaded. The cutoff is not known yet.
     """
@@ -149,7 +149,7 @@ def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState
 
 
 def _unmet_by_target(target: Target) -> dict[Need, str]:
-    """Say why policies cannot predict from the target's hidden states, if they cannot."""
+    """Return why policies cannot predict from the target's hidden states, if they cannot."""
     if not target.gated:
         return {Need.TARGET_STATES: "the target's gates cannot be called alone"}
     if not target.has_hidden_states:
@@ -160,7 +160,7 @@ def _unmet_by_target(target: Target) -> dict[Need, str]:
 def _unmet_by_draft(
     draft: DraftSide, target: Target, projection: HiddenStateProjection | bool | None
 ) -> dict[Need, str]:
-    """Say why policies cannot predict from the draft, if they cannot; "" where nothing is drafted."""
+    """Return why policies cannot predict from the draft, if they cannot; "" if nothing is drafted."""
     runner = draft.runner
     if not draft.drafting:
         return {Need.DRAFT_STATES: ""}

@@ -1,4 +1,4 @@
-"""Expert access: a layer gets the experts it is routed to, those READY first, the others as they arrive."""
+"""Expert access: a layer gets the experts it is routed to, READY ones first, the others as they arrive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmoe.observe.timeline import Activity, Timeline
 
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
-    """Experts of one layer that are ready together; they stay in their slots until the next batch is asked for."""
+    """Experts of one layer that are ready together; they stay in their slots until the next batch is taken."""
 
     layer: int
     experts: tuple[int, ...]
@@ -91,7 +91,7 @@ class ExpertAccess:
         self._pool.unpin_layer(pinned)
 
     def covers(self, pinned: PinnedLayer, experts: Sequence[int]) -> bool:
-        """Return whether all routed experts are among the pinned ones. Kernels before the pin have finished by now."""
+        """Return whether all routed experts are pinned. The router has run, so kernels before the pin have finished."""
         self._transfer.finish_epochs(pinned.epoch)
         return bool((pinned.slots[list(experts)] >= 0).all())
 
@@ -102,7 +102,7 @@ class ExpertAccess:
         self._step.routed(pinned.layer, experts)
 
     def _wait_for_arrival(self, demand: Demand) -> None:
-        """Wait until another expert arrives, or until the slot that is needed next may be free."""
+        """Wait until another expert arrives, or until a slot for an absent one may be free."""
         if (blocked := self._pool.poll(demand)) is None:
             return
         blocking, handle = blocked

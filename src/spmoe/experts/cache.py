@@ -1,8 +1,8 @@
 """The cache: which expert is in which slot, and in which state. Bookkeeping only: no threads, no bytes, no time.
 
 One pool of slots serves all layers. A key is in at most one slot; a slot that is being written or is pinned is never
-given to another key. Tables over all experts stand beside the entries, so that a question about a layer, or about all
-layers, costs as much as one about a single expert.
+given to another key. Tables over all experts repeat the state of the entries, so that one array operation answers a
+question about a layer or about all layers.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class ExpertCache:
         self.eviction = eviction
 
     def exchange(self, eviction: Eviction, keys: Collection[ExpertKey]) -> list[Entry]:
-        """Switch to an eviction policy together with the residents it last saw; return the entries to load.
+        """Switch to an eviction policy together with the residents it last had; return the entries to load.
 
-        Neither policy is told: each knows the residents that it left.
+        Neither policy is notified: each still has the residents of the time when it was replaced.
         """
         for key in [key for key in self._entries if key not in keys]:
             self._remove(key, notify=False)

@@ -54,7 +54,7 @@ class Experts:
         return cls(pool, scheduler, run_ahead, step, access, ledger, timeline)
 
     def load_all(self, experts_per_layer: Sequence[int]) -> None:
-        """Fill the slots with every expert; counters do not see it as demand."""
+        """Load every expert into a slot, without counting that as demand."""
         with self.ledger.ignore_demand():
             for layer, count in enumerate(experts_per_layer):
                 with closing(self.access.use(layer, range(count))) as batches:

@@ -42,7 +42,7 @@ class InflightLoads:
         self._transfer.set_batching(batching)
 
     def submit(self, entries: list[Entry], *, urgent: bool) -> None:
-        """Start the copies of these entries; if the transfer refuses, they have failed and the error is raised."""
+        """Start the copies of these entries; if the transfer raises an error, mark them failed and raise it."""
         size = len(entries) if self._batching else 1
         for start in range(0, len(entries), max(1, size)):
             part = entries[start : start + size]
@@ -99,7 +99,7 @@ class InflightLoads:
 
 
 def wait_for(handles: list[CopyHandle]) -> None:
-    """Wait for copies to end. A failure is raised where the expert is used, if it is."""
+    """Wait for copies to end. A failure is raised later, if the expert is used."""
     for handle in handles:
         with suppress(SpmoeError):
             handle.wait()

@@ -1,4 +1,4 @@
-"""Emulated links: a slower link in front of a real transfer, and one that moves nothing and takes virtual time."""
+"""Emulated links: a slower link in front of a real transfer, and a transfer that only takes virtual time."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Demand:
 
     ready: list[Entry] = field(default_factory=list)
     waiting: list[Entry] = field(default_factory=list)  # LOADING
-    absent: list[ExpertKey] = field(default_factory=list)  # no slot could be taken for them yet
+    absent: list[ExpertKey] = field(default_factory=list)  # without a slot so far
 
 
 class ExpertPool:
@@ -49,14 +49,14 @@ class ExpertPool:
     ) -> None:
         self.blob_bytes = blob_bytes
         self.slot_count = slots.count
-        # most copies in flight for another prefetch to be submitted; one slot stays free for demands
+        # no prefetch is submitted while this many copies are in flight; one slot stays free for demand loads
         self.prefetch_depth = min(transfer.depth, max(1, slots.count - 1))
         self._slots = slots
         self._transfer = transfer
         self._ledger = ledger
         self._cache = ExpertCache(slots.count, eviction)
         self._loads = InflightLoads(transfer, self._cache, ledger, clock, timeline)
-        self._demands: list[Demand] = []  # that are not over
+        self._demands: list[Demand] = []  # claimed and not abandoned
         self._closed = False
         self._lock = lock  # shared with the prefetch scheduler, whose queue it guards too
 
@@ -101,15 +101,15 @@ class ExpertPool:
         """Return the handle of the copy that has been in flight for longest."""
         return self._loads.entries[0].handle if self._loads.entries else None
 
-    # ---- steps, as eviction policies are told of them
+    # ---- events for the eviction policy
 
     def begin_step(self, sequence_id: int) -> None:
-        """Tell the eviction policy that a step begins."""
+        """Report the begin of a step to the eviction policy."""
         with self._lock:
             self._cache.eviction.begin_step(sequence_id)
 
     def note_prefetches(self, requests: PrefetchRequests) -> np.ndarray:
-        """Tell the eviction policy of prefetch requests; return which of the experts have a slot."""  # bool [requests]
+        """Report prefetch requests to the eviction policy; return which experts have a slot."""  # bool [requests]
         with self._lock:
             self._cache.eviction.on_prefetches(requests)
             present: np.ndarray = self._cache.present[requests.layers, requests.experts]
@@ -142,7 +142,7 @@ class ExpertPool:
             self._commit(pinned, experts)
 
     def claim(self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]) -> Demand:
-        """Pin what a layer needs and has, and submit loads of what it lacks.
+        """Pin the routed experts that are resident, and submit demand loads of the others.
 
         Experts of `pinned`, which kernels already read, are committed and left out. `shares`: for a prompt, the share
         of rows that are routed to each expert.
@@ -175,7 +175,7 @@ class ExpertPool:
             self._collect(demand)
             if demand.ready:
                 return None
-            own = [e for e in self._loads.entries if e in demand.waiting] or demand.waiting  # else one that failed
+            own = [e for e in self._loads.entries if e in demand.waiting] or demand.waiting  # else a failed one
             blocking = next(iter(own or self._loads.entries), None)
             if blocking is None or blocking.handle is None:
                 raise AssertionError("every slot is pinned by an expert batch that was never released")
@@ -209,7 +209,7 @@ class ExpertPool:
                     self._cache.unpin(entry)
 
     def abandon(self, demand: Demand) -> None:
-        """Unpin all that a demand still holds. Idempotent."""
+        """End a demand and unpin the experts that it still holds. Idempotent."""
         held = demand.ready + demand.waiting
         with self._lock:
             if demand in self._demands:
@@ -245,7 +245,7 @@ class ExpertPool:
         self._loads.set_batching(batching)
 
     def change_eviction(self, eviction: Eviction) -> None:
-        """Switch to another eviction policy; it keeps what it has learned."""
+        """Switch to another eviction policy, which keeps its learned state."""
         with self._lock:
             self._cache.change_eviction(eviction)
 
@@ -257,7 +257,7 @@ class ExpertPool:
             return [entry.key for entry in self._cache.entries()]
 
     def exchange(self, eviction: Eviction, keys: Sequence[ExpertKey]) -> None:
-        """Replace the residents by these experts, and the eviction policy by the one that last saw them.
+        """Replace the residents by these experts, and the eviction policy by the one that managed them before.
 
         Raise SpmoeError if an expert cannot be loaded.
         """

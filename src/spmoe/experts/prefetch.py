@@ -1,7 +1,7 @@
-"""Prefetch scheduling: the queue of prefetch requests, their budget, and who submits them.
+"""Prefetch scheduling: the queue of prefetch requests, their budget, and their submission.
 
-Requests wait by deadline, then score. They are submitted a chunk at a time while fewer copies are in flight than keep
-the transfer busy. On a CPU, and with an emulated link, a worker thread submits them. Beside a CUDA device the thread
+Requests are queued by deadline, then score. They are submitted a chunk at a time, until enough copies are in flight to
+keep the transfer busy. On a CPU, and with an emulated link, a worker thread submits them. With a CUDA device the thread
 that launches kernels submits them whenever it would otherwise wait: two threads would compete for the interpreter.
 """
 
@@ -82,7 +82,7 @@ class PrefetchScheduler:
         self, pool: ExpertPool, lock: threading.RLock, ledger: Ledger, clock: Clock, timeline: Timeline, threaded: bool
     ) -> None:
         self.step_budget: int | None = None  # bytes that may be prefetched in one step; None: no bound
-        self.overlap = True  # False, for measuring: whoever requests a prefetch waits for its copy
+        self.overlap = True  # False, for measuring: compute waits for every prefetch
         self._pool = pool
         self._lock = lock
         self._ledger = ledger
@@ -90,12 +90,12 @@ class PrefetchScheduler:
         self._timeline = timeline
         self._queue = PrefetchQueue(ledger)
         self._issued_bytes = 0  # in this step
-        self._layer = -1  # that runs; -1 while the draft does
+        self._layer = -1  # the target's layer that runs; -1 during the draft
         self._held = False
         self._worker = PrefetchWorker(self.pump) if threaded else None
 
     def __len__(self) -> int:
-        """Return the number of requests that wait."""
+        """Return the number of queued requests."""
         return len(self._queue)
 
     def begin_step(self) -> None:
@@ -140,13 +140,13 @@ class PrefetchScheduler:
             self.submit()
 
     def finish_draft(self) -> None:
-        """Without overlap: copy what the draft predicted before verification starts."""
+        """Without overlap, copy the experts that the draft predicted, before verification starts."""
         if not self.overlap:
             self._fetch_all()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Queue requests inside without submitting them; a worker thread submits them all the same."""
+        """Queue requests inside without submitting them. Has no effect with a worker thread."""
         before, self._held = self._held, self._worker is None
         try:
             yield
@@ -154,7 +154,7 @@ class PrefetchScheduler:
             self._held = before
 
     def submit(self, until: DeviceEvent | None = None) -> None:
-        """Have requests submitted: by the worker or, without one, here, until the event has passed."""
+        """Wake the worker to submit requests; without a worker, submit them here until the event has passed."""
         if not self.overlap:
             return  # `request` waits for its own copies
         if self._worker is not None:

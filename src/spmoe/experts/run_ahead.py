@@ -9,8 +9,8 @@ A CUDA device is given work before the host asks for its result, so that neither
   (`defer`, `settle`);
 - prefetch requests of a draft are read and submitted while the device goes on (`reading_predictions`, `wait`).
 
-`RunAhead` is the only owner of that state. Any launch that it does not make itself invalidates what it has launched:
-captured graphs share memory, and the next forward overwrites their results. On a CPU nothing is ever launched ahead.
+`RunAhead` is the only owner of that state. Any launch that it does not make itself invalidates its launches: captured
+graphs share memory, and the next forward overwrites their results. On a CPU nothing is ever launched ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
 
 
 class Launched(Enum):
-    """How much of the next step has been launched."""
+    """Part of the next step that has been launched."""
 
     NOTHING = "nothing"
     DRAFT = "the draft"
@@ -75,7 +75,7 @@ class RunAhead:
     # ---- launches
 
     def launch_draft(self, sequence_id: int, length: int, k: int, launch: Callable[[], ReadTokens]) -> None:
-        """Launch a draft of K tokens for a sequence of `length` tokens, in place of whatever was launched."""
+        """Launch a draft of K tokens for a sequence of `length` tokens; earlier launches become invalid."""
         self.invalidate()
         with self._own_launch():
             self._draft = _Draft(sequence_id, length, k, launch())
@@ -107,7 +107,7 @@ class RunAhead:
             self.launched = Launched.VERIFY
 
     def take_verify(self, graph: object, tokens: list[int], length: int) -> bool:
-        """Return whether this forward's first graph was launched for exactly these tokens; it counts only once."""
+        """Return whether this forward's first graph was launched for exactly these tokens. A launch is taken once."""
         draft, verify = self._draft, self._verify
         self.invalidate()
         return (
@@ -130,12 +130,12 @@ class RunAhead:
             self.invalidate()
 
     def note_launch(self) -> None:
-        """Note that a forward is launched: unless this object launches it, what it has launched is invalid."""
+        """Invalidate all launches because another forward is launched; do nothing inside a launch of this object."""
         if not self._launching:
             self.invalidate()
 
     def invalidate(self) -> None:
-        """Forget what was launched. The device runs it to its end, and nobody reads the result."""
+        """Discard all launches. The device still runs them to their end; nobody reads their results."""
         self._draft = self._verify = None
         self.launched = Launched.NOTHING
 
@@ -153,7 +153,7 @@ class RunAhead:
     # ---- deferred bookkeeping
 
     def defer(self, layer: int, commit: Callable[[], None], observations: Sequence[Callable[[], None]] = ()) -> None:
-        """Put off a layer's bookkeeping until the device is busy with the next layer."""
+        """Defer a layer's bookkeeping until the device is busy with the next layer."""
         self.settle()
         self._deferred = _DeferredLayer(layer, commit, observations)
 
@@ -177,7 +177,7 @@ class RunAhead:
     # ---- waiting
 
     def wait(self, event: DeviceEvent) -> None:
-        """Wait for a device event and keep copies going meanwhile."""
+        """Wait for a device event; submit waiting copies meanwhile."""
         self._transfer.wait_and_pump(event)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Slots: one allocation, made at start, divided into places of one blob each."""
+"""Slots: one allocation, made at start, divided into slots of one blob each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmoe.experts.store import BlobLayout
 
 
 class Slots(Protocol):
-    """Fixed places for experts in fast memory."""
+    """Fixed memory for experts, one expert per slot."""
 
     count: int
 

@@ -36,12 +36,12 @@ class ExpertStep:
         self._on_routed = on_routed
 
     def routed(self, layer: int, experts: Sequence[int]) -> None:
-        """Tell the prefetch policy which experts a layer is routed to, and queue its requests."""
+        """Report a layer's routed experts to the prefetch policy, and queue the requests that it returns."""
         if self._on_routed is not None:
             self._scheduler.request(self._on_routed(layer, experts))
 
     def end(self) -> None:
-        """End the step: requests that are left are dropped."""
+        """End the step and drop all queued requests."""
         self._run_ahead.settle()
         self._scheduler.end_step()
         self._on_routed = None

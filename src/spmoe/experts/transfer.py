@@ -1,4 +1,4 @@
-"""Transfers: how a blob gets from the store into a slot. The narrow waist of the runtime.
+"""Transfers: copies of blobs from the store into slots.
 
 `FileTransfer`, here, reads an expert file. Emulated links are in link.py, the CUDA transfer in backends/.
 """
@@ -17,7 +17,7 @@ from spmoe.experts.store import ExpertFile
 from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
-CHUNK_BYTES = 16 * 2**20  # of one submission: large enough for the full speed of a link
+CHUNK_BYTES = 16 * 2**20  # size of one submission: large enough for the full speed of a link
 
 
 class CopyJob(NamedTuple):
@@ -207,7 +207,7 @@ class FileTransfer(HostCompute):
                 return
             try:
                 self._read(job)
-            except Exception as error:  # whatever it is, somebody may be waiting for this copy
+            except Exception as error:  # a thread may be waiting for this copy
                 future.set_exception(_as_transfer_error(job.key, self._file, error))
             else:
                 future.set_result(None)

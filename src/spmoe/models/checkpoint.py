@@ -241,7 +241,7 @@ def load_errors(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and log messages of transformers; failures are raised as errors of ours."""
+    """Turn off the progress bars and log messages of transformers; failures are raised as errors of spmoe."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -38,26 +38,24 @@ Observing = Callable[[LayerObserver | None, OnChunk], AbstractContextManager[Non
 
 
 class GraphKey(NamedTuple):
-    """Properties that a captured forward is captured for."""
+    """Properties in which captured forwards over one KV cache differ."""
 
     rows: int
     num_logits: int
     chunks: int  # of hidden states that are shown; 0: none
-    choices: int | None = (
-        None  # size of the vocabulary that a greedy draft chooses from; None: no token is chain_tokens
-    )
-    place: int = 0  # of a greedy draft pass; passes after the first read their token from the chain
+    choices: int | None = None  # size of the vocabulary that a greedy draft selects from; None: not a draft pass
+    place: int = 0  # number of the greedy draft pass; passes after the first read their token from the chain
     observer: str = ""  # the observer's key
 
 
 @dataclass
 class CapturedChunk:
-    """Hidden states of a chunk of layers, and the observer's answer about them."""
+    """Hidden states of a chunk of layers, and the routing that the observer predicts from them."""
 
     depths: range
     residual: Tensor  # [depths, rows, hidden], on the device
-    asked: Routing | None  # on the device; kept alive because every replay writes it
-    answer: Routing | None  # pinned
+    device_routing: Routing | None  # kept alive because every replay writes it
+    host_routing: Routing | None  # pinned
     arrived: Any  # CUDA event
 
 
@@ -73,7 +71,7 @@ class DecodeGraphs:
         chain: Tensor | None = None,
         draft_chain: Tensor | None = None,
     ) -> None:
-        # chain: where greedy tokens are appended; draft_chain: that of the draft whose tokens these forwards verify
+        # chain: greedy tokens are appended to it; draft_chain: the draft's chain, whose tokens these forwards verify
         self.model = model
         self.observing = observing
         self.recorder = recorder
@@ -108,8 +106,8 @@ class DecodeGraphs:
     ) -> ReadTokens:
         """Launch n greedy decode steps, one per observer; return a callable that waits for their n tokens.
 
-        The first step appends `tokens`; each later one appends the token before. The KV cache counts all but the last
-        of the new tokens when they are read.
+        The first step appends `tokens`, each later step the token that the step before selected. When the tokens are
+        read, the KV cache holds all of them but the last.
         """
         chain = self.prepare_greedy(len(tokens), kv, observers, choices)
         for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
@@ -129,14 +127,14 @@ class DecodeGraphs:
         return read
 
     def prepare(self, rows: int, kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
-        """Return the graph that `forward` replays, captured if it has not been."""
+        """Return the graph that `forward` replays; capture it if it is missing."""
         chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
         return self._graph(GraphKey(rows, num_logits, chunks, observer=key), kv, observer)
 
     def prepare_greedy(
         self, rows: int, kv: KvState, observers: Sequence[LayerObserver | None], choices: int
     ) -> list[DecodeGraph]:
-        """Return the graphs that `launch_greedy` replays, captured as far as they have not been."""
+        """Return the graphs that `launch_greedy` replays; capture those that are missing."""
         chain = []
         for place, observer in enumerate(observers):
             chunks = observer.chunks if observer is not None else 0
@@ -165,7 +163,7 @@ class DecodeGraph:
         self._finished = self._recorder.new_event()
         self._observer: LayerObserver | None = None
         self._chunks: list[CapturedChunk] = []
-        self._answers: list[Routing | None] = []
+        self._host_routings: list[Routing | None] = []  # by chunk, pinned
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, length = torch.zeros_like(ids), ids.new_zeros(1)
         self._inputs = (ids, positions, length)
@@ -192,12 +190,12 @@ class DecodeGraph:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
             return logits
 
-        if key.place:  # else the warm-up runs where the last chain ended, possibly amid positions that are in use
+        if key.place:  # without this, the warm-up would write after the last chain, maybe over positions in use
             set_chain_length(owner.chain, kv.length)
         self._captured, self.logits = self._recorder.capture(forward)
 
     def launch_first(self, tokens: list[int] | None, length: int) -> None:
-        """Launch the forward up to the first host work; without tokens it appends the last one of the chain."""
+        """Launch the forward up to the first host work. `tokens` None: append the last token of the chain."""
         if tokens is not None:
             self._inbox_values[:] = [*tokens, length]
         self._run_ahead.note_launch()
@@ -228,20 +226,20 @@ class DecodeGraph:
 
     def _show(self, chunk: CapturedChunk) -> None:
         if self._observer is not None:
-            self._observer.show(chunk.depths, chunk.residual, chunk.answer)
+            self._observer.show(chunk.depths, chunk.residual, chunk.host_routing)
 
     def _capture_chunk(self, immediate: bool) -> OnChunk:
-        def on_chunk(depths: range, residual: Tensor, asked: Routing | None) -> None:
+        def on_chunk(depths: range, residual: Tensor, routing: Routing | None) -> None:
             number = len(self._chunks)
-            if number == len(self._answers):  # in the warm-up: pinned memory cannot be allocated during a capture
-                self._answers.append(
-                    None if asked is None else Routing(*(pinned_zeros(*t.shape, dtype=t.dtype) for t in asked))
+            if number == len(self._host_routings):  # in the warm-up: pinned memory cannot be allocated during a capture
+                self._host_routings.append(
+                    None if routing is None else Routing(*(pinned_zeros(*t.shape, dtype=t.dtype) for t in routing))
                 )
-            answer = self._answers[number]
-            if asked is not None and answer is not None:
-                for on_device, on_host in zip(asked, answer, strict=True):
+            host_routing = self._host_routings[number]
+            if routing is not None and host_routing is not None:
+                for on_device, on_host in zip(routing, host_routing, strict=True):
                     on_host.copy_(on_device, non_blocking=True)
-            chunk = CapturedChunk(depths, residual, asked, answer, self._recorder.new_event())
+            chunk = CapturedChunk(depths, residual, routing, host_routing, self._recorder.new_event())
             self._chunks.append(chunk)
             if immediate:
                 self._recorder.observe_later(lambda: self._show(chunk))

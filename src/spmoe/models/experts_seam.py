@@ -52,5 +52,5 @@ def take_over(model: Any) -> None:
 
 
 def attach(experts: nn.Module, forward: ExpertsForward) -> None:
-    """Make this the experts module's forward."""
+    """Make `forward` the forward of an experts module."""
     experts.spmoe_forward = forward  # type: ignore[assignment]

@@ -84,7 +84,7 @@ class FusedProjections:
         return found
 
     def _can_fuse(self, x: Tensor) -> bool:
-        """Whether the layers' present weights, which may have been replaced, still fit into one kernel."""
+        """Return whether the layers' present weights, which may have been replaced, still fit into one kernel."""
         tensors = [t for layer in self._layers for t in (layer.weight, layer.bias) if t is not None]
         same_kind = all(t.dtype == x.dtype and t.device == x.device for t in tensors)
         return same_kind and all(layer.weight.shape[-1] == x.shape[-1] for layer in self._layers)

@@ -133,7 +133,7 @@ def _linear(module: nn.Linear) -> Callable[..., Any] | None:
 
 
 def _linear_matches(module: nn.Linear, states: Tensor, found: Tensor, first_alone: Tensor) -> bool:
-    """Whether the results are the module's up to rounding, and the first row's bits do not depend on other rows."""
+    """Return whether the results equal the module's up to rounding, and the first row does not depend on the others."""
     expected = module.forward(states)
     return _close(found, expected, _rounding(states, module.weight, expected)) and torch.equal(first_alone, found[:1])
 
@@ -176,7 +176,7 @@ def _gated_float64(x: Tensor, gate: Tensor, up: Tensor, activation: Forward) -> 
 
 
 def _as_accurate(found: Tensor, own: Tensor, exact: Tensor) -> bool:
-    """Whether no row's error exceeds twice the error of the module's own result."""
+    """Return whether no row's error exceeds twice the error of the module's own result."""
     if found.shape != own.shape or found.dtype != own.dtype:
         return False
     errors = [(t.double() - exact).abs().amax(dim=-1) for t in (found, own)]
@@ -206,7 +206,7 @@ def _router_variants(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Forw
 
 
 def _same_routing(forward: Forward, states: Tensor, expected: tuple[Tensor, ...], weight: Tensor) -> bool:
-    """Whether logits, weights and experts agree; experts only where rounding cannot change the selection."""
+    """Return whether logits, weights and experts agree; experts only where rounding cannot change the selection."""
     batches = [forward(x) for x in states.view(-1, _ROWS, states.shape[-1])]
     found = tuple(torch.cat(outputs) for outputs in zip(*batches, strict=True))
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(found, expected, strict=True)):

@@ -20,14 +20,14 @@ OnHiddenStates = Callable[[int, Tensor], None]  # decoder layer, residual stream
 class LayerObserver:
     """Observer of the residual streams of a forward, a chunk of layers at a time.
 
-    `ask` is tensor work, done on the device; `show` gets its result on the host when it has arrived.
+    `predict` computes routing from the hidden states, on the device; `show` gets the result on the host.
     """
 
-    chunks: int  # that the layers are divided into
-    ask: Callable[[range, Tensor], Routing | None]
+    chunks: int  # number of chunks that the layers are divided into
+    predict: Callable[[range, Tensor], Routing | None]
     show: OnChunk
-    key: str = ""  # tells captured graphs apart whose observers ask different questions about the same layers
-    immediate: bool = False  # shown while the forward runs, before the layers that it predicts
+    key: str = ""  # distinguishes captured graphs whose observers predict differently from the same layers
+    immediate: bool = False  # call `show` while the forward runs, before the layers that are predicted
 
     def collect(self, depth_count: int, on_chunk: Callable[[range, Tensor], None]) -> OnHiddenStates:
         """Return a listener that gathers layers into chunks of shape [layers, rows, hidden]."""

@@ -44,7 +44,7 @@ class RouterCall:
         return experts, weights, logits
 
     def works_alone(self, given: Tensor, top_k: int) -> bool:
-        """Whether the router also works for another number of rows than in the inspected forward."""
+        """Return whether the router also works for another number of rows than in the inspected forward."""
         rows = given.reshape(-1, given.shape[-1])[:1].expand(PROBE_TOKENS + 1, -1)
         try:
             with torch.inference_mode():
@@ -220,7 +220,7 @@ def _router_norm(calls: list[_Call], given: Tensor) -> nn.Module | None:
 
 
 def _contains_norm(call: _Call, calls: list[_Call]) -> bool:
-    """Whether a module normalizes its single input inside, and returns a tensor of the same shape."""
+    """Return whether a module normalizes its single input inside, and returns a tensor of the same shape."""
     tensors = [a for a in (*call.args, *call.kwargs.values(), call.output) if isinstance(a, Tensor)]
     if len(call.args) != 1 or len(tensors) != 2 or tensors[0].shape != tensors[1].shape:
         return False
@@ -244,7 +244,7 @@ def _ffn_norm(calls: list[_Call], layer_path: str) -> nn.Module | None:
 
 
 def _returns_input(call: _Call) -> bool:
-    """Whether a module returned its input, as dropout does in inference."""
+    """Return whether a module returned its input, as dropout does in inference."""
     return bool(call.outputs) and call.given is not None and _same_storage(call.outputs[0], call.given)
 
 
@@ -254,7 +254,7 @@ def _producer(calls: list[_Call], tensor: Tensor) -> nn.Module | None:
 
 
 def _is_norm(call: _Call) -> bool:
-    """Whether a module is a leaf with only 1-D weights, whose output is a new tensor of its input's shape."""
+    """Return whether a module is a leaf with only 1-D weights, whose output is a new tensor of its input's shape."""
     if any(True for _ in call.module.children()) or len(call.outputs) != 1 or call.given is None:
         return False
     weights = list(call.module.parameters(recurse=False))
@@ -263,11 +263,11 @@ def _is_norm(call: _Call) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same memory with the same shape."""
+    """Return whether two tensors are the same memory with the same shape."""
     same_kind = a.shape == b.shape and a.dtype == b.dtype and a.storage_offset() == b.storage_offset()
     return a is b or (same_kind and _same_storage(a, b))
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share a storage; compares storages, since data pointers are 0 on the meta device."""
+    """Return whether two tensors share a storage; compares storages, since data pointers are 0 on the meta device."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -33,11 +33,11 @@ class LongRope:
         return cls(switch_positions(model.config.get_text_config(decoder=True)), recomputes)
 
     def crosses(self, start: int, end: int) -> bool:
-        """Whether positions [start, end) lie on both sides of a switch."""
+        """Return whether positions [start, end) lie on both sides of a switch."""
         return any(start < switch < end for switch in self.switches)
 
     def invalidates(self, cached: int, length: int) -> bool:
-        """Whether `cached` positions of KV must be recomputed for a sequence that has grown to `length` tokens."""
+        """Return whether `cached` KV positions must be recomputed for a sequence that has grown to `length` tokens."""
         return self.recomputes and any(cached <= switch < length for switch in self.switches)
 
     def distance(self, start: int) -> int | None:

@@ -72,7 +72,7 @@ def _with_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernel_accepts(query: Any, key: Any, cos: Any, sin: Any) -> bool:
-    """Whether the arguments have the types and layouts that the kernel was verified with."""
+    """Return whether the arguments have the types and layouts that the kernel was verified with."""
     given = (query, key, cos, sin)
     if not all(isinstance(t, Tensor) and not is_functorch_wrapped_tensor(t) for t in given):
         return False
@@ -85,7 +85,7 @@ def _kernel_accepts(query: Any, key: Any, cos: Any, sin: Any) -> bool:
 
 
 def kernel_matches(own: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel rotates random queries and keys to the same bits as a model's own function."""
+    """Return whether the kernel rotates random queries and keys to the same bits as a model's own function."""
     from spmoe.backends.kernels.rotary import apply_rotary
 
     rng = torch.Generator(device).manual_seed(0)

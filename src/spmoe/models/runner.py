@@ -1,7 +1,7 @@
 """The model runner: a transformers causal language model with hidden-state hooks and KV caches.
 
-Drafts and targets both are one. A forward runs eagerly, through transformers' own code, or replays a captured graph
-where it has few rows and continues a sequence.
+Drafts and targets are both model runners. A forward runs eagerly, through transformers' own code, or replays a captured
+graph if it has few rows and continues a sequence.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ class ModelRunner:
     def observing(
         self, observer: LayerObserver | None, on_chunk: OnChunk | None = None
     ) -> AbstractContextManager[None]:
-        """Show a forward's hidden states, with the observer's answers, to the observer or to `on_chunk`."""
+        """Show a forward's hidden states, and the routing predicted from them, to the observer or to `on_chunk`."""
         if observer is None:
             return self._hooks.listen(None)
         show = on_chunk or observer.show
         listener = observer.collect(
-            self.depth_count, lambda depths, states: show(depths, states, observer.ask(depths, states))
+            self.depth_count, lambda depths, states: show(depths, states, observer.predict(depths, states))
         )
         return self._hooks.listen(listener)
 
@@ -178,7 +178,7 @@ class ModelRunner:
             graphs.launch_verify(token, k, kv, observer)
 
     def prepare(self, rows: int, num_logits: int, observer: LayerObserver | None) -> None:
-        """Capture the forward of so many rows over every spare KV cache."""
+        """Capture the forward of `rows` tokens over every spare KV cache."""
         if self._graphs is not None and rows <= self._captured_rows:
             for kv in self.spare_kv:
                 self._graphs.prepare(rows, kv, num_logits, observer)
@@ -198,12 +198,12 @@ class ModelRunner:
         chain: Tensor | None = None,
         draft_chain: Tensor | None = None,
     ) -> str | None:
-        """Replay forwards of up to this many rows and positions from now on; return the reason if that cannot be.
+        """Replay forwards of up to this many rows and positions from now on; return the reason if that is impossible.
 
         Fused norms, attention and the captured forward are compared with the unchanged model on a few tokens.
         """
         if not self.can_rewind:
-            return "its state is not keys and values alone"
+            return "it keeps other state than keys and values"
         tokens = [[i % self.vocab_size for i in range(5)], [5 % self.vocab_size, 6 % self.vocab_size]]
         before, expected = self.model.config._attn_implementation, self._try(tokens)
         undo = [fuse(self.model)]
@@ -225,8 +225,8 @@ class ModelRunner:
             reason = "it does not give the same result when captured"
         self._graphs, self._captured_rows = None, 0
         self.model.set_attn_implementation(before)
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
         return reason
 
     def _try(self, chunks: list[list[int]]) -> Tensor:
@@ -236,7 +236,7 @@ class ModelRunner:
         return logits.clone()
 
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
-        """Return the captured forwards if they serve this many rows and a KV cache that is allocated."""
+        """Return the captured forwards if they can run this many rows; None also while the KV cache is empty."""
         return self._graphs if kv.length > 0 and rows <= self._captured_rows else None
 
 
@@ -246,5 +246,5 @@ def kv_capacity(needed: int) -> int:
 
 
 def _tolerance(logits: Tensor) -> float:
-    """Return how far two ways to compute the same logits may differ: some roundings of the largest logit."""
+    """Return the allowed difference between two computations of the same logits: some roundings of the largest."""
     return 64 * torch.finfo(logits.dtype).eps * max(1.0, float(logits.float().abs().max()))

@@ -34,7 +34,7 @@ class Counters:
     late_bytes: int = 0  # part of used_bytes: still LOADING when routed to
     wasted_bytes: int = 0  # evicted before use
     failed_bytes: int = 0
-    # prefetch requests, and those that moved no bytes
+    # prefetch requests, and the ones that moved no bytes
     prefetches_requested: int = 0
     prefetches_resident: int = 0  # already in a slot
     prefetches_stale: int = 0  # dropped: the layer or the step had passed

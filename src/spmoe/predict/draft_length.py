@@ -23,7 +23,7 @@ FIRST = 4  # initial K; also K for sampled requests, whose output must not depen
 _MIN_STEPS = 3  # timed steps with one K before another K is considered
 _MIN_GAIN = 1.03  # predicted speedup that another K must reach
 _RETRY_STEPS = 40  # steps with one K after which a neighbour is tried again, in case conditions have changed
-_RETRY_STEPS_FROM_ZERO = 160  # for K = 0: the draft must first process the tokens it has not seen, which is slow
+_RETRY_STEPS_FROM_ZERO = 160  # for K = 0: the draft must first process the tokens since its last draft, which is slow
 _VERIFY_DECAY = 0.97  # weight of a verification time, per later step
 _DRAFT_DECAY = 0.95  # weight of an acceptance result, per later draft
 _OUTLIER = 3.0  # times longer than expected is attributed to a graph capture or another process, and clipped

@@ -55,7 +55,7 @@ class ReplayEngine:
         self.seconds_per_expert = shape.expert_bytes / bytes_per_second
         # where the device runs behind the host, a layer's hidden states are read after its demand loads were submitted
         self._demands_first = shape.chunk_bytes is not None
-        self._deferred = NO_PREFETCHES  # what the current layer predicted, to be submitted after its demand loads
+        self._deferred = NO_PREFETCHES  # predictions of the current layer, submitted after its demand loads
         self._on_routed: OnRouted = _no_requests
         self._link = make_link(self._clock, shape, bytes_per_second)
         blob_bytes = shape.expert_bytes

@@ -49,7 +49,7 @@ class RecordedGates:
 
     def route(self, layers: Sequence[int], residual: Tensor) -> Routing:
         if self.current is None:
-            raise AssertionError("gates were asked about hidden states that no trace records")
+            raise AssertionError("gates were called on hidden states, which traces do not contain")
         known, routing = self.current.layers, self.current.routing
         if len(layers) > len(known) or layers[0] not in known or layers[-1] not in known:
             raise UsageError(

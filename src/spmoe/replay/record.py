@@ -59,7 +59,7 @@ def record(
 class TraceRecorder(PrefetchPolicy):
     """Record an engine's steps, from between the loop and its prefetch policy and between the target and its experts.
 
-    The policy's own requests stay the same. In addition, the gates are asked about the draft's and the target's hidden
+    The policy's own requests stay the same. In addition, the gates are called on the draft's and the target's hidden
     states, so that every policy can be replayed. Times of layers do not include that.
     """
 

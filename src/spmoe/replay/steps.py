@@ -28,7 +28,7 @@ class Prediction:
     """Recorded answers of the target's gates to hidden states of one chunk of layers."""
 
     stage: Stage
-    depths: range  # layers whose hidden states were asked about, counted in MoE layers of the target
+    depths: range  # layers whose hidden states predictions were made from, counted in MoE layers of the target
     layers: range  # layers that were predicted
     routing: Routing  # [layers, rows, top_k]
 
@@ -51,7 +51,7 @@ class ForwardPlan:
     experts: list[list[int]]  # by layer, the experts that any row was routed to, sorted
     shares: list[list[float]]  # by layer, share of the rows routed to each of them; empty for few rows
     routed: np.ndarray  # int16 [rows, layers, top_k]; -1: none
-    ahead: list[Prediction | None]  # by layer, what its hidden states predicted of the next layers
+    ahead: list[Prediction | None]  # by layer, the prediction from its hidden states for the next layers
 
     @property
     def seconds(self) -> float:

@@ -120,11 +120,11 @@ class ScoredEviction:
         raise NotImplementedError
 
     def invalidate(self) -> None:
-        """Have the scores computed again when they are needed next."""
+        """Discard the scores; they are computed again when they are needed."""
         self._scores = None
 
     def scores(self) -> np.ndarray:
-        """Return the score of every expert, computed if they are not valid."""  # float [layers, experts]
+        """Return the score of every expert; compute the scores if they are not valid."""  # float [layers, experts]
         if self._scores is None:
             self._scores = self.compute_scores()
         return self._scores

@@ -1,4 +1,4 @@
-"""Draft-informed eviction: how likely each expert is used when its layer runs next, and how soon that is.
+"""Draft-informed eviction: keep experts that are likely used when their layer runs next, and soon.
 
 Layers run in a fixed cycle, so when one step uses more experts than there are slots, least-recently-used evicts exactly
 the experts that the next layers need. This policy combines how often experts were used with the draft's predictions.
@@ -16,7 +16,7 @@ from spmoe.types import PrefetchRequests
 
 
 class PredictionAccuracy:
-    """How often predictions were right lately, by how often and with which score an expert was predicted."""
+    """Share of recent predictions that were right, by the number of predictions of an expert and their best score."""
 
     _SCORE_BOUNDS = np.array([0.25, 0.5, 0.75])  # between the classes of scores
     _STEP_DECAY = 0.95  # weight of a step's observations, one step later
@@ -69,8 +69,8 @@ class DraftInformed(ScoredEviction):
     The chance starts from the frequency of use, decayed with every step; a prompt sets it from the share of rows routed
     to each expert. If the draft made predictions for a layer that is still to run in this step, they replace the
     frequency, as far as predictions were right lately: a predicted expert has the chance measured for its score, and
-    the frequency of the others is reduced, the more so the more draft passes are over. `swap_margin` must be overcome
-    by a prefetch: to swap two equally likely experts would only cost bytes.
+    the frequency of the others is reduced, the more so the more draft passes are over. A prefetch evicts only experts
+    that score below `swap_margin` times its own score: swapping two equally likely experts would only cost bytes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Least recently used, whatever layers come next."""
+"""Least recently used, regardless of the layers that run next."""
 
 from __future__ import annotations
 

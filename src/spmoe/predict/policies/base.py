@@ -1,7 +1,7 @@
 """The contract of prefetch policies: which experts to load before a router asks for them.
 
-A policy is a class registered by name (see `spmoe.registry`). It declares, as class attributes, what it needs from the
-engine, and turns hidden states and routing into prefetch requests. It touches no device, stream or cache.
+A policy is a class registered by name (see `spmoe.registry`). It declares its needs as class attributes,
+and turns hidden states and routing into prefetch requests. It touches no device, stream or cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RecordedRouting = list[dict[int, set[int]]]  # for each step of a request, the r
 
 
 class Need(Enum):
-    """Something that a policy cannot work without."""
+    """Input that a policy cannot work without."""
 
     DRAFT_STATES = "the draft's hidden states, which the target's gates accept, or the draft's own routing"
     TARGET_STATES = "the target's hidden states, and gates that can be called alone"

@@ -2,8 +2,8 @@
 
 The draft's residual stream after attention goes through the *target's* pre-FFN norm and gate of the layer at the same
 relative depth, and first through a map fitted for that layer, if there is one. The experts that the gate selects are
-requested, with the gate's weights as scores. Layers beyond the cutoff are not fetched for, but their predictions still
-tell eviction what to keep.
+requested, with the gate's weights as scores. Experts of layers beyond the cutoff are not fetched, but the predictions
+still tell the eviction policy which residents to keep.
 """
 
 from __future__ import annotations

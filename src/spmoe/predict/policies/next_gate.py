@@ -1,7 +1,7 @@
 """Prediction from the target itself: a layer's hidden states through the gates of the next layers.
 
-It needs no draft, but it comes late: a prediction one layer ahead leaves the copy as long as one layer takes. Beside a
-draft it corrects the draft's predictions layer by layer.
+It needs no draft, but it predicts late: one layer ahead, a copy can overlap with one layer only. Beside a draft it
+corrects the draft's predictions layer by layer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class NextGate(PrefetchPolicy):
         """Predict `ahead` layers ahead, of those in `only` or of all.
 
         `likely_only` requests an expert only if some row gives it at least an even share. Beside a draft, less likely
-        experts come too late to be worth their copies: with all of them steps were up to 5 % slower than without
-        next-gate, with the likely ones 1 % slower to 1 % faster.
+        experts arrive too late: with all experts, steps were up to 5 % slower than without next-gate; with the likely
+        ones, 1 % slower to 1 % faster.
         """
         self._gates = gates
         self._likely_only = likely_only
