@@ -826,9 +826,11 @@ class FakeEngine:
         if pinned is None and self.in_step:
             self.synchronize()
         needed, access = sorted(experts), self.experts.access
-        if pinned is not None and access.covers(pinned, needed):
-            self.experts.run_ahead.defer(layer, lambda: access.commit(pinned, needed))
-            return
+        if pinned is not None:
+            access.note_router_finished(pinned)
+            if access.covers(pinned, needed):
+                self.experts.run_ahead.defer(layer, lambda: access.commit(pinned, needed))
+                return
         self.batches = access.use(layer, experts, pinned)
         self.take_batch()
 

@@ -58,6 +58,7 @@ def load(experts: Experts, layer: int, *routed: int) -> None:
 
 def use_pinned(experts: Experts, pinned: PinnedLayer, routed: Sequence[int]) -> bool:
     """Defer the commit of a pinned layer if it covers the routed experts; return whether it does."""
+    experts.access.note_router_finished(pinned)
     if not experts.access.covers(pinned, routed):
         return False
     experts.run_ahead.defer(pinned.layer, lambda: experts.access.commit(pinned, routed))

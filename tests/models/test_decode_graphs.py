@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmoe.backends.graphs import CapturedGraph
+from spmoe.backends.graphs import CaptureContext, CapturedGraph
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.attention import current_length
 from spmoe.models.decode_graphs import DecodeGraphs
@@ -67,7 +67,8 @@ def run_ahead() -> RunAhead:
 
 
 def graphs(recorder: RunOnceRecorder, ahead: RunAhead, model: Model | None = None, **chains: Any) -> DecodeGraphs:
-    return DecodeGraphs(model or Model(), lambda observer, on_chunk: nullcontext(), recorder, ahead, **chains)  # type: ignore[arg-type]
+    capture = CaptureContext(recorder, ahead, 64, **chains)  # type: ignore[arg-type]
+    return DecodeGraphs(model or Model(), lambda observer, on_chunk: nullcontext(), capture)
 
 
 def kv_cache(length: int = 3) -> Any:

@@ -283,6 +283,7 @@ class CudaExperts:
         # stop at the router's event: the device has only one batch of work left then, and must not become idle
         run_ahead.submit_prefetches(until=known)
         run_ahead.wait(known)
+        access.note_router_finished(pinned)
         needed = sorted(set(routed.tolist()))
         if access.covers(pinned, needed):
             run_ahead.defer(self._layer, lambda: access.commit(pinned, needed), observations)

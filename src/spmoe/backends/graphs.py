@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from spmoe.experts.run_ahead import RunAhead
 from spmoe.gc_pause import gc_paused
 
 T = TypeVar("T")
@@ -122,6 +125,17 @@ class GraphRecorder(Protocol):
     def new_event(self) -> Any:
         """Return a CUDA event to record between two graphs and to wait for."""
         ...
+
+
+@dataclass(frozen=True)
+class CaptureContext:
+    """Everything that a model's captured forwards are made from."""
+
+    recorder: GraphRecorder
+    run_ahead: RunAhead
+    max_positions: int  # longest sequence
+    chain: Tensor | None = None  # where a draft's greedy tokens are appended on the device
+    draft_chain: Tensor | None = None  # the chain of the draft whose tokens these forwards verify
 
 
 @cache

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from spmoe import types
+from spmoe.backends.graphs import CaptureContext
 from spmoe.backends.quantize import QuantizedExperts
 from spmoe.config import format_bytes
 from spmoe.draft.base import DraftContext, DraftSources, Observers
 from spmoe.draft.model import DraftModel
-from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.experts_seam import attach
 from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
@@ -28,7 +28,7 @@ from spmoe.models.target import Target
 from spmoe.registry import DRAFTERS
 
 if TYPE_CHECKING:
-    from spmoe.backends.graphs import GraphRecorder
+    pass
 
 
 class QuantizedSelfRunner(ModelRunner):
@@ -55,18 +55,10 @@ class QuantizedSelfRunner(ModelRunner):
         """Bytes of the quantized experts; all other weights belong to the target."""
         return self._experts.nbytes
 
-    def capture_forwards(
-        self,
-        recorder: GraphRecorder,
-        run_ahead: RunAhead,
-        rows: int,
-        positions: int,
-        chain: Tensor | None = None,
-        draft_chain: Tensor | None = None,
-    ) -> str | None:
+    def capture_forwards(self, capture: CaptureContext, rows: int) -> str | None:
         if not self._target.captures:  # the modules are the target's
             return "the target's are not either"
-        return super().capture_forwards(recorder, run_ahead, rows, positions, chain, draft_chain)
+        return super().capture_forwards(capture, rows)
 
     def run_experts(self, layer: int, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Show the routed experts to the observer, then compute them."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from spmoe.backends.devices import choose_device, limit_memory
+from spmoe.backends.graphs import CaptureContext
 from spmoe.config import EngineConfig, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.engine.engine import Engine, configure_experts
@@ -130,16 +132,16 @@ def _capture(
     """Capture forwards of few rows as CUDA graphs if the models allow it."""
     if runtime.recorder is None:
         return
-    chain = token_chain(target) if draft is not None else None
-    plans: list[tuple[str, ModelRunner | None, int, torch.Tensor | None, torch.Tensor | None]] = [
-        ("target", target, k + 1, None, chain),
-        ("draft", draft, 2, chain, None),
-    ]
-    for name, runner, rows, own, follows in plans:
-        if runner is None:
-            continue
-        reason = runner.capture_forwards(runtime.recorder, experts.run_ahead, rows, max_length, own, follows)
-        if reason is not None:
+    capture = CaptureContext(runtime.recorder, experts.run_ahead, max_length)
+    plans: list[tuple[str, ModelRunner, int, CaptureContext]] = [("target", target, k + 1, capture)]
+    if draft is not None:
+        chain = token_chain(target)  # through which the draft's tokens reach their verification
+        plans = [
+            ("target", target, k + 1, replace(capture, draft_chain=chain)),
+            ("draft", draft, 2, replace(capture, chain=chain)),
+        ]
+    for name, runner, rows, context in plans:
+        if (reason := runner.capture_forwards(context, rows)) is not None:
             notices.append(f"forwards of the {name} are not captured as CUDA graphs ({reason}); they run slower")
 
 

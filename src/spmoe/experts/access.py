@@ -90,9 +90,12 @@ class ExpertAccess:
         """Release a pinned layer. Idempotent."""
         self._pool.unpin_layer(pinned)
 
-    def covers(self, pinned: PinnedLayer, experts: Sequence[int]) -> bool:
-        """Return whether all routed experts are pinned. The router has run, so kernels before the pin have finished."""
+    def note_router_finished(self, pinned: PinnedLayer) -> None:
+        """State that the layer's router has finished on the device, and so every kernel launched before the pin."""
         self._transfer.finish_epochs(pinned.epoch)
+
+    def covers(self, pinned: PinnedLayer, experts: Sequence[int]) -> bool:
+        """Return whether all routed experts are pinned."""
         return bool((pinned.slots[list(experts)] >= 0).all())
 
     def commit(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmoe.backends.devices import pinned_zeros
-from spmoe.backends.graphs import GraphRecorder
+from spmoe.backends.graphs import CaptureContext
 from spmoe.backends.kernels.inputs import (
     append_token,
     chain_tokens,
@@ -26,7 +26,7 @@ from spmoe.backends.kernels.inputs import (
     pending_tokens,
     set_chain_length,
 )
-from spmoe.experts.run_ahead import ReadTokens, RunAhead
+from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models.attention import device_length
 from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState
@@ -62,24 +62,15 @@ class CapturedChunk:
 class DecodeGraphs:
     """Captures and replays a model's forwards."""
 
-    def __init__(
-        self,
-        model: Any,
-        observing: Observing,
-        recorder: GraphRecorder,
-        run_ahead: RunAhead,
-        chain: Tensor | None = None,
-        draft_chain: Tensor | None = None,
-    ) -> None:
-        # chain: greedy tokens are appended to it; draft_chain: the draft's chain, whose tokens these forwards verify
+    def __init__(self, model: Any, observing: Observing, capture: CaptureContext) -> None:
         self.model = model
         self.observing = observing
-        self.recorder = recorder
-        self.run_ahead = run_ahead
-        self.chain = new_token_chain(model.device) if chain is None else chain
-        self.draft_chain = self.chain if draft_chain is None else draft_chain
+        self.recorder = capture.recorder
+        self.run_ahead = capture.run_ahead
+        self.chain = new_token_chain(model.device) if capture.chain is None else capture.chain
+        self.draft_chain = self.chain if capture.draft_chain is None else capture.draft_chain
         self._host_chain = pinned_zeros(len(self.chain))
-        self._arrived = recorder.new_event()
+        self._arrived = capture.recorder.new_event()
 
     def forward(self, tokens: list[int], kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
         """Append tokens to a sequence; return the graph, which has the logits until its next replay."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from spmoe.experts.run_ahead import ReadTokens, RunAhead
+from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models import attention
 from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
@@ -24,7 +24,7 @@ from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
 if TYPE_CHECKING:
-    from spmoe.backends.graphs import GraphRecorder
+    from spmoe.backends.graphs import CaptureContext
     from spmoe.models.decode_graphs import DecodeGraphs
 
 _MIN_CAPACITY = 1024  # positions; KV caches that graphs are captured over are larger than needed, and are reused
@@ -189,15 +189,7 @@ class ModelRunner:
             for kv in self.spare_kv:
                 self._graphs.prepare_greedy(rows, kv, observers, choices)
 
-    def capture_forwards(
-        self,
-        recorder: GraphRecorder,
-        run_ahead: RunAhead,
-        rows: int,
-        positions: int,
-        chain: Tensor | None = None,
-        draft_chain: Tensor | None = None,
-    ) -> str | None:
+    def capture_forwards(self, capture: CaptureContext, rows: int) -> str | None:
         """Replay forwards of up to this many rows and positions from now on; return the reason if that is impossible.
 
         Fused norms, attention and the captured forward are compared with the unchanged model on a few tokens.
@@ -210,9 +202,9 @@ class ModelRunner:
         try:
             from spmoe.models.decode_graphs import DecodeGraphs
 
-            undo.append(use_tables(self.model, min(positions, self.max_positions)))
+            undo.append(use_tables(self.model, min(capture.max_positions, self.max_positions)))
             attention.use(self.model)
-            self._graphs = DecodeGraphs(self.model, self.observing, recorder, run_ahead, chain, draft_chain)
+            self._graphs = DecodeGraphs(self.model, self.observing, capture)
             self._captured_rows = 2
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code raises during capture

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from spmoe.backends.base import Backend
-from spmoe.backends.graphs import GraphRecorder
+from spmoe.backends.graphs import CaptureContext
 from spmoe.experts.experts import Experts
-from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.experts_seam import attach
 from spmoe.models.gates import FusedGates, StackedGates
 from spmoe.models.inspection import MoeLayer
@@ -42,16 +41,8 @@ class Target(ModelRunner):
         """Whether the norm and router of every MoE layer can be called alone."""
         return len(self._gated) == len(self.moe)
 
-    def capture_forwards(
-        self,
-        recorder: GraphRecorder,
-        run_ahead: RunAhead,
-        rows: int,
-        positions: int,
-        chain: Tensor | None = None,
-        draft_chain: Tensor | None = None,
-    ) -> str | None:
-        reason = super().capture_forwards(recorder, run_ahead, rows, positions, chain, draft_chain)
+    def capture_forwards(self, capture: CaptureContext, rows: int) -> str | None:
+        reason = super().capture_forwards(capture, rows)
         if reason is None:  # kernels run here, and predictions are captured too
             self._stacked = FusedGates.of(self._gated) or self._stacked
         return reason
