@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -347,19 +348,25 @@ def markdown_page(results: Sequence[FamilyResult], version: str, device: str = "
         f"# {title}",
         "",
         f"Written by `{command}` with transformers {version}.",
-        f"Results of {len(results)} MoE families with a causal language model: {counts}.",
+        *_wrap(f"Results of {len(results)} MoE families with a causal language model: {counts}."),
         "",
         f"Each family was built as a tiny model with random weights and run in float32 on {where}.",
         "The checks are:",
         "",
         "- **loads**: the engine loads the checkpoint and writes its experts to the expert file.",
-        f"- **plain**: greedy decoding gives the same {MAX_NEW_TOKENS} tokens as `generate` of transformers, with",
-        "  slots for top-k experts, for half of the experts and for all experts.",
-        f"- **speculation**: so does speculative decoding with {K} draft tokens per step, with a mostly wrong and",
-        "  a mostly right draft, with draft-gate prefetching and on demand, and with the same three budgets.",
-        "- **prediction**: the norm and router of every MoE layer were found. Called alone on the model's hidden",
-        "  states, they select exactly the experts that the model uses. *Partly* means: only for some layers.",
-        "  Experts of the other layers are loaded on demand.",
+        *_wrap(
+            f"- **plain**: greedy decoding gives the same {MAX_NEW_TOKENS} tokens as `generate` of transformers, with "
+            "slots for top-k experts, for half of the experts and for all experts."
+        ),
+        *_wrap(
+            f"- **speculation**: so does speculative decoding with {K} draft tokens per step, with a mostly wrong and "
+            "a mostly right draft, with draft-gate prefetching and on demand, and with the same three budgets."
+        ),
+        *_wrap(
+            "- **prediction**: the norm and router of every MoE layer were found. Called alone on the model's hidden "
+            "states, they select exactly the experts that the model uses. *Partly* means: only for some layers. "
+            "Experts of the other layers are loaded on demand."
+        ),
     ]
     if "captured" in checks:
         lines.append("- **captured**: forwards of few rows are captured as CUDA graphs and replayed.")
@@ -374,5 +381,11 @@ def markdown_page(results: Sequence[FamilyResult], version: str, device: str = "
         cells = [short(getattr(result, check)) for check in checks]
         lines.append(f"| {result.family} | {' | '.join(cells)} |")
     if reasons := failures(results, checks):
-        lines += ["", "Reasons:", "", *(f"- {line}" for line in reasons)]
+        lines += ["", "Reasons:", "", *(part for line in reasons for part in _wrap(f"- {line}"))]
     return "\n".join(lines) + "\n"
+
+
+def _wrap(text: str) -> list[str]:
+    """Wrap a paragraph or list item at 100 columns."""
+    indent = "  " if text.startswith("- ") else ""
+    return wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
