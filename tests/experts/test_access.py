@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
+import torch
 from experts_helpers import EmptySlots, cache_of, requests_for
+from torch import Tensor, nn
 
+from spmoe.backends.base import HostExperts
 from spmoe.errors import TransferError
 from spmoe.experts.cache import PinnedLayer
 from spmoe.experts.eviction import make_eviction
@@ -331,3 +334,25 @@ def test_worker_cannot_evict_experts_of_the_running_layer_before_they_are_claime
     before = experts.ledger.counters.copy()
     load(experts, 0, 0, 1)
     assert experts.ledger.counters.minus(before).hits == 2
+
+
+def test_failure_in_expert_arithmetic_releases_its_experts_at_once() -> None:
+    """The exception is kept, as a logger or a future keeps it; its traceback must hold no pinned expert."""
+    experts, _ = make_experts(slots=2)
+
+    class FailingArithmetic:
+        def run_experts(
+            self, module: object, hidden: object, index: object, weights: object, batches: object
+        ) -> Tensor:
+            next(iter(batches))  # type: ignore[call-overload]
+            raise RuntimeError("out of memory")
+
+    forward = HostExperts(0, experts.access, FailingArithmetic())  # type: ignore[arg-type]
+    kept: list[BaseException] = []
+    for _ in range(3):
+        index = torch.tensor([[0, 1]])
+        with pytest.raises(RuntimeError) as failure:
+            forward.run(nn.Identity(), torch.zeros(1, 4), index, torch.ones(1, 2))
+        kept.append(failure.value)
+    assert len(kept) == 3
+    assert [batch.experts for batch in experts.access.use(1, [2, 3])], "both slots can be taken by another layer"
