@@ -155,11 +155,11 @@ def test_worker_pumps_only_when_woken_and_ends_when_closed() -> None:
     before = own_threads()
     pump = CountingPump()
     worker = PrefetchWorker(pump)
-    assert len(own_threads() - before) == 1
     assert pump.calls == 0
     for calls in (1, 2, 3):
         worker.wake()
         pump.wait_for(calls)
+    assert len(own_threads() - before) == 1
     within(LIMIT, worker.close)
     assert own_threads() == before
     assert pump.calls == 3
@@ -448,19 +448,12 @@ def test_interrupt_while_copies_are_settled_leaves_none_loading_for_good(
     assert [entry.state for entry in cache_of(setup.experts).entries()] == [Residency.READY]
 
 
-def test_interrupted_submission_retires_the_slots_it_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(slots=4, auto_pump=False)
-    retired: list[int] = []
+def test_failed_call_of_the_worker_is_raised_by_the_next_step() -> None:
+    def fail() -> None:
+        raise ValueError("inconsistent")
 
-    def interrupt(jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
-        retired.extend(job.slot for job in jobs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(setup.transfer, "copy", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            setup.prefetch((1, 0))
-    setup.use(0, 0, 1, 2, 3)
-    used = {job.slot for jobs in setup.transfer.submissions for job in jobs}
-    assert len(retired) == 1
-    assert used == set(range(4)) - set(retired)
+    worker = PrefetchWorker(fail)
+    worker.wake()
+    within(LIMIT, worker.close)
+    with pytest.raises(RuntimeError, match="inconsistent"):
+        worker.check()

@@ -204,16 +204,25 @@ class CudaTransfer:
                 self._send([handle])
                 self._waiting.remove(handle)
 
+    def drain(self) -> None:
+        with self._lock:
+            self._fail_waiting()
+            self._in_flight.clear()
+        self.copy_stream.synchronize()
+
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            while self._waiting:
-                self._waiting.popleft().fail(TransferError("the engine was closed"))
+            self._fail_waiting()
         self.copy_stream.synchronize()
 
     # ---- under the lock
+
+    def _fail_waiting(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(TransferError("the engine was closed"))
 
     def _groups(self, handles: list[CudaCopyHandle]) -> list[list[CudaCopyHandle]]:
         """Group small blobs into shared submissions, as long as that costs their first user little."""

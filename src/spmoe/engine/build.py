@@ -92,14 +92,12 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
             runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
         )
         target.connect(experts, runtime.backend)
-        if runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None:
-            experts.load_all(spec.experts)
-            runtime.backend.synchronize()
-            runtime.cuda.keep_resident(experts.pool.slots_by_key())
+        all_resident = runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None
         parts = EngineParts(
             models, tokenizer, draft_checkpoint, drafter, projection, runtime, experts, memory, max_length, clock,
-            target_kv,
+            target_kv, all_resident,
         )  # fmt: skip
+        parts.load_residents()
         return Engine(config, parts, LearnedState({config.eviction_policy: eviction}), notices)
     except BaseException:
         experts.close()

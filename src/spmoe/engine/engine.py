@@ -127,6 +127,17 @@ class Engine:
         """Choose an automatic cutoff again from the experts that requests so far have missed."""
         self.prefetching.learn_cutoff(self.counters, self.loop)
 
+    def recover(self) -> None:
+        """Start again with empty slots after an unexpected error inside a step; no request is lost but that one.
+
+        Whatever the error has left of the bookkeeping of experts, and of the eviction policy, is replaced.
+        """
+        self.parts.runtime.backend.synchronize()  # kernels of the failed step may still read slots
+        name = self.config.eviction_policy
+        self.learned.evictions = {name: make_eviction(name, self.spec.experts)}
+        self.experts.reset(self.learned.evictions[name])
+        self.parts.load_residents()
+
     def close(self) -> None:
         """Write learned profiles, and release everything. Idempotent."""
         self._keep_profile()

@@ -52,3 +52,11 @@ class EngineParts:
     max_model_len: int
     clock: Clock
     target_kv: MutableMapping[int, KvState]  # by sequence id
+    all_resident: bool  # every expert has a slot for good, and kernels find it without asking the host
+
+    def load_residents(self) -> None:
+        """Load every expert, if all of them have a slot for good."""
+        if self.all_resident and self.runtime.cuda is not None:
+            self.experts.load_all(self.models.spec.experts)
+            self.runtime.backend.synchronize()
+            self.runtime.cuda.keep_resident(self.experts.pool.slots_by_key())

@@ -160,10 +160,6 @@ class ExpertCache:
         entry.pins = 0
         self._remove(entry.key)
 
-    def retire(self, slot: int) -> None:
-        """Never use a free slot again: a copy of unknown state may still write it."""
-        self._free.remove(slot)
-
     def _not_evictable(self) -> np.ndarray:  # bool [layers, experts]
         if not any(self._layer_pins):
             return self._held

@@ -62,6 +62,16 @@ class Experts:
                         pass
             self.step.begin()
 
+    def reset(self, eviction: Eviction) -> None:
+        """Forget every expert in a slot and all work under way, after an error in the middle of bookkeeping.
+
+        The caller waits for the device before.
+        """
+        self.run_ahead.reset()
+        self.step.reset()
+        self.scheduler.reset()
+        self.pool.reset(eviction)
+
     def close(self) -> None:
         """End the worker and every copy, and release the slots. Idempotent."""
         if self.pool.begin_close():

@@ -20,7 +20,7 @@ class InflightLoads:
         self, transfer: Transfer, cache: ExpertCache, ledger: Ledger, clock: Clock, timeline: Timeline
     ) -> None:
         self.entries: list[Entry] = []
-        self._batching = True
+        self.batching = True  # copies that are ready together are submitted in one call
         self._transfer = transfer
         self._cache = cache
         self._ledger = ledger
@@ -38,12 +38,12 @@ class InflightLoads:
 
     def set_batching(self, batching: bool) -> None:
         """Submit copies that are ready together in one call, or one by one."""
-        self._batching = batching
+        self.batching = batching
         self._transfer.set_batching(batching)
 
     def submit(self, entries: list[Entry], *, urgent: bool) -> None:
         """Start the copies of these entries; if the transfer raises an error, mark them failed and raise it."""
-        size = len(entries) if self._batching else 1
+        size = len(entries) if self.batching else 1
         for start in range(0, len(entries), max(1, size)):
             part = entries[start : start + size]
             try:
@@ -51,11 +51,6 @@ class InflightLoads:
             except SpmoeError:
                 for entry in entries[start:]:
                     self._fail(entry)
-                raise
-            except BaseException:  # an interrupt: some copies may have started, and nobody has their handles
-                for entry in entries[start:]:
-                    self._fail(entry)
-                    self._cache.retire(entry.slot)
                 raise
             for entry, handle in zip(part, handles, strict=True):
                 entry.handle = handle

@@ -182,6 +182,9 @@ class ThrottledTransfer:
     def take_stall_seconds(self) -> float:
         return self._inner.take_stall_seconds()
 
+    def drain(self) -> None:
+        self._inner.drain()
+
     def close(self) -> None:
         self._inner.close()
 
@@ -219,6 +222,9 @@ class VirtualTransfer(HostCompute):
             copy = self.link.enter(self._blob_bytes, urgent)
             handles.append(_LinkHandle(self.link, copy, lambda job=job: self._on_done(job)))  # type: ignore[misc]
         return handles
+
+    def drain(self) -> None:
+        """Do nothing: no bytes move."""
 
     def close(self) -> None:
         self.closed = True

@@ -54,6 +54,8 @@ class ExpertPool:
         self._slots = slots
         self._transfer = transfer
         self._ledger = ledger
+        self._clock = clock
+        self._timeline = timeline
         self._cache = ExpertCache(slots.count, eviction)
         self._loads = InflightLoads(transfer, self._cache, ledger, clock, timeline)
         self._demands: list[Demand] = []  # claimed and not abandoned
@@ -275,6 +277,21 @@ class ExpertPool:
             wait_for(handles)
             with self._lock:
                 self._loads.reap()
+
+    def reset(self, eviction: Eviction) -> None:
+        """Forget every expert in a slot. Call it only when nothing reads or requests experts.
+
+        Whatever an error has left of the bookkeeping is replaced, not repaired.
+        """
+        self._transfer.drain()
+        with self._lock:
+            peak, batching = self._cache.peak, self._loads.batching
+            self._ledger.prefetch_lost()
+            self._cache = ExpertCache(self.slot_count, eviction)
+            self._cache.peak = peak
+            self._loads = InflightLoads(self._transfer, self._cache, self._ledger, self._clock, self._timeline)
+            self._loads.set_batching(batching)
+            self._demands = []
 
     def begin_close(self) -> bool:
         """Refuse every further claim; return False if that was done before."""

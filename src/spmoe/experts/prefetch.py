@@ -11,15 +11,17 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from spmoe.errors import SpmoeError
+from spmoe.errors import SpmoeError, TransferError, reason
 from spmoe.experts.cache import Entry
 from spmoe.experts.inflight import wait_for
 from spmoe.experts.pool import ExpertPool
 from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, DeviceEvent
+from spmoe.experts.workers import Workers
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Activity, Timeline
@@ -99,7 +101,9 @@ class PrefetchScheduler:
         return len(self._queue)
 
     def begin_step(self) -> None:
-        """Drop the requests of the last step."""
+        """Drop the requests of the last step. Raise the error that has ended the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.check()
         with self._lock:
             self._queue.drop_all()
             self._issued_bytes = 0
@@ -107,6 +111,8 @@ class PrefetchScheduler:
 
     def reach_layer(self, layer: int) -> None:
         """Drop requests for layers up to this one, which runs now: their experts are loaded on demand."""
+        if self._worker is not None:
+            self._worker.check()
         with self._lock:
             self._layer = layer
             self._queue.drop_passed(layer)
@@ -183,6 +189,17 @@ class PrefetchScheduler:
             full = self._pool.loads_in_flight >= self._pool.prefetch_depth
             return self._pool.oldest_handle() if full and len(self._queue) else None
 
+    def reset(self) -> None:
+        """Drop all requests, whatever an error has left of them, and replace the worker."""
+        with self._lock:
+            self._queue = PrefetchQueue(self._ledger)
+            self._issued_bytes = 0
+            self._layer = -1
+            self._held = False
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = PrefetchWorker(self.pump)
+
     def close(self) -> None:
         """Drop all requests and end the worker. Idempotent."""
         self.end_step()
@@ -229,29 +246,34 @@ class PrefetchWorker:
 
     def __init__(self, pump: Callable[[], CopyHandle | None]) -> None:
         self._pump = pump
-        self._work = threading.Event()
+        self._thread = Workers(1, "spmoe-prefetch")
+        self._woken = False  # a call is queued that has not begun
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="spmoe-prefetch", daemon=True)
-        self._thread.start()
+        self._error: BaseException | None = None
 
     def wake(self) -> None:
         """Have the thread call `pump`."""
-        self._work.set()
+        if not self._woken and not self._closed:
+            self._woken = True
+            with suppress(TransferError):  # another thread has closed it meanwhile
+                self._thread.submit(self._run).add_done_callback(self._keep_error)
+
+    def check(self) -> None:
+        """Raise an error if a call has failed: the bookkeeping of experts may be inconsistent."""
+        if self._error is not None:
+            raise RuntimeError(f"prefetching failed ({reason(self._error)})") from self._error
 
     def close(self) -> None:
         """End the thread; return when it has ended."""
         self._closed = True
-        self._work.set()
-        self._thread.join()
+        self._thread.close()
 
     def _run(self) -> None:
-        while True:
-            self._work.wait()
-            self._work.clear()
-            while not self._closed and (handle := self._pump()) is not None:
-                try:
-                    handle.wait()
-                except SpmoeError:
-                    continue  # raised where the expert is used
-            if self._closed:
-                return
+        self._woken = False
+        while not self._closed and (handle := self._pump()) is not None:
+            with suppress(SpmoeError):  # raised where the expert is used
+                handle.wait()
+
+    def _keep_error(self, call: Future[None]) -> None:
+        if not call.cancelled():
+            self._error = self._error or call.exception()

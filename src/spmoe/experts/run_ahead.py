@@ -139,6 +139,12 @@ class RunAhead:
         self._draft = self._verify = None
         self.launched = Launched.NOTHING
 
+    def reset(self) -> None:
+        """Discard all launches and deferred bookkeeping, whatever an error has left of them."""
+        self.invalidate()
+        self._deferred = None
+        self._launching = False
+
     @contextmanager
     def _own_launch(self) -> Iterator[None]:
         self._launching = True

@@ -47,6 +47,10 @@ class ExpertStep:
         self._on_routed = None
         self.count_stalls()
 
+    def reset(self) -> None:
+        """Forget the step under way."""
+        self._on_routed = None
+
     def finish_compute(self) -> None:
         """State that every kernel launched so far has finished."""
         self._transfer.finish_epochs(self._transfer.begin_epoch())

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import NamedTuple, Protocol
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
+from spmoe.experts.workers import Workers
 from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
@@ -104,6 +103,10 @@ class Transfer(Protocol):
         """Return how long the compute stream has waited for copies since the last call."""
         ...
 
+    def drain(self) -> None:
+        """Let copies in flight end and fail the others; afterwards no slot is written, and copies may start again."""
+        ...
+
     def close(self) -> None:
         """Let copies in flight end, fail the others and release everything."""
         ...
@@ -143,88 +146,71 @@ class HostCompute:
 class FutureHandle:
     """Handle on a copy that a reader thread runs."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, key: ExpertKey, file: ExpertFile, future: Future[None]) -> None:
+        self._key = key
+        self._file = file
         self._future = future
 
     def ready(self) -> bool:
         return self._future.done()
 
     def wait(self) -> None:
-        self._future.result()
+        try:
+            self._future.result()
+        except CancelledError:
+            raise TransferError("the engine was closed") from None
+        except SpmoeError:
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"expert {self._key.expert} of layer {self._key.layer} could not be read from {self._file.path} "
+                f"({error}); check the disk, or delete the file to have it rebuilt"
+            ) from error
 
     stream_wait = wait
 
     def prioritize(self) -> None:
-        """Do nothing: a reader is free for every job that is not urgent (see FileTransfer.depth)."""
+        """Do nothing: every copy that is in flight has a reader (see FileTransfer.depth)."""
 
 
 class FileTransfer(HostCompute):
-    """Reads blobs from an expert file with several reads in flight; a read does not hold the interpreter lock."""
+    """Reads blobs from an expert file with several reads in flight; a read does not hold the interpreter lock.
+
+    Urgent reads have threads of their own, so that they wait for no other read.
+    """
 
     def __init__(self, file: ExpertFile, slots: MemorySlots, readers: int = 4) -> None:
         self.depth = readers
         self._file = file
         self._slots = slots
-        self._jobs: queue.PriorityQueue[tuple[int, int, CopyJob | None, Future[None]]] = queue.PriorityQueue()
-        self._sequence = 0
-        self._lock = threading.Lock()
+        self._readers = readers
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._read_jobs, name=f"spmoe-reader-{i}", daemon=True) for i in range(readers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._start()
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
-        with self._lock:
-            if self._closed:
-                raise TransferError("the engine is closed")
-            return [FutureHandle(self._put(0 if urgent else 1, job)) for job in jobs]
+        readers = self._urgent if urgent else self._others
+        return [FutureHandle(job.key, self._file, readers.submit(self._read, job)) for job in jobs]
+
+    def drain(self) -> None:
+        self._stop()
+        self._start()
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True  # nothing is queued after this, so the loop below empties the queue
-            for _ in self._threads:
-                self._put(-1, None)
-        for thread in self._threads:
-            thread.join()
-        while not self._jobs.empty():
-            self._jobs.get()[3].set_exception(TransferError("the engine was closed"))
-        self._file.close()
+        if not self._closed:
+            self._closed = True
+            self._stop()
+            self._file.close()
 
-    def _put(self, priority: int, job: CopyJob | None) -> Future[None]:
-        future: Future[None] = Future()
-        self._sequence += 1
-        self._jobs.put((priority, self._sequence, job, future))
-        return future
+    def _start(self) -> None:
+        self._urgent = Workers(self._readers, "spmoe-demand-reader")
+        self._others = Workers(self._readers, "spmoe-prefetch-reader")
 
-    def _read_jobs(self) -> None:
-        while True:
-            _, _, job, future = self._jobs.get()
-            if job is None:
-                return
-            try:
-                self._read(job)
-            except Exception as error:  # a thread may be waiting for this copy
-                future.set_exception(_as_transfer_error(job.key, self._file, error))
-            else:
-                future.set_result(None)
+    def _stop(self) -> None:
+        self._urgent.close()
+        self._others.close()
 
     def _read(self, job: CopyJob) -> None:
         buffer = self._slots.buffer(job.slot)
         if missing := len(buffer) - read_into(self._file.fd, buffer, self._file.offset(job.key)):
             raise OSError(f"the file ends {missing} bytes early")
         self._file.check(job.key, buffer)
-
-
-def _as_transfer_error(key: ExpertKey, file: ExpertFile, error: Exception) -> SpmoeError:
-    if isinstance(error, SpmoeError):
-        return error
-    failure = TransferError(
-        f"expert {key.expert} of layer {key.layer} could not be read from {file.path} ({error}); "
-        "check the disk, or delete the file to have it rebuilt"
-    )
-    failure.__cause__ = error
-    return failure

@@ -176,6 +176,10 @@ class Ledger:
         """Count prefetched experts whose copy failed before use."""
         self.counters.failed_bytes += count * self._blob_bytes
 
+    def prefetch_lost(self) -> None:
+        """Count every prefetched expert that was not used yet as failed: the slots are forgotten."""
+        self.counters.failed_bytes += self.counters.held_bytes
+
     # ---- time and steps
 
     def stalled(self, seconds: float) -> None:
