@@ -25,6 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
+MAX_SPECULATIVE_TOKENS = 64  # largest K
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -142,8 +143,8 @@ def parse_num_speculative_tokens(value: Any) -> DraftTokens:
         number = int(word)
     if not _is_whole(number):
         raise UsageError(f"{name} must be a whole number, not {value!r}")
-    if not 0 <= number <= 64:
-        raise UsageError(f"{name} must be from 0 to 64, not {number}")
+    if not 0 <= number <= MAX_SPECULATIVE_TOKENS:
+        raise UsageError(f"{name} must be from 0 to {MAX_SPECULATIVE_TOKENS}, not {number}")
     return int(number)
 
 
