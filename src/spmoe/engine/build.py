@@ -23,10 +23,9 @@ from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
-from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
-from spmoe.models.load import load_dense_skeleton
-from spmoe.models.loaded import LoadedModels, load_target, quantized_experts, wide_shape
+from spmoe.models.loaded import LoadedModels, draft_skeleton, load_target, quantized_experts, wide_shape
 from spmoe.models.predictors import read_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -152,8 +151,7 @@ def _require_memory(
         return
     runners: list[ModelRunner] = [target]
     if draft_checkpoint is not None:
-        with load_errors(draft_checkpoint):
-            runners.append(ModelRunner(load_dense_skeleton(draft_checkpoint)))
+        runners.append(draft_skeleton(draft_checkpoint))
     scheme = config.self_draft_scheme
     extra_bytes = quantized_experts(spec, target.moe, scheme).nbytes if scheme is not None else 0
     divide_memory(config, models.device, runners, spec, target.top_k, max_length, extra_bytes, models.dtype)

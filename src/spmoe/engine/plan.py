@@ -15,9 +15,8 @@ from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_s
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, load_errors
-from spmoe.models.experts_seam import experts_modules, take_over
-from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
-from spmoe.models.loaded import quantized_experts
+from spmoe.models.load import expert_file_path, load_skeleton, store_spec
+from spmoe.models.loaded import draft_skeleton, quantized_experts
 from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -101,7 +100,7 @@ def make_plan(config: EngineConfig) -> Plan:
         target = Target(load_skeleton(checkpoint))
     spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
-    draft = _draft_runner(draft_checkpoint) if draft_checkpoint is not None else None
+    draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
     extra_bytes = 0
@@ -157,14 +156,6 @@ def make_plan(config: EngineConfig) -> Plan:
     notices = [*([chosen] if chosen is not None else []), *memory.notices, *policy.notices]
     prefetch = PrefetchFacts(policy.name, notices, asked, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
-
-
-def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:
-    with load_errors(checkpoint):
-        model = load_dense_skeleton(checkpoint)
-        if any(True for _ in experts_modules(model)):
-            take_over(model)  # transformers' own experts cannot run without weights
-        return ModelRunner(model)
 
 
 def _projection_file(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:

@@ -41,6 +41,7 @@ PASSES = 5  # timed passes of the short measurement, after one warm-up pass
 LONG_PASSES = 9  # of the longer one
 LOAD_TRIES = 7
 VERIFY_ROWS = (1, 2, 3, 5, 9)
+_SLOW_DRAFT = 1.25  # draft pass / target pass from which on a warning is given: measurements vary
 
 
 # ---- the cached profile
@@ -118,7 +119,7 @@ def slow_draft_notice(
 
     `verify_seconds`: K + 1 rows; `plain_seconds`: a step without speculation.
     """
-    if k < 1 or draft_seconds <= plain_seconds:
+    if k < 1 or draft_seconds <= _SLOW_DRAFT * plain_seconds:
         return None
     ratio = (k * draft_seconds + verify_seconds) / ((k + 1) * plain_seconds)
     return (
