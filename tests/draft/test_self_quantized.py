@@ -161,7 +161,7 @@ def kv_tensors(kv: Any) -> list[Tensor]:
 
 
 def test_memory_is_counted_for_one_kv_cache_and_the_quantized_experts(pair: Pair) -> None:
-    with build(pair.target, "int4") as llm, LLM(str(pair.target), progress=False) as plain:
+    with build(pair.target, "int4") as llm, LLM(str(pair.target), None, progress=False) as plain:
         runner = runner_of(llm)
         assert llm.engine.parts.memory.kv == plain.engine.parts.memory.kv
         assert llm.engine.parts.memory.resident == plain.engine.parts.memory.resident + runner.resident_bytes

@@ -114,7 +114,7 @@ def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     for leftover in target.glob("*.jinja"):
         leftover.unlink()
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
+    with LLM(str(target), None, progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
@@ -139,7 +139,7 @@ def test_invalid_prompts_are_rejected(llm: LLM, prompt: Any, message: str) -> No
 def test_token_ids_work_without_a_tokenizer(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(byte_tokenizer()(PROMPT)["input_ids"], TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.text == ""
@@ -203,7 +203,7 @@ def test_eos_of_the_tokenizer_ends_a_generation_too(tmp_path: Path, mixtral_pair
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(expected[at])
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
     assert (completion.token_ids, completion.finish_reason) == (expected[: at + 1], "stop")
 
