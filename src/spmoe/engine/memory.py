@@ -101,7 +101,7 @@ def divide_memory(
             f"{least} expert slots": least * blob,
         }
         item_bytes = (dtype or runners[0].model.dtype).itemsize
-        remedies = _remedies(config, spec, draft, item_bytes, sum(parts.values()), slots * blob)
+        remedies = _remedies(config, spec, draft, item_bytes, sum(parts.values()), limit, slots * blob)
         raise BudgetError(_does_not_fit(parts, limit, config, available, remedies))
     notices = []
     if context < longest:
@@ -151,15 +151,15 @@ def _does_not_fit(
 
 
 def _remedies(
-    config: EngineConfig, spec: StoreSpec, draft_bytes: int, item_bytes: int, needed: int, fitting: int
+    config: EngineConfig, spec: StoreSpec, draft_bytes: int, item_bytes: int, needed: int, limit: int, fitting: int
 ) -> list[str]:
     """Return what the user can change; `needed`: bytes of everything, `fitting`: bytes of slots that would fit."""
     found = []
     kind, _ = drafter_name(config.resolved_draft if config.num_speculative_tokens else None)
     int4_bytes = spec.nbytes * _INT4_BITS / (8 * item_bytes)
     if draft_bytes and kind == "model":
-        smaller = ["use a smaller draft", *(["--draft self:int4"] if int4_bytes < draft_bytes else []), "--draft ngram"]
-        found.append(", ".join(smaller))
+        int4_fits = needed - draft_bytes + int4_bytes <= limit
+        found.append(f"use a smaller draft, {'--draft self:int4, ' if int4_fits else ''}--draft ngram")
     elif draft_bytes and kind == "self":
         found.append("use --draft ngram" if config.self_draft_scheme == "int4" else "use --draft self:int4 or ngram")
     if item_bytes > 2:
