@@ -16,11 +16,13 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     MAX_AUTO_DRAFT_TOKENS,
+    SHIPPED_PAIR,
     Cutoff,
     CutoffMode,
     EngineConfig,
     SamplingParams,
     Size,
+    drafter_name,
     format_bytes,
     home,
 )
@@ -281,10 +283,34 @@ def test_engine_defaults() -> None:
     config = EngineConfig.make(model="target")
     assert config == EngineConfig("target")
     assert config.cutoff == Cutoff(CutoffMode.AUTO)
-    assert config.expert_memory == Size(share=0.25)
+    assert (config.expert_memory, config.device_memory) == (None, "auto")
+    assert EngineConfig.make(model="target", device_memory=None).device_memory == "auto"
     assert EngineConfig.make(model="target", draft="small").draft == "small"
     assert EngineConfig.make(model="target", draft=Path("here/small")).draft == str(Path("here/small"))
     assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.ALL)
+
+
+def test_automatic_draft_is_the_included_one_for_the_included_target(tmp_path: Path) -> None:
+    target, draft = SHIPPED_PAIR / "target", str(SHIPPED_PAIR / "draft")
+    (tmp_path / "link").symlink_to(target)
+    for model in (target, str(target), tmp_path / "link", SHIPPED_PAIR / "draft" / ".." / "target"):
+        config = EngineConfig.make(model=model)
+        assert (config.draft, config.resolved_draft, config.draft_model) == ("auto", draft, draft)
+    for name in ("target", "owner/name", "~nobody/target", "a\0b", str(SHIPPED_PAIR / "draft")):
+        config = EngineConfig.make(model=name)
+        assert (config.resolved_draft, config.draft_model, config.self_draft_scheme) == ("ngram", None, None)
+    config = EngineConfig.make(model=target, draft=None)
+    assert (config.draft, config.resolved_draft, config.draft_model) == (None, None, None)
+    assert drafter_name("auto") == ("auto", "")
+
+
+def test_draft_tokens_are_zero_by_default_without_a_draft() -> None:
+    for draft in (None, "none"):
+        assert EngineConfig.make(model="target", draft=draft).num_speculative_tokens == 0
+        assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=None).num_speculative_tokens == 0
+        assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=4).num_speculative_tokens == 4
+    for options in ({}, {"draft": "auto"}, {"draft": "ngram"}, {"num_speculative_tokens": None}):
+        assert EngineConfig.make(model="target", **options).num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -362,11 +388,9 @@ def test_only_policies_that_need_recorded_routing_are_refused_without_a_recordin
         ({"link_gbps": math.nan}, "link_gbps must be a speed above 0, not nan"),
         ({"link_gbps": "fast"}, "link_gbps must be a number, not 'fast'"),
         ({"expert_memory": "lots"}, "'lots' is not a size; write it as"),
-        ({"expert_memory": None}, "'None' is not a size; write it as"),
         ({"cutoff": "deep"}, "'deep' is not a cutoff; write"),
         ({"device_memory": "lots"}, "'lots' is not a size; write it as"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number, not True"),
-        ({"num_speculative_tokens": None}, "num_speculative_tokens must be a whole number, not None"),
         ({"pin_memory": 1}, "pin_memory must be true or false, not 1"),
         ({"overlap": "yes"}, "overlap must be true or false, not 'yes'"),
         ({"draft": 3}, "draft must be a directory, hub id or name, not 3"),

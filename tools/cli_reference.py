@@ -36,7 +36,7 @@ Results go to standard output, progress and notices to standard error. Exit code
 | --- | --- |
 | `SPMOE_HOME` | cache of expert files, profiles and projections; default `~/.cache/spmoe` |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | as in every Hugging Face tool |
-| `OMP_NUM_THREADS` | PyTorch's threads; use 1 for small models of your own |
+| `OMP_NUM_THREADS` | PyTorch's threads on a CPU; default: the fastest number, measured once per model |
 | `SPMOE_DEBUG` | set to 1 for debug messages and tracebacks |
 """
 

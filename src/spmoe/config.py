@@ -23,8 +23,12 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO_DRAFT = "auto"  # the shipped draft for the shipped target, else n-grams
 SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
+DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
+SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -178,11 +182,23 @@ def parse_eviction_policy(value: object) -> str:
 
 
 def drafter_name(draft: str | None) -> tuple[str, str]:
-    """Split `--draft` into a drafter's registered name and its argument; any other text is a checkpoint."""
-    if draft is None:
-        return "none", ""
+    """Split `--draft` into a drafter's registered name and its argument; any other text is a checkpoint.
+
+    `auto` stays `auto`, which is no drafter; `default_draft` says what it stands for.
+    """
+    if draft is None or draft == AUTO_DRAFT:
+        return draft or "none", ""
     name, _, argument = draft.partition(":")
     return (name, argument) if name in DRAFTERS and name != "model" else ("model", draft)
+
+
+def default_draft(model: str) -> str:
+    """Return what `--draft auto` stands for: the shipped draft for the shipped target, else `ngram`."""
+    try:
+        shipped = Path(model).expanduser().resolve() == SHIPPED_PAIR / "target"
+    except (OSError, RuntimeError, ValueError):  # not a path
+        shipped = False
+    return str(SHIPPED_PAIR / "draft") if shipped else "ngram"
 
 
 # ---- validation of options
@@ -242,9 +258,11 @@ def _draft_name(value: Any) -> Any:
 
 
 def _memory_limit(value: Any) -> Any:
-    if value is None or str(value).strip().lower() == "auto":
-        return None if value is None else "auto"
-    return Size.parse(value)
+    return "auto" if value is None or str(value).strip().lower() == "auto" else Size.parse(value)
+
+
+def _optional_size(value: Any) -> Size | None:
+    return None if value is None else Size.parse(value)
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -323,13 +341,16 @@ class EngineConfig:
     """All options of an engine."""
 
     model: Annotated[str, BeforeValidator(_path_or_name), Field(description="a directory or hub id")]
-    draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = None
-    num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = 4
+    draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = (
+        AUTO_DRAFT  # None: no draft
+    )
+    num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = DEFAULT_DRAFT_TOKENS
     prefetch: Annotated[str, PlainValidator(parse_prefetch_policy)] = "draft-gate"
     cutoff: Annotated[Cutoff, PlainValidator(Cutoff.parse)] = Cutoff(CutoffMode.AUTO)
     projection: Switch = True  # use the linear maps fitted for the pair, if there are any
     eviction: Annotated[str, PlainValidator(parse_eviction_policy)] = "auto"
-    expert_memory: Annotated[Size, PlainValidator(Size.parse)] = Size(share=0.25)
+    # for expert slots; None: what `device_memory` leaves on CUDA, and DEFAULT_EXPERT_MEMORY on the CPU
+    expert_memory: Annotated[Size | None, PlainValidator(_optional_size)] = None
     dtype: Annotated[str, _one_of(lambda: DTYPES)] = "auto"
     max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
     prefill_chunk: Annotated[Whole, Field(ge=1, description="at least 1")] = 512
@@ -337,8 +358,8 @@ class EngineConfig:
         Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None, Field(description="a speed above 0")
     ] = None
     device: Annotated[str, _one_of(lambda: DEVICES)] = "auto"
-    # replaces expert_memory: one limit for everything on the device
-    device_memory: Annotated[Size | Literal["auto"] | None, PlainValidator(_memory_limit)] = None
+    # CUDA: one limit for weights, KV caches, workspace and slots; auto: what is free, less a margin
+    device_memory: Annotated[Size | Literal["auto"], PlainValidator(_memory_limit)] = "auto"
     pin_memory: Switch = True  # keep experts in pinned host memory
     batching: Switch = True  # submit copies that are ready together in one call; off for measuring
     overlap: Switch = True  # overlap copies with compute; off for measuring
@@ -348,8 +369,19 @@ class EngineConfig:
 
     @classmethod
     def make(cls, **options: Any) -> Self:
-        """Build from loosely typed options, as Python users and the command line write them."""
+        """Build from loosely typed options, as Python users and the command line write them.
+
+        Without a number of draft tokens (or with None) it is the default, or 0 if there is no draft.
+        """
+        if options.get("num_speculative_tokens") is None:
+            no_draft = "draft" in options and options["draft"] in (None, "none")
+            options["num_speculative_tokens"] = 0 if no_draft else DEFAULT_DRAFT_TOKENS
         return cls(**options)
+
+    @property
+    def resolved_draft(self) -> str | None:
+        """`draft`, with `auto` resolved; None: no draft."""
+        return default_draft(self.model) if self.draft == AUTO_DRAFT else self.draft
 
     @property
     def eviction_policy(self) -> str:
@@ -364,10 +396,11 @@ class EngineConfig:
     @property
     def self_draft_scheme(self) -> str | None:
         """`int8` or `int4` if the target drafts for itself with quantized experts, else None."""
-        name, scheme = drafter_name(self.draft)
+        name, scheme = drafter_name(self.resolved_draft)
         return scheme if name == "self" and self.num_speculative_tokens else None
 
     @property
     def draft_model(self) -> str | None:
         """Checkpoint of the draft model; None without a draft, and for drafts that need no checkpoint."""
-        return self.draft if self.num_speculative_tokens and drafter_name(self.draft)[0] == "model" else None
+        draft = self.resolved_draft
+        return draft if self.num_speculative_tokens and drafter_name(draft)[0] == "model" else None

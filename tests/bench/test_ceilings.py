@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("link", "source"), [(None, "expert file"), (0.5, "emulated")])
 def test_ceilings_on_cpu(mixtral_pair: Pair, link: float | None, source: str) -> None:
-    with LLM(str(mixtral_pair.target), device="cpu", progress=False, link_gbps=link) as llm:
+    with LLM(str(mixtral_pair.target), None, device="cpu", progress=False, link_gbps=link) as llm:
         before = llm.engine.counters.copy()
         found = measure_ceilings(llm.engine)
         assert llm.engine.counters == before, "the measurement is not counted"

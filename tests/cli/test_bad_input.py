@@ -510,7 +510,7 @@ def test_flipped_byte_in_an_expert(draft: str, expert_file: Path, checkpoints: P
     data = bytearray(expert_file.read_bytes())
     data[-10_000] ^= 1  # the last expert
     expert_file.write_bytes(data)
-    options = ("--draft", checkpoints / draft) if draft != "none" else ()
+    options = ("--draft", checkpoints / draft if draft != "none" else "none")
     result = invoke("run", checkpoints / "target", *options, "--prompt", "hello " * 20, "--json")
     result.refused(1, "expert 3 of layer 2", str(expert_file), "checksum", "delete that file")
 
@@ -596,7 +596,7 @@ def own_ctrl_c() -> Iterator[None]:
 def test_ctrl_c_stops_a_run(
     presses: int, draft: str, checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--draft", checkpoints / draft) if draft != "none" else ()
+    options = ("--draft", checkpoints / draft if draft != "none" else "none")
     run = ("run", checkpoints / "target", *options, "--prompt", "hello", "--max-tokens", 60)
     whole = json.loads(invoke(*run, "--json").succeeded().out)
     _at_token(7, lambda: [_press_ctrl_c() for _ in range(presses)], monkeypatch)

@@ -263,7 +263,7 @@ def test_eviction_policy_gets_the_share_of_prompt_rows_of_each_expert(
     monkeypatch.setattr(
         DraftInformed, "on_prompt", lambda self, layer, *routed: shown.setdefault(layer, []).append(routed)
     )
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         llm.generate([[(7 * i) % 200 for i in range(length)]], SamplingParams(max_tokens=4, ignore_eos=True))
         layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
     assert len(shown) == (layers if length >= PROMPT_ROWS else 0)
@@ -364,7 +364,7 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
         return verify(self, *args)
 
     monkeypatch.setattr(GreedyVerifier, "verify", read_result)
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         stats = llm.generate(PROMPT, GREEDY)[0].stats
     assert min(steps) > 0
     assert stats.prompt_counters.stall_seconds // 100 == steps[0]
@@ -486,7 +486,7 @@ def test_experts_without_kernels_are_predicted_as_in_eager_forwards(cuda: FakeCu
     prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
-        with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+        with LLM(str(mixtral_pair.target), None, dtype="float32", **options) as llm:  # type: ignore[arg-type]
             prefetches.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.prefetches_requested)
     assert prefetches[0] == prefetches[1] > COUNT
 
@@ -503,7 +503,7 @@ def test_predictions_use_the_fused_gate_kernel(
 
     monkeypatch.setattr(dense, "norm_and_route_layers", count)
     options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "prefetch": "next-gate"}
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         launches.clear()
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
     assert launches
@@ -577,7 +577,7 @@ def test_kernels_read_prompts_in_passes(
     monkeypatch.setattr("spmoe.backends.cuda.run_expert_batch", note_rows)
     prompt = [n * n % 251 for n in range(length)]
     options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         completion = llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))[0]
         assert completion.token_ids == greedy(reference(mixtral_pair.target), prompt, 2)
         count = llm.engine.spec.count
@@ -698,7 +698,7 @@ def test_models_without_rotary_tables_are_not_captured(
 ) -> None:
     monkeypatch.setattr("spmoe.models.rotary.make_table", lambda *args: None)
     target = save(seeded(phimoe, 3), tmp_path, byte_tokenizer())
-    with LLM(str(target), dtype="float32", progress=False, num_speculative_tokens=0) as llm:
+    with LLM(str(target), None, dtype="float32", progress=False, num_speculative_tokens=0) as llm:
         (notice,) = llm.notices
         assert "forwards of the target are not captured as CUDA graphs (cannot copy between" in notice
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)

@@ -114,7 +114,7 @@ def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     for leftover in target.glob("*.jinja"):
         leftover.unlink()
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
+    with LLM(str(target), None, progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
@@ -139,7 +139,7 @@ def test_invalid_prompts_are_rejected(llm: LLM, prompt: Any, message: str) -> No
 def test_token_ids_work_without_a_tokenizer(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(byte_tokenizer()(PROMPT)["input_ids"], TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.text == ""
@@ -203,7 +203,7 @@ def test_eos_of_the_tokenizer_ends_a_generation_too(tmp_path: Path, mixtral_pair
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(expected[at])
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
     assert (completion.token_ids, completion.finish_reason) == (expected[: at + 1], "stop")
 
@@ -465,11 +465,11 @@ def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -
         assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
         assert 0 <= whole.held_bytes <= 4 * blob
         assert whole.failed_bytes == 0
-        predicting = draft is not None and prefetch == "draft-gate"
-        assert (whole.prefetches_requested > 0) == predicting
+        used = "next-gate" if draft is None and prefetch == "draft-gate" else prefetch
+        assert (whole.prefetches_requested > 0) == (used != "on-demand")
         assert whole.prefetch_loads <= whole.prefetches_requested
-        assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
-        assert stats.cutoff_layers == (LAYERS if predicting else None)
+        assert stats.prefetch == used
+        assert stats.cutoff_layers == (LAYERS if used == "draft-gate" else None)
         assert stats.draft_tokens == (3 if draft else 0)
         assert llm.engine.experts.pool.peak_slots <= 4
 
@@ -497,7 +497,7 @@ def test_statistics_of_a_completion_do_not_change_later(llm: LLM) -> None:
 # ---- drafts that differ from the target
 
 
-def test_a_draft_of_another_width_drafts_but_predicts_no_experts(
+def test_a_draft_of_another_width_drafts_but_the_target_predicts_experts(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int]
 ) -> None:
     draft = save(seeded(mistral, 5, hidden_size=48), tmp_path / "draft", byte_tokenizer())
@@ -505,11 +505,11 @@ def test_a_draft_of_another_width_drafts_but_predicts_no_experts(
         completion = llm.generate(PROMPT, TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.stats.counters.drafted > 0
-        assert completion.stats.counters.prefetches_requested == 0
-        assert completion.stats.prefetch == "on-demand"
+        assert completion.stats.counters.prefetches_requested > 0
+        assert completion.stats.prefetch == "next-gate"
         (notice,) = llm.notices
         assert "48 wide and the target 32" in notice
-        assert "on demand" in notice
+        assert "next-gate is used instead" in notice
     with LLM(
         str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, prefetch="on-demand"
     ) as llm:

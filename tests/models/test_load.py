@@ -178,10 +178,10 @@ def test_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> No
     path = expert_file_path(checkpoint, torch.float32)
     assert spmoe_home in path.parents
     assert not path.exists()
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         first = llm.generate([1, 2, 3], GREEDY)[0].token_ids
         before = state_of(path)
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         assert llm.generate([1, 2, 3], GREEDY)[0].token_ids == first
     assert state_of(path) == before
     assert list(path.parent.glob("*.partial")) == []
@@ -217,7 +217,7 @@ def test_changed_checkpoint_rebuilds_the_expert_file(own_checkpoint: Path) -> No
     other = seeded(mixtral, 77)
     save(other, own_checkpoint, byte_tokenizer())
     assert expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32) == path
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         tokens = llm.generate([1, 2, 3], GREEDY)[0].token_ids
     assert tokens == greedy(other, [1, 2, 3], 6)
     assert state_of(path) != before
@@ -310,7 +310,7 @@ def growth(work):
 
 
 def run(directory):
-    with LLM(directory, expert_memory=int(sys.argv[1]), progress=False) as llm:
+    with LLM(directory, None, expert_memory=int(sys.argv[1]), progress=False) as llm:
         tokens = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
         return {"tokens": tokens, "resident": llm.engine.target.resident_bytes, "slots": llm.engine.slots}
 

@@ -22,7 +22,7 @@ from spmoe.bench.ceilings import machine
 from spmoe.bench.configs import BenchConfig
 from spmoe.bench.results import FORMAT, WorkloadResults
 from spmoe.bench.runs import BenchJob, BenchRun, BenchRunner, ResidentStep, StoredRuns
-from spmoe.config import DraftTokens
+from spmoe.config import AUTO_DRAFT, DraftTokens, default_draft
 from spmoe.engine.llm import Completion
 from spmoe.engine.stats import Stats
 from spmoe.models.shipped import shipped_pair
@@ -44,6 +44,7 @@ def make_results(runner: BenchRunner, interrupted: bool) -> WorkloadResults | No
 def workload_record(job: BenchJob) -> dict[str, Any]:
     """Return the fields that all configurations of a job share and that are known before it runs."""
     model, draft = job.engine["model"], job.engine["draft"]
+    draft = default_draft(model) if draft == AUTO_DRAFT else draft
     shipped = (model, draft) == shipped_pair()
     return {
         "model": "shipped pair" if shipped else model,

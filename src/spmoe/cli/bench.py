@@ -191,7 +191,6 @@ class _BenchCommand:
         """Run one job; return a forbidden difference of tokens, if there is one."""
         from spmoe.bench.records import find_stored
         from spmoe.bench.runs import BenchRunner
-        from spmoe.engine.llm import threads_for
 
         if (link := job.engine["link_gbps"]) is not None:
             self._notify(f"note: emulated link of {link:g} GB/s; times are not those of this machine's own link")
@@ -203,8 +202,7 @@ class _BenchCommand:
         runner = BenchRunner(job, self._notify, ctrl_c_stops, stored, lambda: self._save_now_and_then(runner))
         interrupted = False
         try:
-            with threads_for(job.engine["model"], job.engine["shape"]):
-                runner.run()
+            runner.run()
         except KeyboardInterrupt:
             interrupted = True
             self._notify(f"interrupted after {len(runner.runs)} runs")

@@ -51,19 +51,16 @@ def demo(
 
     Uses float32, slots for a quarter of the experts and an emulated link.
     """
-    from spmoe.engine.llm import threads_for
-
     if model is not None and draft is None:
         raise UsageError("the demo needs a draft for this model; give one with --draft")
-    options: dict[str, Any] = {"model": model, "draft": draft, "expert_memory": "25%", "dtype": "float32"}
+    options: dict[str, Any] = {"model": model, "draft": draft or "auto", "expert_memory": "25%", "dtype": "float32"}
     options["progress"] = not as_json and sys.stderr.isatty()
     params = SamplingParams(max_tokens=max_tokens)
-    with threads_for(model):
-        if link_gbps is None:
-            stderr().print("measuring the compute speed of this machine ...")
-            link_gbps = _balanced_link(prompt, params, options)
-        options["link_gbps"] = link_gbps
-        runs = {mode: _run(mode, prompt, params, options) for mode in MODES}
+    if link_gbps is None:
+        stderr().print("measuring the compute speed of this machine ...")
+        link_gbps = _balanced_link(prompt, params, options)
+    options["link_gbps"] = link_gbps
+    runs = {mode: _run(mode, prompt, params, options) for mode in MODES}
     identical = len({tuple(run.completion.token_ids) for run in runs.values()}) == 1
     if as_json:
         completions = {mode: run.completion.to_dict() for mode, run in runs.items()}

@@ -25,15 +25,14 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show a model, the division of memory, the profile and the cutoff. Loads no weights without --measure."""
-    from spmoe.engine.llm import threads_for, with_default_pair
+    from spmoe.engine.llm import with_default_pair
     from spmoe.engine.plan import make_plan
 
     engine = with_default_pair(engine)
     if measure:
         with load(engine, progress=not as_json):
             pass
-    with threads_for(engine["model"]):  # profiles are kept per number of threads
-        plan = make_plan(EngineConfig.make(**engine))
+    plan = make_plan(EngineConfig.make(**engine))
     if as_json:
         print(json.dumps(plan.to_dict()))
         return

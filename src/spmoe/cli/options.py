@@ -35,17 +35,21 @@ def _engine(
         typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the small included pair."),
     ] = None,
     draft: Annotated[
-        str | None,
-        typer.Option(help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4' or 'none'."),
-    ] = None,
-    num_speculative_tokens: Annotated[
         str,
+        typer.Option(
+            help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4', 'none', or 'auto': the "
+            "included draft for the included model, 'ngram' for any other."
+        ),
+    ] = "auto",
+    num_speculative_tokens: Annotated[
+        str | None,
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain).",
+            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain); "
+            "default: 4, or 0 with --draft none.",
         ),
-    ] = "4",
+    ] = None,
     prefetch: Annotated[str, typer.Option(help=f"Prefetch policy: {_PREFETCH}.")] = "draft-gate",
     cutoff: Annotated[
         str,
@@ -65,8 +69,12 @@ def _engine(
         str, typer.Option(help=f"Eviction policy: {_EVICTION}, or auto (the one that suits the prefetch policy).")
     ] = "auto",
     expert_memory: Annotated[
-        str, typer.Option(help="Memory for expert slots: a size (6GiB) or a share of all experts (25%).")
-    ] = "25%",
+        str | None,
+        typer.Option(
+            help="Memory for expert slots: a size (6GiB) or a share of all experts (25%); default: what "
+            "--device-memory leaves on CUDA, 25% on the CPU."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Data type to run in: float32, bfloat16, float16 or auto (the checkpoint's).")
     ] = "auto",
@@ -81,12 +89,12 @@ def _engine(
         str, typer.Option(help="Device: cpu (experts on disk), cuda (experts in host memory) or auto.")
     ] = "auto",
     device_memory: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="CUDA: limit for weights, KV cache, workspace and expert slots together: a size, or auto (95% of "
-            "the free memory); replaces --expert-memory."
+            help="CUDA: limit for weights, KV cache, workspace and expert slots together: a size, a share of the free "
+            "memory, or auto (95% of it)."
         ),
-    ] = None,
+    ] = "auto",
     pin_memory: Annotated[
         bool,
         typer.Option(
@@ -106,10 +114,11 @@ def _engine(
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
-    for name in (config.model, config.draft if drafter_name(config.draft)[0] == "model" else None):
+    draft_name = config.resolved_draft
+    for name in (config.model, draft_name if drafter_name(draft_name)[0] == "model" else None):
         if name:
             model_directory(name)
-    return options
+    return {**options, "num_speculative_tokens": config.num_speculative_tokens}
 
 
 def _sampling(
@@ -182,9 +191,8 @@ def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
     """Build an engine, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
-            from spmoe.engine.llm import LLM, threads_for
+            from spmoe.engine.llm import LLM
 
-            held.enter_context(threads_for(engine["model"]))
             llm = held.enter_context(LLM(**engine, progress=progress and sys.stderr.isatty()))
         except KeyboardInterrupt:
             stderr().print("interrupted while loading")

@@ -115,7 +115,7 @@ def profile(
 def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
     from spmoe.engine.llm import with_default_pair
 
-    drafts = with_default_pair(engine)["draft"] not in (None, "none") and max(lengths) > 0
+    drafts = EngineConfig.make(**with_default_pair(engine)).draft is not None and max(lengths) > 0
     k = max(_MIN_BUILT_K, *lengths) if drafts else 0
     return load({**engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,7 +60,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, draft: str | None = None, *, store: HostStore | None = None, **options: Any
+        self, model: str | None = None, draft: str | None = "auto", *, store: HostStore | None = None, **options: Any
     ) -> None:
         config = EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options}))
         self.engine: Engine = build(config, store)
@@ -160,7 +158,7 @@ class LLM:
                 raise SpmoeError("the engine is closed")
             self._release_ended()
             try:
-                return self.engine.loop.step(sequence, max_new_tokens)
+                return self.engine.step(sequence, max_new_tokens)
             except torch.OutOfMemoryError as error:
                 raise BudgetError(
                     f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
@@ -288,31 +286,8 @@ class Generation:
 
 
 def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options; without a model, with the small pair that ships with the package."""
-    if options["model"] is not None:
-        return {**options, "model": str(options["model"])}
-    model, draft = shipped_pair()
-    return {**options, "model": model, "draft": options["draft"] or draft}
-
-
-def threads_for(model: str | None, shape: str | None = None) -> AbstractContextManager[None]:
-    """Limit PyTorch to one thread for the small pair that ships, unless it is widened or OMP_NUM_THREADS is set.
-
-    The setting is the whole process's, so only the command line uses it.
-    """
-    small = model in (None, shipped_pair()[0]) and shape is None
-    return _one_thread() if small and "OMP_NUM_THREADS" not in os.environ else nullcontext()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run small matrix products on one thread: several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    """Return the options; without a model, with the target of the small pair that ships with the package."""
+    return {**options, "model": shipped_pair()[0] if options["model"] is None else str(options["model"])}
 
 
 def _eos_tokens(engine: Engine) -> frozenset[int]:

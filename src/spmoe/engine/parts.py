@@ -11,6 +11,7 @@ from spmoe.config import DraftTokens
 from spmoe.draft.base import Drafter
 from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.runtime import ExpertRuntime
+from spmoe.engine.threads import IntraOpThreads
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.experts import Experts
 from spmoe.models.checkpoint import Checkpoint
@@ -52,3 +53,4 @@ class EngineParts:
     max_model_len: int
     clock: Clock
     target_kv: MutableMapping[int, KvState]  # by sequence id
+    threads: IntraOpThreads

@@ -18,8 +18,16 @@ from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.inspection import MoeLayer
-from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
+from spmoe.models.load import (
+    ExpertReader,
+    expert_file_path,
+    load_dense,
+    load_dense_skeleton,
+    load_without_experts,
+    store_spec,
+)
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
@@ -96,6 +104,15 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         spec = wide_store_spec(checkpoint, model, paths, dtype, shape)
     kept = small if shape is not None else None
     return LoadedModels(checkpoint, dtype, device, target, spec, shape, config.shape, kept)
+
+
+def draft_skeleton(checkpoint: Checkpoint) -> ModelRunner:
+    """Build a draft without weights, on the meta device."""
+    with load_errors(checkpoint):
+        model = load_dense_skeleton(checkpoint)
+        if any(True for _ in experts_modules(model)):
+            take_over(model)  # transformers' own experts cannot run without weights
+        return ModelRunner(model)
 
 
 def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], scheme: str) -> QuantizedExperts:

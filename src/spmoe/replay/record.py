@@ -222,10 +222,11 @@ class TraceRecorder(PrefetchPolicy):
         counters = engine.counters.minus(self._before)
         about = {
             "model": config.model,
-            "draft": config.draft,
+            "draft": config.resolved_draft,
             "options": {
                 "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
-                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory),
+                "cutoff_layers": engine.prefetching.cutoff,
+                "expert_memory": str(config.expert_memory or f"{engine.slots} slots"),
                 "dtype": str(engine.parts.models.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps,
                 "projection": engine.parts.projection is not None,
