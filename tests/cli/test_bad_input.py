@@ -141,6 +141,7 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "a generation config that is not JSON": ("target", write("generation_config.json", "{"), ("not JSON",)),
     "a generation config that is a list": ("target", write("generation_config.json", "[]"), ("JSON object",)),
     "a last token that is a word": ("target", generation_config(eos_token_id="end"), ("eos_token_id", "'end'")),
+    "a negative temperature": ("target", generation_config(temperature=-5.0), ("-5.0", "--generation-config none")),
     "last tokens in a list too deep": ("target", generation_config(eos_token_id=[[1]]), ("eos_token_id", "[[1]]")),
     "a tokenizer that is not JSON": ("target", write("tokenizer.json", "{"), ("tokenizer", "download it again")),
     "a tokenizer without parts": ("target", write("tokenizer.json", "{}"), ("tokenizer", "download it again")),
@@ -187,7 +188,7 @@ def test_run_rejects_damaged_drafts(damage: str, checkpoints: Path, tmp_path: Pa
     [
         generation_config(eos_token_id=[1, 2, 256]),
         generation_config(eos_token_id=100_000),
-        generation_config(temperature=-5.0, top_p=7.0, max_length="long", wobble=True),
+        generation_config(do_sample=False, temperature=-5.0, top_p=7.0, max_length="long", wobble=True),
         delete("generation_config.json"),
         config(auto_map={"AutoConfig": "wobble.Config"}),  # code that a known architecture does not need
         predict_further_tokens,

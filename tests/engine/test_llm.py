@@ -25,7 +25,7 @@ from checkpoints import (
     save,
     seeded,
 )
-from spmoe import LLM, Completion, SamplingParams
+from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
 from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import PrefetchRequests
@@ -71,7 +71,7 @@ def test_a_prompt_is_text_or_token_ids(llm: LLM, expected: list[int]) -> None:
     ids = byte_tokenizer()(PROMPT)["input_ids"]
     for prompt in (PROMPT, ids, tuple(ids)):
         (completion,) = llm.generate(prompt, TEN)
-        assert isinstance(completion, Completion)
+        assert isinstance(completion, RequestOutput)
         assert completion.token_ids == expected[:10]
         assert completion.text == text_of(expected[:10])
         assert completion.stats.prompt_tokens == len(ids)
@@ -100,7 +100,9 @@ def test_decoding_is_greedy_by_default(llm: LLM, expected: list[int]) -> None:
 def test_chat_applies_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
     written = "user: hello\nassistant: "
-    assert llm.chat(messages, TEN).token_ids == llm.generate(written, TEN)[0].token_ids
+    (answer,) = llm.chat(messages, TEN)
+    assert answer.token_ids == llm.generate(written, TEN)[0].token_ids
+    assert answer.prompt == written
     assert "".join(llm.stream_chat(messages, TEN)) == llm.generate(written, TEN)[0].text
     with pytest.raises(PromptError, match="no such role"):
         llm.chat([{"role": "refused", "content": "hello"}], TEN)
@@ -122,7 +124,8 @@ def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     ("prompt", "message"),
     [
         ("", "empty"),
-        ([], "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt_token_ids": []}, "empty"),
         ([1, VOCABULARY], f"vocabulary of {VOCABULARY}"),
         ([-1], f"vocabulary of {VOCABULARY}"),
         ([1] * 256, "256 tokens but the context holds 256"),
