@@ -28,7 +28,7 @@ from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, 
 from spmoe.predict.policies import require_no_recording
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False)  # one per field
+SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False, 1, None, 0.0, 0.0, 1.0, (), 0, None)  # one per field
 
 
 def refusal(make: Any, *args: Any, **options: Any) -> str:
@@ -442,7 +442,7 @@ def test_drafts_with_and_without_a_checkpoint() -> None:
 def test_positional_and_missing_values_are_named_in_errors() -> None:
     assert refusal(SamplingParams, 16, -1.0) == "temperature must be 0 or more, not -1.0"
     assert refusal(EngineConfig) == "model is missing; give it"
-    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 8 options, and more values were given: ")
+    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 16 options, and more values were given: ")
 
 
 def test_the_first_of_several_problems_is_reported() -> None:
@@ -455,7 +455,7 @@ def test_unknown_options_are_rejected_with_the_known_ones_listed() -> None:
         assert message.startswith("unknown option prefech, zeal; the options are ")
         for field in dataclasses.fields(EngineConfig):  # type: ignore[arg-type]
             assert field.name in message
-    assert refusal(SamplingParams, temprature=1.0).startswith("unknown option temprature; the options are ignore_eos, ")
+    assert refusal(SamplingParams, temprature=1.0).startswith("unknown option temprature; the options are frequency_")
 
 
 @pytest.mark.parametrize(
