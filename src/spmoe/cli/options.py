@@ -160,14 +160,15 @@ def _sampling(
 
 
 def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
-    """Return the model's default sampling parameters with the given options instead; say what the model sets."""
+    """Return the model's default sampling parameters with the given options instead; print what the model sets."""
     defaults, plain = llm.get_default_sampling_params(), SamplingParams()
+    params = replace(defaults, **given)
     names = [f.name for f in fields(plain) if f.name not in given]
     own = [f"{name} {getattr(defaults, name)}" for name in names if getattr(defaults, name) != getattr(plain, name)]
     if own:
         note = f"note: from the model's generation_config.json: {', '.join(own)}; --generation-config none turns it off"
         stderr().print(note, soft_wrap=True)
-    return replace(defaults, **given)
+    return params
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to standard output.")]
