@@ -140,8 +140,8 @@ def test_wrong_types_of_prompts_are_rejected(llm: LLM, prompts: Any, message: st
     [
         (5, "sampling_params must be SamplingParams or a list of them, not 5"),
         ({"max_tokens": 5}, "sampling_params must be SamplingParams .* not {'max_tokens': 5}"),
-        ([TEN], "there are 2 prompts but 1 sampling_params"),
-        ([], "there are 2 prompts but 0 sampling_params"),
+        ([TEN], "sampling_params has 1 entries, but prompts has 2"),
+        ([], "sampling_params has 0 entries, but prompts has 2"),
         ([TEN, None], "not a list with None"),
         (replace(TEN, logit_bias={VOCABULARY: 1.0}), f"logit_bias has token {VOCABULARY}"),
         (replace(TEN, stop_token_ids=[VOCABULARY]), f"stop_token_ids has token {VOCABULARY}"),

@@ -142,7 +142,7 @@ def _sampling(
         typer.Option(help="Subtract this from a token's logit for each time that the output has it; -2 to 2."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Make tokens of prompt and output less likely; 1: off, above 1: less.")
+        float | None, typer.Option(help="Penalty on tokens that prompt or output has; 1: off, above 1: less likely.")
     ] = None,
     min_tokens: Annotated[
         int | None, typer.Option(help="Generate at least this many tokens before an end or stop token.")

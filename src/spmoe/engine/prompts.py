@@ -85,7 +85,9 @@ def parse_params(params: Any, count: int, default: SamplingParams) -> list[Sampl
     if not _is_list(params):
         raise UsageError(f"sampling_params must be SamplingParams or a list of them, not {_shown(params)}")
     if len(params) != count:
-        raise UsageError(f"there are {count} prompts but {len(params)} sampling_params; give one, or one per prompt")
+        raise UsageError(
+            f"sampling_params has {len(params)} entries, but prompts has {count}; give one for all, or one per prompt"
+        )
     for one in params:
         if not isinstance(one, SamplingParams):
             raise UsageError(f"sampling_params must be SamplingParams or a list of them, not a list with {_shown(one)}")
