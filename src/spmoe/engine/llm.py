@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
@@ -32,6 +33,7 @@ from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
+from spmoe.files import model_directory
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 from spmoe.verify.logits import LogitsProcessors
@@ -78,18 +80,20 @@ class LLM:
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "store", "unknown")}
         config = EngineConfig.make(**with_default_pair({**options, **unknown}))
+        directory = model_directory(config.model)  # None: a hub id
+        defaults = None if directory is None else _sampling_defaults(config, directory)  # before anything is loaded
         self.engine: Engine = build(config, store)
         self._lock = threading.Lock()
         self._sequence_ids, self._request_ids = count(1), count()
         self._ended: deque[types.Sequence] = deque()  # their KV caches are to be released
         self._closed = False
-        self._default_params = SamplingParams()
         try:
-            if config.generation_config == "auto":
-                self._read_generation_config()
+            defaults = defaults or _sampling_defaults(config, self.engine.parts.models.checkpoint.directory)
         except BaseException:
             self.close()
             raise
+        self._default_params, notices = defaults
+        self.engine.notices.extend(notices)
 
     def __enter__(self) -> Self:
         return self
@@ -147,15 +151,6 @@ class LLM:
         if not self._closed:
             self._closed = True
             self.engine.close()
-
-    def _read_generation_config(self) -> None:
-        directory = self.engine.parts.models.checkpoint.directory
-        self._default_params, unsupported = default_sampling_params(directory)
-        if unsupported:
-            self.engine.notices.append(
-                f"generation_config.json of {self.engine.config.model} sets {', '.join(unsupported)}, which spmoe does "
-                "not support; the output is that of the model without it"
-            )
 
     def _generate(self, prompts: list[ParsedPrompt], sampling_params: Any) -> list[RequestOutput]:
         params = parse_params(sampling_params, len(prompts), self._default_params)
@@ -304,6 +299,7 @@ class Generation:
         self._text = (
             TextStream(tokenizer, prompt, params.stop_strings, params.min_tokens) if tokenizer is not None else None
         )
+        self._raw_logprobs: list[types.TokenLogprobs] = []  # of the sequence
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
         self._started = self._first = self._ended = 0.0
@@ -366,6 +362,7 @@ class Generation:
         self._engine.learn_cutoff()
         self._started = self._first = self._ended = clock.now()
         sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens, self._counters)
+        self._raw_logprobs = sequence.logprobs
         try:
             while self.finish_reason == INTERRUPTED and not self._stop:
                 new = self._llm._step(sequence, self._max_new_tokens - len(self.token_ids))
@@ -374,7 +371,7 @@ class Generation:
                     self._first = self._ended
                     self._prompt_counters = self._engine.experts.ledger.snapshot(self._counters)
                 for token in new:
-                    yield from self._take(token, sequence)
+                    yield from self._take(token)
                     if self.finish_reason != INTERRUPTED:
                         break
             if rest := self._flush():
@@ -383,10 +380,10 @@ class Generation:
             self._llm._release(sequence)
             self._flush()
 
-    def _take(self, token: int, sequence: types.Sequence) -> Iterator[str]:
+    def _take(self, token: int) -> Iterator[str]:
         """Append one token, yield its text, and set the finish reason if it is the last."""
         if self._params.logprobs is not None:
-            self._take_logprobs(token, sequence.logprobs[len(self.token_ids)])
+            self._take_logprobs(token, self._raw_logprobs[len(self.token_ids)])
         self.token_ids.append(token)
         ended = token in self._eos or token in self._stop_tokens
         if self._text is not None and not ended and (piece := self._text.push(token)):
@@ -411,6 +408,20 @@ class Generation:
 
     def _flush(self) -> str:
         return self._text.finish() if self._text is not None else ""
+
+
+def _sampling_defaults(config: EngineConfig, directory: Path) -> tuple[SamplingParams, list[str]]:
+    """Return the parameters of requests that give none, and notices."""
+    if config.generation_config == "none":
+        return SamplingParams(), []
+    params, unsupported = default_sampling_params(directory)
+    if not unsupported:
+        return params, []
+    names = ", ".join(unsupported)
+    return params, [
+        f"generation_config.json of {config.model} sets {names}, which spmoe does not support; the output is that of "
+        "the model without it"
+    ]
 
 
 def _combined(parts: list[RequestOutput]) -> RequestOutput:

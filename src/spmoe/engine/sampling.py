@@ -62,7 +62,9 @@ def default_sampling_params(directory: Path) -> tuple[SamplingParams, list[str]]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the settings that are given; `Checkpoint.find` has checked that the file is a JSON object."""
-    if not path.is_file():
+    """Return the settings that are given. `Checkpoint.find` reports a file that is damaged or cannot be read."""
+    try:
+        declared = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return {name: value for name, value in json.loads(path.read_text(encoding="utf-8")).items() if value is not None}
+    return {name: value for name, value in declared.items() if value is not None} if isinstance(declared, dict) else {}
