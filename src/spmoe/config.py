@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
@@ -29,6 +29,8 @@ DraftTokens = int | Literal["auto"]  # K
 DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
+GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
+DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -236,12 +238,35 @@ def _one_of(names: Callable[[], tuple[str, ...]]) -> PlainValidator:
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
+    value = () if value is None else value
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (tuple, list)) else None
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"stop must be text or a list of texts, not {value!r}")
     if not all(texts):
         raise UsageError("a stop string must not be empty")
     return texts
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    value = () if value is None else value
+    if not isinstance(value, (tuple, list)) or not all(_is_whole(token) and token >= 0 for token in value):
+        raise UsageError(f"stop_token_ids must be a list of token ids, not {value!r}")
+    return tuple(int(token) for token in value)
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias must be a mapping from token ids to numbers, not {value!r}")
+    biases = {}
+    for token, bias in value.items():
+        if not (_is_whole(token) or (isinstance(token, str) and token.isdecimal())) or int(token) < 0:
+            raise UsageError(f"logit_bias must be a mapping from token ids to numbers; {token!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float, Real)) or not -100 <= float(bias) <= 100:
+            raise UsageError(f"logit_bias must be from -100 to 100, not {bias!r} for token {token}")
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _path_or_name(value: Any) -> Any:
@@ -314,16 +339,33 @@ def _explain(cls: Any, names: list[str], error: ValidationError) -> str:
 
 @_validated
 class SamplingParams:
-    """Sampling and stop options. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
+    """Sampling and stop options, with the names and meanings of vLLM's. `temperature=0` is greedy."""
 
-    max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = 128
+    max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = DEFAULT_MAX_TOKENS
     temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False, description="0 or more")] = 0.0
-    top_k: Annotated[Whole, Field(ge=0, description="0 (off) or more")] = 0
+    top_k: Annotated[Whole, Field(ge=-1, description="-1 or 0 (off) or more")] = 0
     top_p: Annotated[Number, Field(gt=0, le=1, description="above 0 and at most 1")] = 1.0
     min_p: Annotated[Number, Field(ge=0, le=1, description="between 0 and 1")] = 0.0
     seed: Annotated[Annotated[Whole, Field(ge=0, lt=2**63)] | None, Field(description="from 0 to 2**63-1")] = None
-    stop: Annotated[str | tuple[str, ...] | list[str], PlainValidator(_stop_strings)] = ()
+    stop: Annotated[str | tuple[str, ...] | list[str] | None, PlainValidator(_stop_strings)] = ()
     ignore_eos: Switch = False
+    n: Annotated[Whole, Field(ge=1, description="at least 1")] = 1  # completions of one prompt
+    # log-probabilities per token: of the chosen one and of this many most likely ones; -1: of all
+    logprobs: Annotated[Annotated[Whole, Field(ge=-1)] | None, Field(description="-1 (all) or more")] = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2, description="from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2, description="from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, allow_inf_nan=False, description="above 0")] = 1.0
+    stop_token_ids: Annotated[tuple[int, ...] | list[int] | None, PlainValidator(_stop_tokens)] = ()
+    min_tokens: Annotated[Whole, Field(ge=0, description="0 or more")] = 0
+    logit_bias: Annotated[Mapping[int, float] | None, PlainValidator(_logit_bias)] = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}")
+        if self.n > 1 and self.greedy:
+            raise UsageError(
+                f"n must be 1 with temperature 0, not {self.n}: all completions would be equal; raise the temperature"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -366,6 +408,7 @@ class EngineConfig:
     enforce_eager: Switch = False  # no CUDA graphs
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: Switch = True
+    generation_config: Annotated[str, _one_of(lambda: GENERATION_CONFIGS)] = "auto"  # source of sampling defaults
 
     @classmethod
     def make(cls, **options: Any) -> Self:

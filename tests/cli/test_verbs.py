@@ -106,6 +106,42 @@ def test_seed_makes_sampling_repeatable(checkpoints: Path, invoke: Invoke) -> No
     assert answer(invoke, *run, "--seed", 2)["token_ids"] != one
 
 
+def test_penalties_and_stop_tokens(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
+    run = ("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 24, "--ignore-eos")
+    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
+        plain = answer(invoke, *run, option, 1.9)["token_ids"]
+        assert plain != greedy
+        assert answer(invoke, *run, option, 1.9, "--draft", checkpoints / "draft")["token_ids"] == plain
+    stopped = answer(invoke, *run, "--stop-token-ids", 250, "--stop-token-ids", greedy[3])
+    assert stopped["token_ids"] == greedy[: greedy.index(greedy[3]) + 1]
+    assert stopped["finish_reason"] == "stop"
+    longer = answer(invoke, *run, "--stop-token-ids", greedy[3], "--min-tokens", 12)["token_ids"]
+    assert len(longer) >= 12
+    assert greedy[3] not in longer[:12]
+
+
+def test_options_that_are_not_given_come_from_the_generation_config(
+    checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke
+) -> None:
+    model = copy_of(checkpoints / "target", tmp_path)
+    edit_json(model / "generation_config.json", do_sample=True, temperature=1.5, max_new_tokens=6)
+    run = ("run", model, "--prompt", "hello", "--ignore-eos", "--json")
+    sampled = invoke(*run, "--seed", 1).succeeded()
+    assert len(json.loads(sampled.out)["token_ids"]) == 6
+    assert json.loads(sampled.out)["token_ids"] != greedy[:6]
+    assert sampled.err == (
+        "note: from the model's generation_config.json: max_tokens 6, temperature 1.5; --generation-config none turns "
+        "it off\n"
+    )
+    given = invoke(*run, "--temperature", 0, "--max-tokens", 9).succeeded()
+    assert json.loads(given.out)["token_ids"] == greedy[:9]
+    assert given.err == "", "everything that the file sets was given"
+    off = invoke(*run, "--generation-config", "none", "--max-tokens", 9).succeeded()
+    assert json.loads(off.out)["token_ids"] == greedy[:9]
+    invoke(*run, "--generation-config", "vllm").refused(2, "generation_config must be one of auto, none, not 'vllm'")
+    invoke(*run, "--min-tokens", 7).refused(2, "min_tokens must be at most max_tokens, 6, not 7")
+
+
 def test_eos_tokens_of_the_generation_config_end_a_run(
     checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke
 ) -> None:

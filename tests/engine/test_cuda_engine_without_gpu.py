@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -507,6 +507,26 @@ def test_predictions_use_the_fused_gate_kernel(
         launches.clear()
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
     assert launches
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+def test_processors_and_logprobs_of_replayed_forwards(cuda: FakeCuda, mixtral_pair: Pair, draft: str) -> None:
+    """Drafts are launched ahead without processors; verification applies them to the graph's logits."""
+    params = replace(GREEDY, repetition_penalty=1.6, frequency_penalty=0.5, logit_bias={65: 2.0}, logprobs=2)
+    outputs = []
+    for k in (0, 3):
+        with LLM(
+            mixtral_pair.target, getattr(mixtral_pair, draft), dtype="float32", progress=False, num_speculative_tokens=k
+        ) as llm:
+            outputs.append(llm.generate(PROMPT, params)[0].outputs[0])
+    plain, speculated = outputs
+    assert plain.token_ids == speculated.token_ids != greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert cuda.recorder.replayed
+    assert plain.logprobs is not None
+    assert speculated.logprobs is not None
+    for one, other in zip(plain.logprobs, speculated.logprobs, strict=True):
+        assert list(one) == list(other)
+        assert [o.logprob for o in one.values()] == pytest.approx([o.logprob for o in other.values()], abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

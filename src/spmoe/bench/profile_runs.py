@@ -15,7 +15,8 @@ from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, PolicyStats, P
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, SamplingParams, Size
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion, Generation
+from spmoe.engine.llm import LLM, Generation
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.profiling import PartTimes, PredictionCounter, Timer, measure_parts
 from spmoe.errors import UsageError
 from spmoe.models.shipped import sample_text
@@ -121,7 +122,7 @@ def measure_policies(
     llm: LLM, draft_tokens: int, workload: Workload, policies: Sequence[str] = PROFILED_POLICIES
 ) -> tuple[PolicyStats, ...]:
     """Generate every prompt under each policy in turns, after one warm-up turn; skip unavailable policies."""
-    engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, Completion]]]()
+    engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, RequestOutput]]]()
     isolated = IsolatedConfigs(engine)
     for turn, prompt in enumerate([workload.prompts[0], *workload.prompts]):
         for policy in policies:
@@ -146,7 +147,7 @@ def counted_predictions(engine: Engine) -> Iterator[PredictionCounter]:
         yield counter
 
 
-def generate(llm: LLM, prompt: list[int], workload: Workload) -> Completion:
+def generate(llm: LLM, prompt: list[int], workload: Workload) -> RequestOutput:
     """Generate greedily, a few tokens beyond the length: a draft that is cut short by the limit has another K."""
     engine, length = llm.engine, workload.output_len
     limit = min(length + _EXTRA_STEPS * (engine.loop.max_draft_tokens + 1), engine.parts.max_model_len - len(prompt))
@@ -174,7 +175,7 @@ class _StepMeans:
     stall_seconds: float
 
     @classmethod
-    def of(cls, runs: Iterable[Completion]) -> _StepMeans:
+    def of(cls, runs: Iterable[RequestOutput]) -> _StepMeans:
         counters = [run.stats.decode_counters for run in runs]
         steps = max(1, sum(one.steps for one in counters))
 
@@ -193,7 +194,7 @@ class _StepMeans:
 
 
 def _policy_stats(
-    engine: Engine, policy: str, draft_tokens: int, runs: Sequence[tuple[PredictionCounter, Completion]]
+    engine: Engine, policy: str, draft_tokens: int, runs: Sequence[tuple[PredictionCounter, RequestOutput]]
 ) -> PolicyStats:
     means, counters = _StepMeans.of(run for _, run in runs), [counter for counter, _ in runs]
     missing_by_layer = [sum(counts) for counts in zip(*(one.missing for one in counters), strict=True)]
@@ -409,9 +410,9 @@ def _automatic_cutoffs(
 
 def _take_turns(
     llm: LLM, isolated: IsolatedConfigs, runs: Sequence[_Run], repeat: int, workload: Workload, title: str
-) -> dict[_Run, list[Completion]]:
+) -> dict[_Run, list[RequestOutput]]:
     """Run every configuration on every prompt, each turn starting with another one, after one warm-up turn."""
-    found: dict[_Run, list[Completion]] = {run: [] for run in runs}
+    found: dict[_Run, list[RequestOutput]] = {run: [] for run in runs}
     turns = [workload.prompts[0], *(prompt for _ in range(repeat) for prompt in workload.prompts)]
     for turn, prompt in enumerate(turns):
         workload.progress(f"{title}: " + (f"turn {turn} of {len(turns) - 1}" if turn else "warm-up"))
@@ -427,7 +428,7 @@ def _take_turns(
 
 
 def _checked_step(
-    engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[Completion]
+    engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[RequestOutput]
 ) -> CheckedStep:
     means, layers, k = _StepMeans.of(completions), len(engine.spec.experts), run.draft_tokens
     slots, cutoff = engine.slots, run.cutoff or 0

@@ -23,7 +23,7 @@ from spmoe.bench.configs import BenchConfig
 from spmoe.bench.results import FORMAT, WorkloadResults
 from spmoe.bench.runs import BenchJob, BenchRun, BenchRunner, ResidentStep, StoredRuns
 from spmoe.config import AUTO_DRAFT, DraftTokens, default_draft
-from spmoe.engine.llm import Completion
+from spmoe.engine.outputs import CompletionOutput, RequestOutput
 from spmoe.engine.stats import Stats
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
@@ -334,7 +334,7 @@ def _restore(job: BenchJob, results: WorkloadResults) -> StoredRuns:
     return StoredRuns(results.machine, runs, resident, other_rows)
 
 
-def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> Completion:
+def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> RequestOutput:
     """Return a completion with everything that metrics use: the decoding part."""
     known = {one.name for one in fields(Counters)}
     counters = Counters(**{name: value for name, value in sample["counters"].items() if name in known})
@@ -354,4 +354,4 @@ def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> Co
         draft_tokens=row["num_speculative_tokens"],
         emulated_link_gbps=None,
     )
-    return Completion("", sample["tokens"], "length", stats)
+    return RequestOutput("0", None, [], [CompletionOutput(0, "", sample["tokens"], "length")], True, stats)

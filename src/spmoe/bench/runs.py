@@ -22,8 +22,9 @@ from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_cei
 from spmoe.bench.configs import BenchConfig
 from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion, Generation
+from spmoe.engine.llm import LLM, Generation
 from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.parts import LearnedState
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
@@ -48,7 +49,7 @@ class BenchRun:
     config: BenchConfig
     prompt: int  # index
     repeat: int  # index
-    completion: Completion
+    completion: RequestOutput
     graph_seconds: float | None = None  # time in CUDA graphs on the device; only measured with all experts in slots
 
 
@@ -314,7 +315,7 @@ class BenchRunner:
 
     def _generate(
         self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
-    ) -> Completion:
+    ) -> RequestOutput:
         if needs_recording(config.prefetch):
             self._provide_recording(llm, isolated, config, prompt, tokens)
         isolated.select(config, config.engine_options)
@@ -335,7 +336,7 @@ class BenchRunner:
             self._recordings[key] = recording
         llm.engine.recording = self._recordings[key]
 
-    def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> Completion:
+    def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> RequestOutput:
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
         with self._around_generation(generation):
             completion = generation.run()
@@ -372,7 +373,7 @@ class TimeLeft:
 
 def generate_with_timeline(
     llm: LLM, prompt: str, params: SamplingParams, on_token: Callable[[int], None]
-) -> tuple[Completion, list[Span]]:
+) -> tuple[RequestOutput, list[Span]]:
     """Complete a prompt; return the completion and the timeline of its last steps."""
     timeline = llm.engine.experts.timeline
     timeline.recording = True

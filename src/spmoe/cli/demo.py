@@ -16,7 +16,7 @@ from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span
 
 if TYPE_CHECKING:
-    from spmoe.engine.llm import Completion
+    from spmoe.engine.outputs import RequestOutput
 
 _MIN_LINK_GBPS = 0.1  # keeps the demo short on a busy machine
 _TIMELINE_STEPS = 3  # steps that the timelines show
@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 class DemoRun(NamedTuple):
     """Completion of one mode and the timeline of its last steps."""
 
-    completion: Completion
+    completion: RequestOutput
     spans: list[Span]
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
 
 
-@takes_shared_options_except("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
+@takes_shared_options_except(  # nothing is fetched ahead, or sampled
+    "prefetch", "cutoff", "overlap", "projection", "generation_config"
+)
 def fit_predictor(
     engine: dict[str, Any],
     text: Annotated[Path, typer.Option(help="Text file to fit on, similar to the text that the model will generate.")],

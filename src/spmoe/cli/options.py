@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spmoe.config import EngineConfig, SamplingParams, drafter_name
+from spmoe.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
@@ -111,6 +112,12 @@ def _engine(
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Overlap copies with compute; off for measuring.")
     ] = True,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling options that are not given: auto (from the model's generation_config.json) or none (greedy)."
+        ),
+    ] = "auto",
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
@@ -122,20 +129,55 @@ def _engine(
 
 
 def _sampling(
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=f"Maximum number of tokens to generate; default: {DEFAULT_MAX_TOKENS}.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token. Default: 0.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 or -1: from all.")] = None,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens whose probabilities sum up to this; 1: all.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities sum up to this; 1: all."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than this share of the most likely token; 0: none.")
-    ] = 0.0,
+        float | None, typer.Option(help="Drop tokens less likely than this share of the most likely token; 0: none.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtract this from the logits of tokens that the output has; -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="Subtract this from a token's logit for each time that the output has it; -2 to 2."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty on tokens that prompt or output has; 1: off, above 1: less likely.")
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Generate at least this many tokens before an end or stop token.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable; default: random.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Stop at this token id; may be given several times.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
-) -> SamplingParams:
-    return SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
+) -> dict[str, Any]:
+    given = {name: value for name, value in locals().items() if value is not None and value is not False}
+    SamplingParams(**given)  # checked before torch is imported
+    return given
+
+
+def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+    """Return the model's default sampling parameters with the given options instead; print what the model sets."""
+    defaults, plain = llm.get_default_sampling_params(), SamplingParams()
+    params = replace(defaults, **given)
+    names = [f.name for f in fields(plain) if f.name not in given]
+    own = [f"{name} {getattr(defaults, name)}" for name in names if getattr(defaults, name) != getattr(plain, name)]
+    if own:
+        note = f"note: from the model's generation_config.json: {', '.join(own)}; --generation-config none turns it off"
+        stderr().print(note, soft_wrap=True)
+    return params
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to standard output.")]

@@ -39,7 +39,7 @@ _LEGEND = (
 )
 
 
-@takes_shared_options_except("prefetch", "cutoff", "overlap")  # nothing is fetched ahead
+@takes_shared_options_except("prefetch", "cutoff", "overlap", "generation_config")  # nothing is fetched ahead
 def predictability(
     engine: dict[str, Any],
     text: Annotated[

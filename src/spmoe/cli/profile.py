@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
 
 
-@takes_shared_options_except("prefetch")  # every policy of the model is measured
+@takes_shared_options_except("prefetch", "generation_config")  # every policy of the model is measured
 def profile(
     engine: dict[str, Any],
     num_speculative_tokens: Annotated[

@@ -40,10 +40,10 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write the routing to a file.")
-@takes_shared_options_except("enforce_eager")  # it is always on
+@takes_shared_options_except("enforce_eager", "generation_config")  # the former is always on; traces are greedy
 def record_trace(
     engine: dict[str, Any],
-    params: SamplingParams,
+    params: dict[str, Any],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the trace to.")],
     prompts: Annotated[
         str, typer.Option(help="Prompts: a file (text, or JSON lines), a dataset of the hub, or 'sample'.")
@@ -80,7 +80,7 @@ def record_trace(
         load({**engine, "enforce_eager": True}, progress=not as_json) as llm,
         progress_bar("Recording", not as_json and sys.stderr.isatty()) as report,
     ):
-        recorded = record(llm, list(texts), params, stop_on_ctrl_c, report)
+        recorded = record(llm, list(texts), SamplingParams(**params), stop_on_ctrl_c, report)
     recorded.save(output)
     size = output.stat().st_size
     facts = {"file": str(output), "bytes": size, "steps": len(recorded), "verified_steps": recorded.verified}

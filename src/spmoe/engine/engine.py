@@ -71,8 +71,8 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """Counts since the engine was built."""
-        return self.parts.experts.ledger.counters
+        """Counts since the engine was built: a snapshot."""
+        return self.parts.experts.ledger.snapshot()
 
     @property
     def slots(self) -> int:
