@@ -39,7 +39,7 @@ def run(
     """Complete a prompt and print statistics. Ctrl-C stops early and keeps the text."""
     require_writable(chrome)
     text = read_text(prompt)
-    with load(engine, progress=not as_json) as llm:
+    with load(engine) as llm:
         generation = llm.stream(text, params)
         llm.engine.experts.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
