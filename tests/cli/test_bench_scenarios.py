@@ -13,6 +13,7 @@ import pytest
 
 from spmoe.bench import runs
 from spmoe.engine import llm
+from spmoe.observe import progress
 
 if TYPE_CHECKING:
     from conftest import Invoke
@@ -117,6 +118,7 @@ def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None
 def test_resume_after_interrupt(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     original, taken = llm.Generation._take, 0
 
     def take(self: llm.Generation, token: int) -> Iterator[str]:
@@ -138,8 +140,9 @@ def test_resume_after_interrupt(
 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
     assert "3 of 4 runs are in the file already" in result.err
-    assert "run 4 of 4" in result.err
-    assert "run 3 of 4" not in result.err
+    assert "Runs: 3 of 8" in result.err
+    assert "Runs: 4 of 8" in result.err
+    assert "Runs: 2 of 8" not in result.err
     (machine, rows), (_, swept) = read_groups(results)
     assert not machine["interrupted"]
     assert [row["runs"] for row in rows] == [2, 2]

@@ -55,15 +55,19 @@ def _host_time(row: Row) -> str:
 
 
 def _table(rows: list[Row]) -> Table:
-    """Return the table that fits a terminal; what rows differ in is one column, which may be folded."""
-    differing = [text for text in _CONFIGURATION.values() if len({text(row) for row in rows}) > 1]
+    """Return the table that fits a terminal; the configuration is one column, which may be folded."""
+    shown = [
+        text
+        for name, text in _CONFIGURATION.items()
+        if name in ("memory", "prefetch") or len({text(row) for row in rows}) > 1
+    ]
     table = Table(box=None, pad_edge=False)
     table.add_column("configuration", overflow="fold")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     for row in rows:
-        parts = [text(row) for text in differing or [_CONFIGURATION["prefetch"]]]
+        parts = [text(row) for text in shown]
         cells = [text(row) for text in _COLUMNS.values()]
         speedup = _baseline(row, rows)["tpot_seconds"]["median"] / row["tpot_seconds"]["median"]
         table.add_row(", ".join(part for part in parts if part != "-"), *cells, f"{speedup:.2f}x")
@@ -148,11 +152,11 @@ _OPTIONAL_COLUMNS: dict[str, Callable[[Row], str]] = {  # shown if rows differ i
     "cutoff": lambda row: str(row["cutoff"]),
     "ablation": lambda row: row["ablation"] or "-",
 }
-_CONFIGURATION: dict[str, Callable[[Row], str]] = {  # parts of the first column that is not wide
+_CONFIGURATION: dict[str, Callable[[Row], str]] = {  # of the narrow table; the first two always, others if rows differ
     "memory": _WIDE_COLUMNS["memory"],
     "prefetch": _WIDE_COLUMNS["prefetch"],
     "eviction": _OPTIONAL_COLUMNS["eviction"],
-    "cutoff": lambda row: f"cutoff {row['cutoff']}",
+    "cutoff": lambda row: "-" if row["cutoff_layers"] is None else f"cutoff {row['cutoff']}",
     "ablation": _OPTIONAL_COLUMNS["ablation"],
     "system": lambda row: f"({row['system']})" if row["system"] else "-",
 }

@@ -142,7 +142,7 @@ def _options_of_every_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with options of this or all commands; SPMOE_<OPTION> in the environment sets one too.",
+            help="TOML file with options of this or all commands. Variables such as SPMOE_DRAFT set options too.",
             callback=settings.read_settings,
             is_eager=True,
             expose_value=False,
