@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 
 import pytest
+from rich.console import Console
 
 from spmoe.observe import progress
-from spmoe.observe.progress import format_duration, progress_bar
+from spmoe.observe.progress import format_duration, hide_bars, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -91,13 +92,14 @@ def test_bar_on_a_terminal_names_work_and_goes_away(terminal: Terminal, capsys: 
     with redirect_stderr(terminal), progress_bar("Runs") as report:
         report(1, 2, "draft-gate, K=4")
         print("a result")
-        print("a note", file=sys.stderr)
+        hide_bars()
+        Console(stderr=True).print("a note")
         report(2, 2)
     drawn = terminal.getvalue()
     assert "Runs" in drawn
     assert "1/2" in drawn
     assert "draft-gate, K=4" in drawn
-    assert "a note\n" in drawn
+    assert "\x1b[2Ka note\n" in drawn, "the bar is erased before another line is printed"
     assert drawn.endswith("\x1b[2K"), "the bar is erased"
     assert capsys.readouterr().out == "a result\n", "standard output is not drawn above the bar"
 

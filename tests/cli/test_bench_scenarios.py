@@ -66,6 +66,16 @@ def read_groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     return found
 
 
+def test_scenarios_are_found_by_name(scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmoe.cli.bench.packaged_scenarios", lambda: {"mine": scenario, "quick": scenario})
+    wrong = ("--prompts", "/nowhere")
+    invoke("bench", "--scenario", "mine", *wrong).refused(2, "/nowhere")  # the scenario was read
+    invoke("bench", "--scenario", "mien").refused(2, "no scenario 'mien'", "did you mean mine?", "mine, quick")
+    invoke("bench", "--scenario", "wobble").refused(2, "no scenario 'wobble'", "path of a TOML file", "mine, quick")
+    invoke("bench", "--scenario", "none.toml").refused(2, "cannot read none.toml")
+    invoke("bench", "--scenario", "not/there").refused(2, "cannot read not/there")
+
+
 def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "page.html"
     result = invoke("bench", "--scenario", scenario, "--json", results, "--report", page).succeeded()
@@ -140,9 +150,9 @@ def test_resume_after_interrupt(
 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
     assert "3 of 4 runs are in the file already" in result.err
-    assert "Runs: 3 of 8" in result.err
-    assert "Runs: 4 of 8" in result.err
-    assert "Runs: 2 of 8" not in result.err
+    assert "Runs: 3 of 6" in result.err
+    assert "Runs: 4 of 6" in result.err
+    assert "Runs: 2 of 6" not in result.err
     (machine, rows), (_, swept) = read_groups(results)
     assert not machine["interrupted"]
     assert [row["runs"] for row in rows] == [2, 2]

@@ -94,6 +94,17 @@ def test_flags_lists_and_required_options(
     assert trace.stat().st_size > 0
 
 
+def test_switches_of_all_commands_are_no_files(
+    checkpoints: Path, invoke: Invoke, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPMOE_JSON", "1")
+    wrong = ("bench", checkpoints / "target", "--config", write("json = true\n"), "-k", "0", "--prompts", "/nowhere")
+    invoke(*wrong).refused(2, "/nowhere")  # and not --json, whose value is a file in this command
+    invoke(*wrong[:3], write("[bench]\njson = true\n")).refused(2, "[bench]", "json must be a text")
+    assert [path.name for path in tmp_path.iterdir()] == ["spmoe.toml"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

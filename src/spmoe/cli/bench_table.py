@@ -29,8 +29,8 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
     name = f"{machine['matrix']}: " if machine.get("matrix") else ""
     console.print(
         f"{name}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
-        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; {machine['prompts']} prompts, {machine['repeat']} "
-        f"repeats, {machine['output_len']} output tokens",
+        f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; {_count(machine['prompts'], 'prompt')}, "
+        f"{_count(machine['repeat'], 'repeat')}, {_count(machine['output_len'], 'output token')}",
         soft_wrap=True,
     )
     console.print(table)
@@ -47,6 +47,10 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
         target, draft = (1e3 * machine[f"{name}_read_seconds"] for name in ("active", "draft"))
         read = f"reading weights once: {target:.3g} ms for one row of the target, {draft:.3g} ms for the draft"
         console.print(read, style="dim", soft_wrap=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _host_time(row: Row) -> str:

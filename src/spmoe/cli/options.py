@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmoe.cli.output import is_quiet, note, stderr
+from spmoe.cli.output import is_quiet, note
+from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
 from spmoe.config import EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError

@@ -9,6 +9,7 @@ import warnings
 from rich.console import Console
 
 from spmoe.errors import UsageError
+from spmoe.observe.progress import hide_bars
 
 _shown = {"verbose": False, "quiet": False}
 
@@ -40,7 +41,8 @@ def is_quiet() -> bool:
 
 
 def stderr() -> Console:
-    """Return a console on standard error, for notes, tables and progress; it prints nothing with -q."""
+    """Return a console on standard error, for notes and tables; it prints nothing with -q. Progress bars give way."""
+    hide_bars()
     return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=is_quiet())
 
 

@@ -217,7 +217,7 @@ def _changed(parameter: inspect.Parameter, **changes: Any) -> inspect.Parameter:
     for one in copies:
         if isinstance(one, (OptionInfo, ArgumentInfo)):
             vars(one).update(changes)
-    return parameter.replace(annotation=Annotated[(kind, *copies)])  # type: ignore[valid-type]
+    return parameter.replace(annotation=Annotated[(kind, *copies)])
 
 
 def _value_type(annotation: Any) -> Any:

@@ -46,13 +46,16 @@ def read_settings(context: typer.Context, file: Path | None) -> None:
     if context.resilient_parsing:  # a shell asks for completions
         return
     root, path = context.find_root().command, _command_path(context)
-    known, found = _options(context.command), dict[str, Setting]()
-    if file is not None:
-        found = {key: Setting(_dashed(key), *one) for key, one in _read_file(file, root, path).items() if key in known}
-        found = {key: one._replace(value=_from_file(known[key], one)) for key, one in found.items()}
+    known, switches, found = _options(context.command), _switches(root), dict[str, Setting]()
+    for key, value, source in _read_file(file, root, path) if file is not None else ():
+        # `json = true` for all commands is not meant for one whose --json is a file
+        if key in known and not (key in switches and not _is_switch(known[key]) and source == str(file)):
+            setting = Setting(_dashed(key), value, source)
+            found[key] = setting._replace(value=_from_file(known[key], setting))
     for key, parameter in known.items():
         name = _PREFIX + key.upper()
-        if os.environ.get(name) and (parameter.param_type_name == "option" or key == "model"):
+        is_argument = parameter.param_type_name == "argument" and key != "model"
+        if os.environ.get(name) and not is_argument and (_is_switch(parameter) or key not in switches):
             found[key] = Setting(_dashed(key), _from_environment(parameter, name), name)
     context.default_map = {known[key].name: one.value for key, one in found.items()}
     _settings[:] = found.values()
@@ -98,9 +101,25 @@ def _all_options(command: Any) -> set[str]:
     return {key for one in commands.values() for key in _all_options(one)}
 
 
+def _switches(command: Any) -> set[str]:
+    """Return the keys that are true or false for at least one command of a group."""
+    commands = getattr(command, "commands", None)
+    if commands is None:
+        return {key for key, parameter in _options(command).items() if _is_switch(parameter)}
+    return {key for one in commands.values() for key in _switches(one)}
+
+
+def _is_switch(parameter: Any) -> bool:
+    return bool(getattr(parameter, "is_flag", False))
+
+
+def _takes_many(parameter: Any) -> bool:
+    return bool(getattr(parameter, "multiple", False) or parameter.nargs != 1)
+
+
 def _command_path(context: typer.Context) -> list[str]:
     """Return the names of the running command, such as ["trace", "record"]."""
-    names = []
+    names: list[str] = []
     at: Any = context
     while at.parent is not None:
         names.insert(0, at.command.name)
@@ -115,8 +134,8 @@ def _dashed(key: str) -> str:
 # ---- files
 
 
-def _read_file(file: Path, root: Any, path: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Return value and source by key: top-level keys, and those of the command's table over them."""
+def _read_file(file: Path, root: Any, path: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and source: first top-level keys, then those of the command's table, which win."""
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -125,12 +144,12 @@ def _read_file(file: Path, root: Any, path: Sequence[str]) -> dict[str, tuple[An
         raise UsageError(f"cannot read {file} ({error.strerror}); check --config or SPMOE_CONFIG") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
-    return {key: (value, str(file)) for key, value in _read_table(data, str(file), root, list(path))}
+    yield from _read_table(data, str(file), root, path)
 
 
 def _read_table(
     table: Mapping[str, Any], place: str, command: Any, path: Sequence[str] | None
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Any, str]]:
     """Check every key of a table and yield those that apply; `path` None: a table of another command, only checked."""
     known, commands = _all_options(command), getattr(command, "commands", {})
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
@@ -141,22 +160,22 @@ def _read_table(
             hint = f"did you mean {_dashed(close[0])}?" if close else "keys are the long names of options, see --help"
             raise UsageError(f"{place}: unknown key {written}; {hint}")
         if path is not None:
-            yield key, table[written]
+            yield key, table[written], place
     for written, inner in tables.items():
         name = _dashed(written)
         if name not in commands:
             close = get_close_matches(name, sorted(commands), 1)
             hint = f"did you mean [{close[0]}]?" if close else f"tables are commands: {', '.join(commands) or 'none'}"
             raise UsageError(f"{place}: unknown table [{written}]; {hint}")
-        applies = path is not None and path[:1] == [name]
-        yield from _read_table(inner, f"{place}, [{written}]", commands[name], path[1:] if path and applies else None)
+        inner_path = path[1:] if path and path[0] == name else None
+        yield from _read_table(inner, f"{place}, [{written}]", commands[name], inner_path)
 
 
 def _from_file(parameter: Any, setting: Setting) -> Any:
     """Return the value as the command line would give it; a wrong value of the right kind fails later."""
-    value, many = setting.value, getattr(parameter, "multiple", False) or parameter.nargs != 1
+    value, many = setting.value, _takes_many(parameter)
     wrong = UsageError(f"{setting.source}: {setting.option} must be {_kind(parameter)}, not {value!r}")
-    if getattr(parameter, "is_flag", False):
+    if _is_switch(parameter):
         if not isinstance(value, bool):
             raise wrong
         return value
@@ -167,9 +186,9 @@ def _from_file(parameter: Any, setting: Setting) -> Any:
 
 
 def _kind(parameter: Any) -> str:
-    if getattr(parameter, "is_flag", False):
+    if _is_switch(parameter):
         return "true or false"
-    if getattr(parameter, "multiple", False) or parameter.nargs != 1:
+    if _takes_many(parameter):
         return "a text or a list of texts"
     return "a number" if parameter.metavar == "N" else "a text, with commas between several values"
 
@@ -179,11 +198,11 @@ def _kind(parameter: Any) -> str:
 
 def _from_environment(parameter: Any, name: str) -> Any:
     value = os.environ[name]
-    if getattr(parameter, "is_flag", False):
+    if _is_switch(parameter):
         if value.lower() not in (*_TRUE, *_FALSE):
             raise UsageError(f"{name} must be 1 or 0, not {value!r}")
         return value.lower() in _TRUE
-    return [value] if getattr(parameter, "multiple", False) or parameter.nargs != 1 else value
+    return [value] if _takes_many(parameter) else value
 
 
 def _misspelt_variables(root: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import Generation
+    from spmoe.observe.timeline import Timeline
     from spmoe.replay.replay import ReplayConfig, ReplayResult
     from spmoe.replay.trace import Trace
 
@@ -177,7 +178,7 @@ def replay_trace(
     replayer = Replayer(recorded, times)
     for config in configs:
         replayer.require(config)
-    replayed = []
+    replayed: list[tuple[ReplayResult, Timeline | None]] = []
     with progress_bar("Replaying", not is_quiet()) as report:
         for one in replay_all(replayer, configs, workers or usable_cores(), draw=chrome is not None):
             report(len(replayed), len(configs))

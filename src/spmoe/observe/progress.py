@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LINE_SECONDS = 5.0  # between two lines
 _REFRESH_SECONDS = 0.1  # between two drawings of a bar
@@ -66,15 +66,31 @@ class _Lines:
 _bars: list[Progress] = []  # bars in use, the inner ones last; only the last one is drawn
 
 
+def hide_bars() -> None:
+    """Erase bars until their next report; call this before anything else is printed to standard error."""
+    for bar in _bars:
+        bar.stop()
+
+
 @contextmanager
 def _bar(label: str) -> Iterator[Report]:
+    from rich.console import Console  # here, since the command line imports this module for every command
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}", style="dim", table_column=None),
+        TextColumn("{task.fields[detail]}", style="dim"),
     )
     # standard output may be a file, and what is written there must not be drawn above the bar
     bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False)
@@ -83,15 +99,13 @@ def _bar(label: str) -> Iterator[Report]:
     def report(done: int, total: int, detail: str = "") -> None:
         nonlocal drawn_at
         if not bar.tasks:
-            for other in _bars:
-                other.stop()
+            hide_bars()
             bar.add_task(label, total=total, detail=detail)
-        if bar not in _bars:
             _bars.append(bar)
-        now = time.monotonic()
         bar.update(bar.tasks[0].id, completed=done, total=total, detail=detail)
         if not bar.live.is_started:
             bar.start()
+        now = time.monotonic()
         if done >= total or detail or now - drawn_at >= _REFRESH_SECONDS:
             bar.refresh()
             drawn_at = now
