@@ -13,7 +13,7 @@ from checkpoints import Pair, byte_tokenizer
 from spmoe.bench.configs import make_configs
 from spmoe.bench.records import config_records, find_stored, machine_record
 from spmoe.bench.results import WorkloadResults, read_results, write_results
-from spmoe.bench.runs import BenchJob, BenchRunner, TimeLeft
+from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
 from spmoe.config import Size
 from spmoe.errors import UsageError
@@ -76,10 +76,17 @@ def test_resume_makes_only_missing_runs(job: BenchJob, complete: WorkloadResults
     assert found is not None
     messages: list[str] = []
     counts: list[int] = []
-    runner = BenchRunner(job, messages.append, stored=found[1], on_run=lambda: counts.append(len(runner.runs)))
+    reports: list[tuple[int, int]] = []
+
+    def on_progress(done: int, total: int, detail: str = "") -> None:
+        reports.append((done, total))
+
+    on_run = lambda: counts.append(len(runner.runs))  # noqa: E731
+    runner = BenchRunner(job, messages.append, stored=found[1], on_run=on_run, on_progress=on_progress)
     runner.run()
     assert counts == list(range(count + 1, job.total + 1))
-    assert next(words for words in messages if words.startswith("run ")).startswith(f"run {count + 1} of {job.total}: ")
+    assert reports[0] == (count, job.total), "stored runs are done, and the resident step is stored"
+    assert reports[-1] == (job.total, job.total)
     every = {(run.config, run.prompt, run.repeat) for run in runner.runs}
     assert len(every) == len(runner.runs) == job.total
     rows = config_records(runner)
@@ -116,18 +123,6 @@ def test_resume_on_another_machine_is_rejected(job: BenchJob, complete: Workload
     assert found is not None
     with pytest.raises(UsageError, match=r"measured with torch 1\.0.*--json with a new file"):
         BenchRunner(job, lambda words: None, stored=found[1]).run()
-
-
-def test_time_left_is_estimated_from_durations(job: BenchJob) -> None:
-    left = TimeLeft()
-    first, second = job.configs[:2]
-    assert left.text({first: 3}) == ""
-    left.add(first, 10.0)
-    left.add(first, 20.0)
-    assert left.text({first: 2}) == "; 30 s left"
-    left.add(second, 60.0)
-    assert left.text({first: 2, second: 5}) == "; 6 min left"
-    assert left.text({first: 0, job.configs[2]: 1}) == "; 30 s left", "the mean of all runs"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from spmoe.bench import runs
 from spmoe.engine import llm
+from spmoe.observe import progress
 
 if TYPE_CHECKING:
     from conftest import Invoke
@@ -63,6 +64,16 @@ def read_groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
         else:
             found[-1][1].append(record)
     return found
+
+
+def test_scenarios_are_found_by_name(scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmoe.cli.bench.packaged_scenarios", lambda: {"mine": scenario, "quick": scenario})
+    wrong = ("--prompts", "/nowhere")
+    invoke("bench", "--scenario", "mine", *wrong).refused(2, "/nowhere")  # the scenario was read
+    invoke("bench", "--scenario", "mien").refused(2, "no scenario 'mien'", "did you mean mine?", "mine, quick")
+    invoke("bench", "--scenario", "wobble").refused(2, "no scenario 'wobble'", "path of a TOML file", "mine, quick")
+    invoke("bench", "--scenario", "none.toml").refused(2, "cannot read none.toml")
+    invoke("bench", "--scenario", "not/there").refused(2, "cannot read not/there")
 
 
 def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
@@ -117,6 +128,7 @@ def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None
 def test_resume_after_interrupt(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     original, taken = llm.Generation._take, 0
 
     def take(self: llm.Generation, token: int) -> Iterator[str]:
@@ -138,8 +150,9 @@ def test_resume_after_interrupt(
 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
     assert "3 of 4 runs are in the file already" in result.err
-    assert "run 4 of 4" in result.err
-    assert "run 3 of 4" not in result.err
+    assert "Runs: 3 of 6" in result.err
+    assert "Runs: 4 of 6" in result.err
+    assert "Runs: 2 of 6" not in result.err
     (machine, rows), (_, swept) = read_groups(results)
     assert not machine["interrupted"]
     assert [row["runs"] for row in rows] == [2, 2]

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import typer.main
 from cli_checkpoints import CONTEXT, EXPERTS, LAYERS, TOP_K, copy_of, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spmoe
-from spmoe.cli.main import app
 from spmoe.config import format_bytes
 from spmoe.models.shipped import shipped_pair
 
@@ -279,37 +277,7 @@ def test_info_with_a_fixed_cutoff_needs_no_profile(checkpoints: Path, own_home: 
     assert not own_home.exists()
 
 
-# ---- help
-
-
-def test_spmoe_without_a_command_shows_help(invoke: Invoke) -> None:
-    alone = invoke().succeeded()
-    assert alone.err == ""
-    assert alone.out == invoke("--help").succeeded().out
-    for verb in ("run", "chat", "info"):
-        assert f"\n  {verb} " in alone.out
-
-
-@pytest.mark.parametrize("verb", [(), ("trace",)], ids=["spmoe", "spmoe trace"])
-def test_help_lists_commands_in_whole_sentences(
-    verb: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    listed = invoke(*verb, "--help").succeeded().out.split("Commands:")[1].split("\n\n")[0].strip().splitlines()
-    assert len(listed) >= 2
-    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
-
-
-def test_every_option_has_a_help_text(invoke: Invoke) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert {"run", "chat", "info"} <= commands.keys()
-    for verb, command in commands.items():
-        assert command.help
-        shown = " ".join(invoke(verb, "--help").succeeded().out.split())
-        for parameter in command.params:
-            assert parameter.help, f"{verb} {parameter.name}"
-            assert parameter.help.split(";")[0][:30] in shown
-            assert parameter.param_type_name == "argument" or parameter.opts[0] in shown
+# ---- the process
 
 
 def test_version(invoke: Invoke) -> None:

@@ -430,14 +430,14 @@ def test_benchmarks_capture_only_in_warm_up_runs(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmoe.bench.runs.measure_ceilings", lambda engine: None)
-    messages: list[str] = []
+    running: list[str] = []
     captured: dict[str, int] = {}
 
     @contextmanager
     def observer(generation: Generation) -> Iterator[None]:
         before = cuda.recorder.captured
         yield
-        captured[messages[-1]] = captured.get(messages[-1], 0) + cuda.recorder.captured - before
+        captured[running[-1]] = captured.get(running[-1], 0) + cuda.recorder.captured - before
 
     pairs = [PolicyPair(prefetch=name) for name in ("draft-gate", "on-demand", "next-gate", "activation")]
     configs = make_configs([Size(share=0.5)], pairs, [3, 2])
@@ -445,8 +445,11 @@ def test_benchmarks_capture_only_in_warm_up_runs(
     engine |= {"shape": None, "link_gbps": None, "enforce_eager": False, "dtype": "float32"}
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in ("the cat", "a longer prompt")]
     job = BenchJob(engine, configs, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
-    BenchRunner(job, messages.append, observer).run()
-    counted = {message: count for message, count in captured.items() if message.startswith("run")}
+    runner = BenchRunner(
+        job, lambda text: None, observer, on_progress=lambda done, total, detail="": running.append(detail)
+    )
+    runner.run()
+    counted = {run: count for run, count in captured.items() if not run.startswith("warm-up")}
     assert len(counted) == 2 * len(configs)
     assert not any(counted.values()), counted
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from spmoe.bench.ceilings import machine
@@ -20,6 +21,7 @@ from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.profiling import PartTimes, PredictionCounter, Timer, measure_parts
 from spmoe.errors import UsageError
 from spmoe.models.shipped import sample_text
+from spmoe.observe.progress import Report, progress_bar
 from spmoe.predict.cutoff import ENOUGH_STEPS
 from spmoe.registry import ON_DEMAND
 from spmoe.types import Stage
@@ -41,7 +43,8 @@ class Workload:
     prompts: Sequence[list[int]]
     output_len: int
     interruptible: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext()
-    progress: Callable[[str], None] = lambda message: None
+    notify: Callable[[str], None] = lambda message: None
+    progress: Callable[[str], AbstractContextManager[Report]] = lambda title: progress_bar(title, enabled=False)
 
 
 def make_prompts(engine: Engine, count: int) -> list[list[int]]:
@@ -69,9 +72,8 @@ def measure_profile(llm: LLM, draft_tokens: int, workload: Workload) -> EnginePr
     engine = llm.engine
     if not engine.target.moe:
         raise UsageError(f"{engine.config.model} has no experts, so there is nothing to profile; choose an MoE model")
-    workload.progress("timing passes and loads")
+    workload.notify("timing passes and loads")
     parts = _measure_parts(engine)
-    workload.progress("generating")
     return EngineProfile(
         machine=machine(engine.device),
         subject=_subject(engine),
@@ -124,8 +126,10 @@ def measure_policies(
     """Generate every prompt under each policy in turns, after one warm-up turn; skip unavailable policies."""
     engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, RequestOutput]]]()
     isolated = IsolatedConfigs(engine)
-    for turn, prompt in enumerate([workload.prompts[0], *workload.prompts]):
-        for policy in policies:
+    turns = list(product(enumerate([workload.prompts[0], *workload.prompts]), policies))
+    with workload.progress("Generating") as report:
+        for done, ((turn, prompt), policy) in enumerate(turns):
+            report(done, len(turns), policy if turn else f"warm-up: {policy}")
             changes = {"prefetch": policy, "num_speculative_tokens": draft_tokens, "cutoff": Cutoff(CutoffMode.ALL)}
             isolated.select(policy, changes)
             if engine.loop.policy.name != policy:
@@ -136,6 +140,7 @@ def measure_policies(
                 continue
             with counted_predictions(engine) as counter:
                 runs.setdefault(policy, []).append((counter, generate(llm, prompt, workload)))
+        report(len(turns), len(turns))
     return tuple(_policy_stats(engine, policy, draft_tokens, found) for policy, found in runs.items())
 
 
@@ -356,7 +361,7 @@ def check_engine(
         if chosen is not None:
             swept = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
             runs += [_Run(_SWEPT_POLICY, k, depth) for depth in sorted({*swept, *chosen})]
-        completions = _take_turns(llm, isolated, runs, repeat, workload, f"{memory}, K={k}")
+        completions = _take_turns(llm, isolated, runs, repeat, workload, f"Checking {memory}, K={k}")
         steps = [_checked_step(engine, predictor, memory, run, completions[run]) for run in runs]
         found.steps.extend(steps)
         if chosen is not None:
@@ -375,6 +380,9 @@ class _Run:
     policy: str
     draft_tokens: int
     cutoff: int | None
+
+    def __str__(self) -> str:
+        return self.policy if self.cutoff is None else f"{self.policy}, cutoff {self.cutoff}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -414,16 +422,20 @@ def _take_turns(
     """Run every configuration on every prompt, each turn starting with another one, after one warm-up turn."""
     found: dict[_Run, list[RequestOutput]] = {run: [] for run in runs}
     turns = [workload.prompts[0], *(prompt for _ in range(repeat) for prompt in workload.prompts)]
-    for turn, prompt in enumerate(turns):
-        workload.progress(f"{title}: " + (f"turn {turn} of {len(turns) - 1}" if turn else "warm-up"))
-        first = turn % len(runs)
-        for run in [*runs[first:], *runs[:first]]:
-            isolated.select(run, run.options)
-            completion = generate(llm, prompt, workload)
-            if turn:
-                found[run].append(completion)
-            else:
-                llm.engine.loop.prepare()
+    done, total = 0, len(turns) * len(runs)
+    with workload.progress(title) as report:
+        for turn, prompt in enumerate(turns):
+            first = turn % len(runs)
+            for run in [*runs[first:], *runs[:first]]:
+                report(done, total, str(run) if turn else f"warm-up: {run}")
+                isolated.select(run, run.options)
+                completion = generate(llm, prompt, workload)
+                done += 1
+                if turn:
+                    found[run].append(completion)
+                else:
+                    llm.engine.loop.prepare()
+        report(done, total)
     return found
 
 

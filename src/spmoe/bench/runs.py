@@ -7,12 +7,10 @@ machine whose speed drifts affects all of them alike. All access of benchmarks t
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +26,7 @@ from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.parts import LearnedState
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.observe.progress import Report
 from spmoe.predict.policies import needs_recording
 from spmoe.predict.policies.base import RecordedRouting
 from spmoe.registry import ON_DEMAND
@@ -138,8 +137,9 @@ class IsolatedConfigs:
 class BenchRunner:
     """Runs a job. Results so far are available at any time, also after an interrupt.
 
-    `notify` receives progress messages. `around_generation` is entered around every generation and may stop it, which
-    ends the benchmark like Ctrl-C. `stored` runs are not repeated. `on_run` is called after every run that counts.
+    `notify` receives messages, `on_progress` the number of runs made, of all runs, and the configuration that runs.
+    `around_generation` is entered around every generation and may stop it, which ends the benchmark like Ctrl-C.
+    `stored` runs are not repeated. `on_run` is called after every run that counts.
     """
 
     def __init__(
@@ -149,6 +149,7 @@ class BenchRunner:
         around_generation: AroundGeneration = lambda generation: nullcontext(),
         stored: StoredRuns | None = None,
         on_run: Callable[[], None] = lambda: None,
+        on_progress: Report = lambda done, total, detail="": None,
     ) -> None:
         self.job = job
         self.stored = stored
@@ -158,10 +159,10 @@ class BenchRunner:
         self._notify = notify
         self._around_generation = around_generation
         self._on_run = on_run
+        self._on_progress = on_progress
         self._notices: set[str] = set()  # shown already
         self._host_store: HostStore | None = None  # passed from one engine to the next
         self._recordings: dict[tuple[object, ...], RecordedRouting] = {}  # of requests that the oracle runs again
-        self._time_left = TimeLeft()
 
     def run(self) -> None:
         """Load one engine per memory budget and run everything that is missing."""
@@ -180,7 +181,7 @@ class BenchRunner:
 
     def _run_budget(self, llm: LLM, memory: Size) -> None:
         configs = [config for config in self.job.configs if config.memory == memory and self._missing(config)]
-        self._take_turns(llm, configs, self.runs, "run")
+        self._take_turns(llm, configs, self.runs)
         if llm.engine.slots == llm.engine.spec.count and llm.engine.config.link_gbps is None:
             self._run_resident(llm, memory)
 
@@ -207,7 +208,7 @@ class BenchRunner:
         if not configs:
             return
         llm.engine.experts.load_all(llm.engine.spec.experts)
-        self._take_turns(llm, configs, self.resident_runs, "all experts in slots, run")
+        self._take_turns(llm, configs, self.resident_runs)
 
     def _unknown_resident_steps(self) -> list[int]:
         """Return values of K whose all-resident step is neither given nor measured.
@@ -264,32 +265,36 @@ class BenchRunner:
                 draft_bytes=draft.resident_bytes if draft is not None else 0,
             )
 
-    def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:
+    def _report(self, doing: str) -> None:
+        """Report progress over the runs that count and those with all experts in slots."""
+        runs_per_config = len(self.job.prompts) * self.job.repeat
+        done = len(self.runs) + len(self.resident_runs)
+        resident = {run.config.draft_tokens for run in self.resident_runs} | set(self._unknown_resident_steps())
+        self._on_progress(done, self.job.total + len(resident) * runs_per_config, doing)
+
+    def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun]) -> None:
         job, counted, isolated = self.job, runs is self.runs, IsolatedConfigs(llm.engine)
         if job.warmup and llm.engine.device.type == "cuda":  # kernels are compiled per number of rows
+            self._report("warm-up: prompt lengths")
             isolated.select("prompt lengths", {**configs[0].engine_options, "prefetch": ON_DEMAND})
             for tokens in sorted(job.prompts, key=len, reverse=True):
                 self._complete(llm, tokens, 1)
         for config in configs:
-            self._notify(f"warm-up: {config}")
+            self._report(f"warm-up: {config}")
             self._warm_up(llm, isolated, config)
         self._show_notices(llm)
-        total = job.total if counted else len(configs) * len(job.prompts) * job.repeat
         for turn, (repeat, prompt) in enumerate(product(range(job.repeat), range(len(job.prompts)))):
             first = turn % len(configs)
             for config in configs[first:] + configs[:first]:
                 if counted and (repeat, prompt) not in self._missing(config):
                     continue
-                left = self._time_left.text({one: len(self._missing(one)) for one in job.configs}) if counted else ""
-                where = f"{config}; prompt {prompt + 1}, repeat {repeat + 1}"
-                self._notify(f"{what} {len(runs) + 1} of {total}: {where}{left}")
+                self._report(f"{config}; prompt {prompt + 1}, repeat {repeat + 1}")
                 timed = runs is self.resident_runs and llm.engine.parts.runtime.recorder is not None
                 stop_timing = self._start_timing(llm) if timed else None
-                started = time.perf_counter()
                 completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len)
-                self._time_left.add(config, time.perf_counter() - started)
                 runs.append(BenchRun(config, prompt, repeat, completion, stop_timing() if stop_timing else None))
                 self._on_run()
+        self._report("")
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
         """Start to time CUDA graphs on the device; return a function that stops and returns the seconds."""
@@ -349,26 +354,6 @@ class BenchRunner:
             if notice not in self._notices:
                 self._notices.add(notice)
                 self._notify(f"note: {notice}")
-
-
-class TimeLeft:
-    """Estimates the remaining time of a benchmark from the durations of its runs."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[BenchConfig, list[float]] = {}
-
-    def add(self, config: BenchConfig, seconds: float) -> None:
-        """Take the duration of one run into account."""
-        self._seconds.setdefault(config, []).append(seconds)
-
-    def text(self, remaining: Mapping[BenchConfig, int]) -> str:
-        """Return "; 3 min left" for this many runs of each configuration; empty before the first run."""
-        if not self._seconds:
-            return ""
-        overall = fmean(seconds for runs in self._seconds.values() for seconds in runs)
-        total = sum(count * fmean(self._seconds.get(config, [overall])) for config, count in remaining.items())
-        minutes = round(total / 60)
-        return f"; {minutes} min left" if minutes > 1 else f"; {total:.0f} s left"
 
 
 def generate_with_timeline(

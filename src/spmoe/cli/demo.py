@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import is_quiet
 from spmoe.config import SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span
@@ -54,7 +54,7 @@ def demo(
     if model is not None and draft is None:
         raise UsageError("the demo needs a draft for this model; give one with --draft")
     options: dict[str, Any] = {"model": model, "draft": draft or "auto", "expert_memory": "25%", "dtype": "float32"}
-    options["progress"] = not as_json and sys.stderr.isatty()
+    options["progress"] = not is_quiet()
     params = SamplingParams(max_tokens=max_tokens)
     if link_gbps is None:
         stderr().print("measuring the compute speed of this machine ...")

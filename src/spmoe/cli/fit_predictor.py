@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_except
+from spmoe.cli.output import is_quiet
 
 if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
@@ -37,8 +37,8 @@ def fit_predictor(
 
     words = read_text_file(text)
     with (
-        load({**engine, "prefetch": "on-demand", "projection": False}, progress=not as_json) as llm,
-        progress_bar("Fitting", not as_json and sys.stderr.isatty()) as report,
+        load({**engine, "prefetch": "on-demand", "projection": False}) as llm,
+        progress_bar("Fitting", not is_quiet()) as report,
     ):
         result = fit(llm.engine, words, window, windows, report)
         draft = llm.engine.parts.draft_checkpoint

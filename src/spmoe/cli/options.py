@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from spmoe.cli.output import is_quiet, note
+from spmoe.cli.output import stderr as stderr  # commands import it from here
+from spmoe.cli.panels import in_panel
 from spmoe.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
@@ -183,6 +185,7 @@ def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to standard output.")]
 
 _GROUPS: dict[str, Callable[..., Any]] = {"engine": _engine, "params": _sampling}
+_GROUP_PANELS = {"engine": "Model", "params": "Sampling"}  # of options that the table of panels does not list
 
 
 def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -201,7 +204,10 @@ def takes_shared_options_except(*names: str) -> Callable[[Callable[..., None]], 
 def _expand(command: Callable[..., None], without: Sequence[str]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
-        name: {p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()}
+        name: {
+            p.name: in_panel(p, _GROUP_PANELS[name])
+            for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()
+        }
         for name in own
         if name in _GROUPS
     }
@@ -223,27 +229,22 @@ def _expand(command: Callable[..., None], without: Sequence[str]) -> Callable[..
     return wrapper
 
 
-def stderr() -> Console:
-    """Return a console on standard error, for notes, tables and progress."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
-
-
 @contextmanager
-def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
-    """Build an engine, print its notices, and close it at the end."""
+def load(engine: dict[str, Any], *, progress: bool = True) -> Iterator[LLM]:
+    """Build an engine with progress on standard error, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
             from spmoe.engine.llm import LLM
 
-            llm = held.enter_context(LLM(**engine, progress=progress and sys.stderr.isatty()))
+            llm = held.enter_context(LLM(**engine, progress=progress and not is_quiet()))
         except KeyboardInterrupt:
             stderr().print("interrupted while loading")
             raise
         notes = list(llm.notices)
         if (link := llm.engine.config.link_gbps) is not None:
             notes.insert(0, EMULATED_LINK_NOTE.format(link))
-        for note in notes:
-            stderr().print(f"note: {note}", soft_wrap=True)
+        for text in notes:
+            note(text)
         yield llm
 
 

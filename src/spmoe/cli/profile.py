@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
+from spmoe.cli.output import is_quiet
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.files import write_text
@@ -117,18 +119,19 @@ def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
 
     drafts = EngineConfig.make(**with_default_pair(engine)).draft is not None and max(lengths) > 0
     k = max(_MIN_BUILT_K, *lengths) if drafts else 0
-    return load({**engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
+    return load({**engine, "expert_memory": memory, "num_speculative_tokens": k})
 
 
 def _workload(llm: LLM, max_prompts: int, output_len: int) -> Workload:
     from spmoe.bench.profile_runs import Workload, make_prompts
+    from spmoe.observe.progress import progress_bar
 
-    console = stderr()
     return Workload(
         make_prompts(llm.engine, max_prompts),
         output_len,
         ctrl_c_stops,
-        lambda message: console.print(message, soft_wrap=True),
+        lambda message: stderr().print(message, soft_wrap=True),
+        partial(progress_bar, enabled=not is_quiet()),
     )
 
 

@@ -37,10 +37,10 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete a prompt and print statistics. Ctrl-C stops early and keeps the text."""
+    """Complete a prompt, from --prompt or standard input, and print statistics. Ctrl-C stops early and keeps the text."""
     require_writable(chrome)
     text = read_text(prompt)
-    with load(engine, progress=not as_json) as llm:
+    with load(engine) as llm:
         generation = llm.stream(text, sampling_params(llm, params))
         llm.engine.experts.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
