@@ -19,7 +19,14 @@ from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.inspection import MoeLayer
-from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
+from spmoe.models.load import (
+    ExpertReader,
+    expert_file_path,
+    load_dense,
+    load_skeleton,
+    load_without_experts,
+    store_spec,
+)
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
@@ -80,6 +87,15 @@ class LoadedModels:
         finally:
             file.close()
         return experts
+
+
+def find_target(name: str) -> Checkpoint:
+    """Find a target's checkpoint; refuse a model that cannot be a target before its weights are downloaded."""
+    checkpoint = Checkpoint.find(name, weights=False)
+    if checkpoint.download_bytes:
+        load_skeleton(checkpoint)
+        return Checkpoint.find(name)
+    return checkpoint
 
 
 def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
