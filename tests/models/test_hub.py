@@ -123,7 +123,7 @@ def test_no_weight_file_is_fetched(server: HubServer, tmp_path: Path) -> None:
     weights = {path.name: path.stat().st_size for path in server.repositories[NAME].glob("model-*.safetensors")}
     assert all(0 < server.served[name] <= 100_001 < size for name, size in weights.items())  # the client's first range
     assert server.served.keys() <= {"config.json", "generation_config.json", INDEX, *weights}
-    assert not [path for path in (tmp_path / "cache").rglob("*.safetensors")]
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_dense_target_is_refused_before_the_download(server: HubServer) -> None:

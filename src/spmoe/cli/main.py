@@ -20,6 +20,7 @@ from spmoe.cli.demo import demo
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
+from spmoe.cli.plan import plan
 from spmoe.cli.predictability import predictability
 from spmoe.cli.profile import profile
 from spmoe.cli.report import report
@@ -43,6 +44,7 @@ _COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --hel
     run: "Complete a prompt.",
     chat: "Talk with a model.",
     info: "Show a model, its memory and its prefetch cutoff.",
+    plan: "Say what fits where and how fast a model will be.",
     predictability: "Measure how well a draft predicts a target's experts.",
     profile: "Measure the parts of a step on this machine.",
     fit_predictor: "Fit a projection for a draft of another width.",

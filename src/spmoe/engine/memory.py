@@ -50,11 +50,13 @@ def divide_memory(
     max_length: int,
     extra_bytes: int = 0,
     dtype: torch.dtype | None = None,
+    available: int | None = None,
 ) -> MemoryPlan:
     """Divide a device's memory; expert slots get the expert memory or, under a device limit, the rest.
 
     `max_length`: longest sequence in tokens, which sizes RoPE tables. `extra_bytes`: further resident weights, such as
     a fitted projection. `dtype`: the one that runs, for runners on the meta device; default: each model's own.
+    `available`: bytes free on a CUDA device that is not here; default: the device is asked.
     """
     if device.type == "cpu" and config.device_memory is not None:
         raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
@@ -68,7 +70,9 @@ def divide_memory(
         tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
         workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
         if config.device_memory is not None:
-            free = free_memory(device) + min(weights, allocated_memory(device))  # weights may be loaded already
+            free = available
+            if free is None:  # weights may be loaded already
+                free = free_memory(device) + min(weights, allocated_memory(device))
             limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
             allowed = limit - weights - kv - workspace
     slots = slot_count(config, spec, top_k, allowed)

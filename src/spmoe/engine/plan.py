@@ -95,13 +95,13 @@ class Plan:
 
 def make_plan(config: EngineConfig) -> Plan:
     """Plan an engine without loading weights."""
-    checkpoint, device = Checkpoint.find(config.model), choose_device(config.device)
+    checkpoint, device = Checkpoint.find(config.model, weights=False), choose_device(config.device)
     dtype = checkpoint.dtype(config.dtype)
     with load_errors(checkpoint):
         target = Target(load_skeleton(checkpoint))
     spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
-    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
-    draft = _draft_runner(draft_checkpoint) if draft_checkpoint is not None else None
+    draft_checkpoint = Checkpoint.find(config.draft_model, weights=False) if config.draft_model else None
+    draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
     extra_bytes = 0
@@ -156,7 +156,8 @@ def make_plan(config: EngineConfig) -> Plan:
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
 
 
-def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:
+def draft_skeleton(checkpoint: Checkpoint) -> ModelRunner:
+    """Build a draft without weights, on the meta device."""
     with load_errors(checkpoint):
         model = load_dense_skeleton(checkpoint)
         if any(True for _ in experts_modules(model)):
