@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sparse_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, mistral_7b, mixtral_8x7b
+from spmoe.backends.devices import DeviceFacts
 from spmoe.config import EngineConfig
 from spmoe.engine import estimate as estimates
 from spmoe.engine.estimate import ROUTING, Case, Estimate, find_hardware, make_estimate
@@ -60,7 +61,7 @@ def test_memory_of_mixtral_on_a_desktop(models: dict[str, str]) -> None:
     assert memory.slots == (memory.limit - memory.resident - memory.kv - memory.workspace) // BLOB
     assert 40 < memory.slots < 64
     assert estimate.host_missing == estimate.all_experts_bytes + 2 * GIB - 64 * GIB
-    assert "in host memory" in estimate.advice[0]
+    assert "host memory lacks 22.0 GiB" in estimate.advice[0]
     assert plan(models, host_memory=128 * GIB).host_missing == 0
 
 
@@ -166,6 +167,25 @@ def test_values_that_are_not_given_are_measured_or_assumed() -> None:
     assert 0 < cpu.device_memory < cpu.host_memory
     assert cpu.device_gbps > 0.1
     assert cpu.is_here
+
+
+def test_device_that_is_here_is_measured(monkeypatch: pytest.MonkeyPatch, models: dict[str, str]) -> None:
+    here = estimates.torch.device("cuda", 0)
+    monkeypatch.setattr(estimates, "choose_device", lambda wanted: here)
+    monkeypatch.setattr(estimates, "device_facts", lambda device: DeviceFacts("NVIDIA Test", None, 40 * GIB))
+    monkeypatch.setattr(estimates, "free_memory", lambda device: 39 * GIB)
+    monkeypatch.setattr(estimates, "link_bandwidth", lambda device, size: 20e9 if size == BLOB else 1e9)
+    monkeypatch.setattr(estimates, "memory_bandwidth", lambda device: 1500e9)
+    config = EngineConfig.make(model=models["target"])
+    hardware = make_estimate(config, "none", None, host_memory=128 * GIB).hardware
+    assert (hardware.device_name, hardware.device_memory, hardware.link_gbps) == ("NVIDIA Test", 39 * GIB, 20.0)
+    assert hardware.device_gbps == 1500.0
+    limited = make_estimate(config, "none", None, device_memory=30 * GIB, host_memory=128 * GIB)
+    memory = limited.cases[0].memory
+    assert memory is not None
+    assert memory.limit == 30 * GIB  # as `spmoe run --device-memory 30GiB` limits it
+    assert limited.command is not None
+    assert "--device-memory 30.0GiB" in limited.command
 
 
 def test_profile_of_this_machine_replaces_assumptions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def _lines(estimate: Estimate) -> list[str]:
     if (best := estimate.best) is not None:
         rows += _memory_rows(estimate, best)
     else:
-        rows += [("does not fit", case.problem or "") for case in estimate.cases[:1]]
+        rows += [("problem", f"does not fit: {case.problem}") for case in estimate.cases[:1]]
     lines = [f"{name:<12}{text}" for name, text in rows]
     if best is not None:
         lines += ["", *_time_table(estimate, best)]
@@ -188,7 +188,7 @@ def _memory_rows(estimate: Estimate, case: Case) -> list[tuple[str, str]]:
     if hardware.device == "cpu":
         missing = f", {format_bytes(estimate.disk_missing)} more than is free" if estimate.disk_missing else ""
         return [*rows, ("disk", f"{experts} expert file{missing}")]
-    fits = f"does not fit: {format_bytes(estimate.host_missing)} missing" if estimate.host_missing else "fits"
+    fits = f"does not fit, {format_bytes(estimate.host_missing)} missing" if estimate.host_missing else "fits"
     return [*rows, ("host", f"{experts} for all experts: {fits}")]
 
 
@@ -208,15 +208,14 @@ def _time_table(estimate: Estimate, best: Case) -> list[str]:
         for name in names:
             text = "-"
             if (time := case.times.get(name)) is not None:
-                text = f"{1e3 * time.seconds:.3g} ({1e3 * time.floor_seconds:.3g}) {100 * time.hit_rate:.0f}%"
+                text = f"{_ms(time.seconds)} ({_ms(time.floor_seconds)}) {100 * time.hit_rate:.0f}%"
             cells += f"{text:<23}"
         tokens = f"{case.tokens_per_step:>11.2f}"
         lines.append(f"  {label:<{width}}  {case.num_speculative_tokens:>2}  {tokens}  {cells}{case.likely.limit}")
     path = "from disk" if estimate.hardware.device == "cpu" else "over the link"
     moved, read = best.likely.link_bytes / 1e9, best.likely.device_bytes / 1e9
-    lines.append(
-        f"  best: {labels[estimate.cases.index(best)]}; {moved:.3g} GB {path} and {read:.3g} GB read per token"
-    )
+    label = labels[estimate.cases.index(best)]
+    lines.append(f"  best: draft {label}; {moved:.3g} GB {path} and {read:.3g} GB of memory read per token")
     return lines
 
 
@@ -231,6 +230,12 @@ def _closing(estimate: Estimate) -> list[tuple[str, str]]:
     if estimate.hardware.device == "cpu" and not any("measured" in case.times for case in estimate.cases):
         rows.append(("note", "compute is taken at the memory's speed, which a CPU does not reach: a lower bound"))
     return rows + [("advice", text) for text in estimate.advice]
+
+
+def _ms(seconds: float) -> str:
+    """Format a time in milliseconds with three digits, never in scientific notation."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.1 else f"{value:.3f}"
 
 
 def _short(draft: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,11 @@ ASSUMED_DISK_GBPS = 3.0  # one NVMe disk, where the CPU reads experts from
 
 _PROCESS_BYTES = 2 * 2**30  # host memory of Python, PyTorch and the CUDA runtime, besides the experts
 _HOST_SHARE = 0.8  # of the host's memory that a run on the CPU may take; the rest is for the page cache
-_BANDWIDTH_SHARE = 0.8  # of a device's bandwidth that decoding reaches: Mixtral sizes on an H200, all experts resident
+_LAYER_SECONDS = {"cuda": 45e-6, "cpu": 0.0}  # of a layer besides reading its weights, as measured on an H200
 _PREFETCH_QUALITY = PredictionQuality(recall=0.75, precision=0.85)  # of experts that are not resident, as recorded
 _ACCEPTANCE = {"model": 0.7, "self:int8": 0.95, "self:int4": 0.9, "ngram": 0.6}  # of a draft token, if it was reached
 _LENGTHS = [k for k in LENGTHS if 0 < k <= 8]  # K to choose from; longer drafts rest on rare acceptances
+_MIN_GAIN = 1.05  # that a draft must reach to be recommended
 _PROPOSING = {"ngram": 0.5}  # share of steps with a draft; every step if it is not listed
 
 
@@ -149,7 +150,7 @@ def find_hardware(
             "link_gbps": ASSUMED_LINK_GBPS,
             "device_gbps": ASSUMED_DEVICE_GBPS,
         }
-    values = {key: found[key] if value is None else value for key, value in given.items()}
+    values: dict[str, Any] = {key: found[key] if value is None else value for key, value in given.items()}
     sources = {key: source.get(key, "assumed") if value is None else "given" for key, value in given.items()}
     return Hardware(device, name, **values, sources=sources)
 
@@ -312,7 +313,7 @@ def make_estimate(
     hardware = find_hardware(device, blob, device_memory, host_memory, link_gbps, device_gbps)
     cases = _compare(config, models, hardware, wanted)
     fitting = [case for case in cases if case.memory is not None]
-    best = min(fitting, key=lambda case: case.likely.seconds) if fitting else None
+    best = min(fitting, key=_seconds_to_compare) if fitting else None
     needs = models.spec.nbytes + _PROCESS_BYTES
     host_missing = max(0, needs - hardware.host_memory) if device == "cuda" else 0
     disk_missing = max(0, models.spec.nbytes - _free_disk()) if device == "cpu" else 0
@@ -389,14 +390,16 @@ def _case(
     return Case(draft, k, policy, memory, None, acceptance, 1 + share * (tokens - 1), times)
 
 
+def _seconds_to_compare(case: Case) -> float:
+    """Return the likely time of a case; drafting must gain a little more than the assumptions can tell."""
+    return case.likely.seconds * (1.0 if case.draft is None else _MIN_GAIN)
+
+
 def _mix(first: TokenTime, second: TokenTime, weight: float) -> TokenTime:
     """Return the mean of two times per token, of which the first counts for `weight` of the tokens."""
-
-    def mean(name: str) -> float:
-        return float(weight * getattr(first, name) + (1 - weight) * getattr(second, name))
-
-    names = ("hit_rate", "link_bytes", "device_bytes", "floor_seconds", "seconds")
-    return TokenTime(*map(mean, names), first.limit)
+    names = [field.name for field in fields(TokenTime) if field.name != "limit"]
+    means = {name: weight * getattr(first, name) + (1 - weight) * getattr(second, name) for name in names}
+    return replace(first, **means)
 
 
 def _divide(config: EngineConfig, models: _Models, hardware: Hardware, projected: bool) -> MemoryPlan:
@@ -409,8 +412,8 @@ def _divide(config: EngineConfig, models: _Models, hardware: Hardware, projected
     runners = [target, draft] if draft is not None else [target]
     arguments = (runners, spec, target.top_k, max_sequence_length(config, target), extra_bytes, models.dtype)
     if hardware.device == "cuda":
-        limit = Size(bytes=hardware.device_memory) if hardware.limits_memory else "auto"
-        config = replace(config, device_memory=limit)
+        asked = Size(bytes=hardware.device_memory)
+        config = replace(config, device_memory=asked if hardware.limits_memory else "auto")
         return divide_memory(config, torch.device("cuda"), *arguments, available=hardware.device_memory)
     cpu = torch.device("cpu")
     least = divide_memory(replace(config, expert_memory=Size(share=1.0)), cpu, *arguments)
@@ -447,8 +450,13 @@ class _Step:
         layer_bytes = _read_bytes(self.models.target, dtype) / demand.layers + needed * blob
         draft_bytes = _draft_bytes(self.config, self.models) if k else 0.0
         link, device = self.hardware.link_gbps * 1e9, self.hardware.device_gbps * 1e9
-        reached = device * _BANDWIDTH_SHARE
-        costs = StepCosts(draft_bytes / reached, layer_bytes / reached, blob / link, needed * blob / layer_bytes)
+        fixed = _LAYER_SECONDS[self.hardware.device]
+        costs = StepCosts(
+            draft_pass=draft_bytes / device + fixed * _draft_depth(self.config, self.models),
+            verify_layer=layer_bytes / device + fixed,
+            load=blob / link,
+            expert_share=needed * blob / layer_bytes,
+        )
         device_bytes = demand.layers * layer_bytes + k * draft_bytes
         return self._predict(costs, k, needed, missing, tokens, device_bytes, device_bytes / device)
 
@@ -526,6 +534,13 @@ def _draft_bytes(config: EngineConfig, models: _Models) -> float:
     return _read_bytes(models.target, models.dtype) + used * quantized.nbytes
 
 
+def _draft_depth(config: EngineConfig, models: _Models) -> int:
+    """Return the layers of one draft pass."""
+    if models.draft is not None:
+        return models.draft.depth_count
+    return models.target.depth_count if config.self_draft_scheme is not None else 0
+
+
 def _free_disk() -> int:
     place = home()
     return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
@@ -573,12 +588,10 @@ def _advice(
     found = []
     halved = models.dtype.itemsize > 2 and config.dtype == "auto"
     if host_missing:
-        helps = ["more host memory", "a smaller model", "--device cpu, which reads experts from disk"]
-        if halved:
-            helps.insert(0, "--dtype bfloat16")
+        helps = "--dtype bfloat16, " if halved else ""
         found.append(
-            f"all experts must be in host memory, and {format_bytes(host_missing)} are missing; what helps: "
-            + ", ".join(helps)
+            f"host memory lacks {format_bytes(host_missing)} for all experts; what helps: {helps}more of it, a smaller "
+            "model, or --device cpu (experts on disk)"
         )
     if disk_missing:
         found.append(f"the expert file needs {format_bytes(disk_missing)} more disk space; set SPMOE_HOME elsewhere")

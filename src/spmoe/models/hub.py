@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,11 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from huggingface_hub.utils import logging as hub_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
@@ -216,7 +221,7 @@ def _shown(path: Path) -> str:
 def _hub_errors(name: str, *, bars: bool = False) -> Iterator[None]:
     """Turn any exception of the hub client into an error of one clear line; show its progress bars only if asked."""
     verbosity, disabled = hub_logging.get_verbosity(), are_progress_bars_disabled()
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     if not bars:
         disable_progress_bars()
     try:

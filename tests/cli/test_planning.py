@@ -49,7 +49,7 @@ def test_output_says_what_fits_how_fast_and_what_to_run(mixtral: Path, invoke: I
     assert "given: 24.0 GiB device memory, 64.0 GiB host memory, link 25 GB/s" in text
     assert "assumed:" not in text
     assert "of 256 experts (" in text
-    assert "84.0 GiB for all experts: does not fit: 22.0 GiB missing" in text
+    assert "84.0 GiB for all experts: does not fit, 22.0 GiB missing" in text
     assert "self:int4 - - does not fit on the device" in text
     (none,) = (line.split() for line in lines if line.split()[:2] == ["none", "0"])
     assert none[-1] == "link"
