@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sparse_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, mistral_7b, mixtral_8x7b
 from spmoe.backends.devices import DeviceFacts
 from spmoe.config import EngineConfig
-from spmoe.engine import estimate as estimates
-from spmoe.engine.estimate import ROUTING, Case, Estimate, find_hardware, make_estimate
+from spmoe.engine import hardware as hardware_module
+from spmoe.engine.estimate import ROUTING, Case, Estimate, make_estimate
+from spmoe.engine.hardware import find_hardware
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, write_profile
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint
@@ -147,7 +149,7 @@ NEEDED = {(8, 2, 5): 5.38, (64, 8, 5): 27.58}  # experts per layer and step of t
 @pytest.mark.parametrize("shape", RECORDED, ids=str)
 def test_recorded_routing_follows_the_replays(shape: tuple[int, int, int]) -> None:
     experts, top_k, rows = shape
-    spec = StoreSpec("", BlobLayout.of({"w": (1,)}, estimates.torch.float32), (experts,) * 16)
+    spec = StoreSpec("", BlobLayout.of({"w": (1,)}, torch.float32), (experts,) * 16)
     demand = ROUTING["recorded"].demand(spec, top_k, rows)
     assert demand.needed == pytest.approx(NEEDED.get(shape, top_k), rel=0.02)
     for share, missed in RECORDED[shape].items():
@@ -170,12 +172,12 @@ def test_values_that_are_not_given_are_measured_or_assumed() -> None:
 
 
 def test_device_that_is_here_is_measured(monkeypatch: pytest.MonkeyPatch, models: dict[str, str]) -> None:
-    here = estimates.torch.device("cuda", 0)
-    monkeypatch.setattr(estimates, "choose_device", lambda wanted: here)
-    monkeypatch.setattr(estimates, "device_facts", lambda device: DeviceFacts("NVIDIA Test", None, 40 * GIB))
-    monkeypatch.setattr(estimates, "free_memory", lambda device: 39 * GIB)
-    monkeypatch.setattr(estimates, "link_bandwidth", lambda device, size: 20e9 if size == BLOB else 1e9)
-    monkeypatch.setattr(estimates, "memory_bandwidth", lambda device: 1500e9)
+    here = torch.device("cuda", 0)
+    monkeypatch.setattr(hardware_module, "choose_device", lambda wanted: here)
+    monkeypatch.setattr(hardware_module, "device_facts", lambda device: DeviceFacts("NVIDIA Test", None, 40 * GIB))
+    monkeypatch.setattr(hardware_module, "free_memory", lambda device: 39 * GIB)
+    monkeypatch.setattr(hardware_module, "link_bandwidth", lambda device, size: 20e9 if size == BLOB else 1e9)
+    monkeypatch.setattr(hardware_module, "memory_bandwidth", lambda device: 1500e9)
     config = EngineConfig.make(model=models["target"])
     hardware = make_estimate(config, "none", None, host_memory=128 * GIB).hardware
     assert (hardware.device_name, hardware.device_memory, hardware.link_gbps) == ("NVIDIA Test", 39 * GIB, 20.0)
@@ -195,9 +197,7 @@ def test_profile_of_this_machine_replaces_assumptions(monkeypatch: pytest.Monkey
     assert "measured" not in before.cases[1].times
     memory = before.cases[1].memory
     assert memory is not None
-    inputs = cutoff_inputs(
-        StoreSpec("", BlobLayout.of({"w": (1,)}, estimates.torch.float32), (8,) * 16), 2, memory.slots, 4
-    )
+    inputs = cutoff_inputs(StoreSpec("", BlobLayout.of({"w": (1,)}, torch.float32), (8,) * 16), 2, memory.slots, 4)
     settings = profile_settings(
         replace(config, draft=draft, num_speculative_tokens=4), Checkpoint.find(target), Checkpoint.find(draft), inputs
     )

@@ -14,7 +14,8 @@ from spmoe.errors import UsageError
 from spmoe.files import model_directory
 
 if TYPE_CHECKING:
-    from spmoe.engine.estimate import Case, Estimate, Hardware
+    from spmoe.engine.estimate import Case, Estimate
+    from spmoe.engine.hardware import Hardware
 
 _ROUTING_LABELS = {"even": "even routing", "recorded": "as recorded", "measured": "profile"}
 

@@ -6,19 +6,17 @@ predicts the time of a step. docs/planning.md explains the assumptions, and wher
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from spmoe.backends.devices import choose_device, device_facts, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, home
+from spmoe.engine.hardware import HOST_SHARE, Hardware, find_hardware
 from spmoe.engine.memory import MemoryPlan, divide_memory, max_sequence_length, weight_bytes
-from spmoe.engine.plan import draft_skeleton
+from spmoe.engine.plan import draft_skeleton, memory_dict
 from spmoe.engine.prefetching import DraftSide, policy_context
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
 from spmoe.errors import BudgetError
@@ -44,14 +42,7 @@ from spmoe.predict.policies import plan_policy
 
 # ---- assumptions; docs/planning.md has their sources
 
-ASSUMED_DEVICE_MEMORY = 24 * 2**30  # a common desktop
-ASSUMED_HOST_MEMORY = 64 * 2**30
-ASSUMED_LINK_GBPS = 25.0  # PCIe 4.0 x16
-ASSUMED_DEVICE_GBPS = 1000.0
-ASSUMED_DISK_GBPS = 3.0  # one NVMe disk, where the CPU reads experts from
-
 _PROCESS_BYTES = 2 * 2**30  # host memory of Python, PyTorch and the CUDA runtime, besides the experts
-_HOST_SHARE = 0.8  # of the host's memory that a run on the CPU may take; the rest is for the page cache
 _LAYER_SECONDS = {"cuda": 45e-6, "cpu": 0.0}  # of a layer besides reading its weights, as measured on an H200
 _PREFETCH_QUALITY = PredictionQuality(recall=0.75, precision=0.85)  # of experts that are not resident, as recorded
 _ACCEPTANCE = {"model": 0.7, "self:int8": 0.95, "self:int4": 0.9, "ngram": 0.6}  # of a draft token, if it was reached
@@ -85,89 +76,6 @@ ROUTING = {
     "recorded": RoutingAssumption(needed=(1.0, 0.88), missing=(0.38, 0.41)),
 }
 _LIKELY = "recorded"  # the assumption that recommendations are made by
-
-
-# ---- hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Hardware to plan for. `sources` says of each value whether it was given, measured or assumed."""
-
-    device: str  # "cuda" or "cpu"
-    device_name: str | None  # None: the device is not here
-    device_memory: int  # bytes that are free on the device; on the CPU those that the run may take
-    host_memory: int  # bytes
-    link_gbps: float  # to the device; on the CPU from the disk
-    device_gbps: float  # memory bandwidth
-    sources: dict[str, str]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the machine that the plan is made on, so that its profiles apply."""
-        return self.device_name is not None and "given" not in self.sources.values()
-
-    @property
-    def limits_memory(self) -> bool:
-        """Whether the device memory is a limit that the user sets on the device that is here."""
-        return self.device_name is not None and self.sources["device_memory"] == "given"
-
-
-def find_hardware(
-    device: str,
-    expert_bytes: int,
-    device_memory: int | None = None,
-    host_memory: int | None = None,
-    link_gbps: float | None = None,
-    device_gbps: float | None = None,
-) -> Hardware:
-    """Return the given hardware; values that are not given are measured here, or assumed without a CUDA device."""
-    given = {
-        "device_memory": device_memory,
-        "host_memory": host_memory,
-        "link_gbps": link_gbps,
-        "device_gbps": device_gbps,
-    }
-    found: dict[str, Any] = {}
-    name: str | None = None
-    if device == "cpu":
-        name = "cpu"
-        source = {"host_memory": "measured", "device_memory": "measured", "device_gbps": "measured"}
-        found["host_memory"] = available_host_memory()
-        found["device_memory"] = round(_HOST_SHARE * (host_memory or found["host_memory"]))
-        found["device_gbps"] = device_gbps or memory_bandwidth(torch.device("cpu")) / 1e9
-        found["link_gbps"] = ASSUMED_DISK_GBPS
-    elif (here := choose_device("auto")).type == "cuda":
-        name, source = device_facts(here).name, dict.fromkeys(given, "measured")
-        found["device_memory"], found["host_memory"] = free_memory(here), available_host_memory()
-        found["link_gbps"] = link_gbps or link_bandwidth(here, expert_bytes) / 1e9
-        found["device_gbps"] = device_gbps or memory_bandwidth(here) / 1e9
-    else:
-        source = {}
-        found = {
-            "device_memory": ASSUMED_DEVICE_MEMORY,
-            "host_memory": ASSUMED_HOST_MEMORY,
-            "link_gbps": ASSUMED_LINK_GBPS,
-            "device_gbps": ASSUMED_DEVICE_GBPS,
-        }
-    values: dict[str, Any] = {key: found[key] if value is None else value for key, value in given.items()}
-    sources = {key: source.get(key, "assumed") if value is None else "given" for key, value in given.items()}
-    return Hardware(device, name, **values, sources=sources)
-
-
-def available_host_memory() -> int:
-    """Return the bytes of host memory that this process may still take, within its container's limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    except (OSError, ValueError, StopIteration):  # not Linux
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit
-        return available
-    return max(0, min(available, limit))
 
 
 # ---- the estimate
@@ -236,19 +144,7 @@ class Estimate:
 
 
 def _case_dict(case: Case) -> dict[str, Any]:
-    values = asdict(case)
-    if case.memory is not None:
-        memory = values.pop("memory")
-        values["memory"] = {
-            "slots": memory["slots"],
-            "slots_bytes": memory["slots"] * memory["slot_bytes"],
-            "resident_bytes": memory["resident"],
-            "kv_bytes": memory["kv"],
-            "workspace_bytes": memory["workspace"],
-            "context": memory["context"],
-            "limit_bytes": memory["limit"],
-        }
-    return values
+    return {**asdict(case), "memory": None if case.memory is None else memory_dict(case.memory)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,6 +504,6 @@ def _advice(
         found.append(
             f"with {format_bytes(all_bytes / 0.95)} of device memory every expert would stay there"
             if hardware.device == "cuda"
-            else f"with {format_bytes(all_bytes / _HOST_SHARE)} of host memory every expert would stay there"
+            else f"with {format_bytes(all_bytes / HOST_SHARE)} of host memory every expert would stay there"
         )
     return found
