@@ -121,7 +121,6 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "no attention heads": ("target", config(num_attention_heads=0), ("cannot be loaded", "config.json")),
     "a size that is no number": ("target", config(hidden_size="wide"), ("config.json", "'hidden_size'")),
     "an activation nobody knows": ("target", config(hidden_act="wobble"), ("cannot be loaded", "wobble")),
-    "a dense model": ("dense", lambda d: None, ("llama", "no experts", "--draft")),
     "an unknown architecture": ("target", config(model_type="wobble"), ("does not know", "'wobble'", "upgrade")),
     "an architecture with code of its own": (
         "target",
@@ -163,7 +162,7 @@ def test_run_rejects_damaged_checkpoints(
 
 REJECTED_BY_INFO = ["no weights", "a shard deleted", "truncated weights", "no config", "a config that is not JSON"]
 REJECTED_BY_INFO += ["more experts per token than there are", "no experts per token", "no attention heads"]
-REJECTED_BY_INFO += ["an activation nobody knows", "a dense model", "an unknown architecture", "a quantized checkpoint"]
+REJECTED_BY_INFO += ["an activation nobody knows", "an unknown architecture", "a quantized checkpoint"]
 REJECTED_BY_INFO += ["a size that is no number"]
 
 
@@ -199,6 +198,26 @@ def test_unusual_but_valid_checkpoints_run(change: Change, checkpoints: Path, tm
     model = copy_of(checkpoints / "target", tmp_path)
     change(model)
     assert invoke("run", model, *PROMPT).succeeded().out == expected
+
+
+# ---- models of another kind
+
+
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+def test_dense_model_is_called_dense(command: tuple[str, ...], checkpoints: Path, invoke: Invoke) -> None:
+    result = invoke(command[0], checkpoints / "dense", *command[1:])
+    result.refused(2, "is a dense model (LlamaForCausalLM), without experts", "--draft")
+
+
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+def test_gguf_is_answered_with_the_supported_formats(
+    command: tuple[str, ...], checkpoints: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    words = ("GGUF", "safetensors checkpoints", "fp8 or mxfp4", "original model")
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path / "model-Q4_K_M.gguf", tmp_path, "./absent.gguf", "owner/model.gguf"):
+        invoke(command[0], name, *command[1:]).refused(2, *words)
+    invoke(command[0], checkpoints / "target", "--draft", tmp_path, *command[1:]).refused(2, *words)
 
 
 # ---- model names

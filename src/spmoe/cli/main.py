@@ -21,6 +21,7 @@ from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
 from spmoe.cli.output import reset_verbosity, set_verbosity
 from spmoe.cli.panels import Command, Group, arranged
+from spmoe.cli.plan import plan
 from spmoe.cli.predictability import predictability
 from spmoe.cli.profile import profile
 from spmoe.cli.report import report
@@ -48,6 +49,7 @@ _COMMANDS: dict[str, dict[Callable[..., None] | typer.Typer, str]] = {  # by pan
     },
     "Look": {
         info: "Show a model, its memory and its prefetch cutoff.",
+        plan: "Say what fits where and how fast a model will be.",
         families: "Test which MoE architectures work here.",
     },
     "Measure": {

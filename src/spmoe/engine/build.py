@@ -25,7 +25,14 @@ from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
-from spmoe.models.loaded import LoadedModels, draft_skeleton, load_target, quantized_experts, wide_shape
+from spmoe.models.loaded import (
+    LoadedModels,
+    draft_skeleton,
+    find_target,
+    load_target,
+    quantized_experts,
+    wide_shape,
+)
 from spmoe.models.predictors import read_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -48,7 +55,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     """
     require_no_recording(config.prefetch)
     device, notices = choose_device(config.device), list[str]()
-    checkpoint = Checkpoint.find(config.model)
+    checkpoint = find_target(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:

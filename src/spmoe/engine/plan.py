@@ -80,26 +80,31 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        memory = {
-            "slots": self.memory.slots,
-            "slots_bytes": self.memory.slots * self.memory.slot_bytes,
-            "resident_bytes": self.memory.resident,
-            "kv_bytes": self.memory.kv,
-            "workspace_bytes": self.memory.workspace,
-            "context": self.memory.context,
-            "limit_bytes": self.memory.limit,
-        }
-        return {"link": "real" if self.emulated_link_gbps is None else "emulated", **asdict(self), "memory": memory}
+        link = "real" if self.emulated_link_gbps is None else "emulated"
+        return {"link": link, **asdict(self), "memory": memory_dict(self.memory)}
+
+
+def memory_dict(memory: MemoryPlan) -> dict[str, Any]:
+    """Return a division of memory as plain values, for JSON."""
+    return {
+        "slots": memory.slots,
+        "slots_bytes": memory.slots * memory.slot_bytes,
+        "resident_bytes": memory.resident,
+        "kv_bytes": memory.kv,
+        "workspace_bytes": memory.workspace,
+        "context": memory.context,
+        "limit_bytes": memory.limit,
+    }
 
 
 def make_plan(config: EngineConfig) -> Plan:
     """Plan an engine without loading weights."""
-    checkpoint, device = Checkpoint.find(config.model), choose_device(config.device)
+    checkpoint, device = Checkpoint.find(config.model, weights=False), choose_device(config.device)
     dtype = checkpoint.dtype(config.dtype)
     with load_errors(checkpoint):
         target = Target(load_skeleton(checkpoint))
     spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
-    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
+    draft_checkpoint = Checkpoint.find(config.draft_model, weights=False) if config.draft_model else None
     draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 

@@ -24,7 +24,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spmoe.backends.cpu import WHOLE, expert_tensors
 from spmoe.config import home
-from spmoe.errors import CheckpointError, reason
+from spmoe.errors import CheckpointError, UsageError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
@@ -100,9 +100,16 @@ def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
     if not any(True for _ in experts_modules(model)):
+        architecture = type(model).__name__
+        declared = checkpoint.config.get_text_config(decoder=True).to_dict()
+        if not any("expert" in key and value for key, value in declared.items()):
+            raise UsageError(
+                f"{checkpoint.name} is a dense model ({architecture}), without experts; spmoe runs MoE models: use it "
+                "as a draft, with --draft"
+            )
         raise CheckpointError(
-            f"{checkpoint.name} ({checkpoint.config.model_type}) has no experts that transformers "
-            f"{transformers_version} lets spmoe replace; a dense model can only be used as --draft"
+            f"{checkpoint.name} ({architecture}) has no experts that transformers {transformers_version} lets spmoe "
+            "replace; upgrade transformers, or use it as a draft, with --draft"
         )
 
 

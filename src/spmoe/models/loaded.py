@@ -25,6 +25,7 @@ from spmoe.models.load import (
     expert_file_path,
     load_dense,
     load_dense_skeleton,
+    load_skeleton,
     load_without_experts,
     store_spec,
 )
@@ -88,6 +89,15 @@ class LoadedModels:
         finally:
             file.close()
         return experts
+
+
+def find_target(name: str) -> Checkpoint:
+    """Find a target's checkpoint; refuse a model that cannot be a target before its weights are downloaded."""
+    checkpoint = Checkpoint.find(name, weights=False)
+    if checkpoint.download_bytes:
+        load_skeleton(checkpoint)
+        return Checkpoint.find(name)
+    return checkpoint
 
 
 def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
