@@ -15,6 +15,7 @@ from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
+from spmoe.cli.cache import cache
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
 from spmoe.cli.families import families
@@ -53,6 +54,7 @@ _COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --hel
 for command, purpose in _COMMANDS.items():
     app.command(short_help=purpose)(command)
 app.add_typer(trace, short_help="Record generations and replay them.")
+app.add_typer(cache, short_help="List and delete cached files.")
 
 
 def _print_version(wanted: bool) -> None:

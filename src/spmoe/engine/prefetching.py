@@ -143,7 +143,7 @@ def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState
     if profile is None:
         wait = parts.runtime.backend.synchronize
         profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
-        write_profile(file, profile)
+        write_profile(file, profile, parts.origins)
     since = parts.experts.ledger.counters.minus(counts)
     return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since)
 

@@ -8,6 +8,7 @@ process sees either no file or a complete one.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -15,21 +16,21 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.files import atomic_write
+from spmoe.files import atomic_write, read_into
+from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
+from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
 
-FORMAT = "spmoe-experts-1"
 ALIGNMENT = 4096  # bytes; start of blobs in the file
 _FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
 
@@ -81,6 +82,7 @@ class StoreSpec:
     fingerprint: str
     layout: BlobLayout
     experts: tuple[int, ...]  # per layer
+    origins: tuple[Origin, ...] = field(default=(), compare=False)  # for `spmoe cache`; empty: not recorded
 
     @property
     def count(self) -> int:
@@ -100,10 +102,10 @@ class StoreSpec:
 class ExpertFile:
     """Open expert file: offsets and checksums of blobs. A `Transfer` reads them."""
 
-    def __init__(self, path: Path, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
+    def __init__(self, path: Path, fd: int, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
         self.path = path
         self.spec = spec
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = fd  # closed by `close`
         self._data_start = data_start
         self._checksums = checksums
         self._checked = bytearray(spec.count)
@@ -112,27 +114,33 @@ class ExpertFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a file; raise StoreError if it is incomplete or not an expert file."""
+        fd = -1
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > 1 << 30:
-                    raise ValueError("header too long")
-                header = json.loads(file.read(length))
-            meta = header["__metadata__"]
-            if meta["format"] != FORMAT:
+            fd = os.open(path, os.O_RDONLY)
+            mark_in_use(fd)
+            (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+            if length > min(MAX_HEADER_BYTES, os.fstat(fd).st_size):
+                raise ValueError("header too long")
+            meta = json.loads(_read(fd, length, 8))["__metadata__"]
+            if meta["format"] != EXPERTS_FORMAT:
                 raise ValueError(f"format {meta['format']}")
             layout = BlobLayout.from_json(json.loads(meta["layout"]))
-            spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])))
+            origins = parse_origins(json.loads(meta.get("origin", "[]")))
+            spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), origins)
             sums = meta["crc32"]
             checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
             if len(checksums) != spec.count:
                 raise ValueError("wrong number of checksums")
             expected = 8 + length + spec.nbytes
-            if (actual := path.stat().st_size) != expected:
+            if (actual := os.fstat(fd).st_size) != expected:
                 raise ValueError(f"{actual} bytes instead of {expected}")
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            return cls(path, fd, spec, 8 + length, checksums)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if not isinstance(error, (OSError, ValueError, KeyError, TypeError, struct.error)):
+                raise
             raise StoreError(f"{path} is not a usable expert file ({error}); delete it to have it rebuilt") from error
-        return cls(path, spec, 8 + length, checksums)
 
     def offset(self, key: ExpertKey) -> int:
         """Return the byte offset of an expert's blob in the file."""
@@ -163,25 +171,33 @@ FillBlob = Callable[[ExpertKey, dict[str, Tensor]], None]  # writes an expert's 
 
 
 def ensure_expert_file(
-    path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None] = lambda done, total: None
+    path: Path,
+    spec: StoreSpec,
+    fill: FillBlob,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_start: Callable[[str], None] = lambda announcement: None,
 ) -> ExpertFile:
     """Open the expert file at `path`; build it first if it is missing, damaged or of another spec.
 
-    One process builds, others wait for it. `on_progress` receives the experts written and their total.
+    One process builds, others wait for it. `on_start` receives the size, the place and the free space before anything
+    is written, `on_progress` the experts written and their total.
     """
     with _storage_errors(path, spec):
         if file := _open_if_current(path, spec):
             return file
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with build_lock(path):
             if file := _open_if_current(path, spec):
                 return file
-            for leftover in path.parent.glob(f".{path.name}.*.partial"):
+            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
                 leftover.unlink(missing_ok=True)
-            _require_space(path, spec)
+            free = _require_space(path, spec)
+            on_start(
+                f"writing {format_bytes(spec.nbytes)} of experts to {path} (once); {format_bytes(free)} are free there"
+            )
             with atomic_write(path) as partial:
                 _write(partial, spec, fill, on_progress)
-    return ExpertFile.open(path)
+            return ExpertFile.open(path)
 
 
 def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
@@ -222,8 +238,9 @@ def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
     size = spec.layout.nbytes
     header: dict[str, Any] = {
         "__metadata__": {
-            "format": FORMAT,
+            "format": EXPERTS_FORMAT,
             "fingerprint": spec.fingerprint,
+            "origin": json.dumps(origins_to_json(spec.origins)),
             "layout": json.dumps(asdict(spec.layout)),
             "experts": json.dumps(spec.experts),
             "crc32": "".join(f"{c:08x}" for c in checksums),
@@ -245,10 +262,17 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _require_space(path: Path, spec: StoreSpec) -> None:
+def _read(fd: int, count: int, offset: int) -> bytes:
+    data = bytearray(count)
+    return bytes(data[: read_into(fd, memoryview(data), offset)])
+
+
+def _require_space(path: Path, spec: StoreSpec) -> int:
+    """Return the free bytes where the file will be; raise OSError if they do not suffice."""
     free = shutil.disk_usage(path.parent).free
-    if free < spec.nbytes:
-        raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
+    if (missing := spec.nbytes - free) > 0:
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} free, {format_bytes(missing)} missing")
+    return free
 
 
 @contextmanager
@@ -258,9 +282,11 @@ def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            smaller = ", or pass --dtype bfloat16 to halve the size" if spec.layout.dtype == "float32" else ""
             raise StoreError(
                 f"the disk is full: {path.parent} needs {format_bytes(spec.nbytes)} for the expert file "
-                f"({error.strerror}); free some space or point SPMOE_HOME at another disk"
+                f"({error.strerror}); delete cached files with `spmoe cache prune` or `spmoe cache rm`, point "
+                f"SPMOE_HOME at another disk{smaller}"
             ) from error
         raise StoreError(
             f"cannot write the expert file {path} ({error.strerror or error}); point SPMOE_HOME at a writable directory"

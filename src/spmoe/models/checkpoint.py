@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.files import model_directory
+from spmoe.system.origin import fingerprint
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
@@ -51,7 +51,7 @@ class Checkpoint:
             config, quantization = _read_config(name, directory)
             _check_generation_config(directory)
             files = _tensor_files(directory)
-            return cls(name, directory, config, files, _fingerprint(directory, set(files.values())), quantization)
+            return cls(name, directory, config, files, fingerprint(directory), quantization)
 
     def dtype(self, wanted: str) -> torch.dtype:
         """Return the dtype to run in; `auto` takes the declared dtype, else that of the weights."""
@@ -203,14 +203,6 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if missing := sorted(set(names) - set(files)):
         raise CheckpointError(f"the index of {directory} names {missing[0]}, which no file holds; download it again")
     return files
-
-
-def _fingerprint(directory: Path, paths: set[Path]) -> str:
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(paths):
-        stat = path.stat()
-        digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 @contextmanager

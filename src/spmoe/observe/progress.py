@@ -1,7 +1,8 @@
-"""A progress bar on standard error."""
+"""A progress bar, and single lines, on standard error."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,3 +27,13 @@ def progress_bar(label: str, enabled: bool) -> Iterator[Callable[[int, int], Non
             progress.update(task, completed=done, total=total)
 
         yield report
+
+
+def announcer(enabled: bool) -> Callable[[str], None]:
+    """Return a function that prints one line to standard error, or nothing if progress is not shown."""
+
+    def announce(text: str) -> None:
+        if enabled and sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+
+    return announce
