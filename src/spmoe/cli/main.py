@@ -18,6 +18,7 @@ from spmoe.cli.bench import bench
 from spmoe.cli.cache import cache
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
+from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
@@ -43,6 +44,7 @@ _COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --hel
     demo: "Show the effect of prefetching on the included pair.",
     run: "Complete a prompt.",
     chat: "Talk with a model.",
+    doctor: "Check this machine: GPU, memory, disks, versions, caches.",
     info: "Show a model, its memory and its prefetch cutoff.",
     predictability: "Measure how well a draft predicts a target's experts.",
     profile: "Measure the parts of a step on this machine.",
