@@ -171,12 +171,17 @@ def _confirm(entries: Sequence[CacheEntry], yes: bool, reason: Callable[[CacheEn
     """Show what will be deleted and ask, unless `yes`; leave with exit code 1 if the answer is no."""
     if yes or not entries:
         return
-    if not sys.stdin or not sys.stdin.isatty():
+    if not _asks():
         raise UsageError(f"deleting {_count(entries)} needs a confirmation; pass --yes")
     _show(entries, reason, stderr())
     if not typer.confirm(f"Delete {_count(entries)}?", err=True):
         stderr().print("nothing was deleted")
         raise typer.Exit(1)
+
+
+def _asks() -> bool:
+    """Return whether there is a terminal to ask at."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _delete(entries: Sequence[CacheEntry], as_json: bool) -> int:

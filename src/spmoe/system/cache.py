@@ -31,7 +31,10 @@ MAX_HEADER_BYTES = 1 << 30
 
 _EXPERT_FILE = re.compile(r".+-[0-9a-f]{12}-(?:float32|bfloat16|float16)(-.*int[48])?\.safetensors")
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.partial")  # written by `atomic_write`
-_HASHED = re.compile(r"[0-9a-f]{20}\.(?:json|safetensors)")
+_PROFILE = re.compile(r"(threads-)?[0-9a-f]{20}\.json")
+_PREDICTOR = re.compile(r"[0-9a-f]{20}\.safetensors()")
+_NAMES = {EXPERTS: _EXPERT_FILE, PROFILES: _PROFILE, PREDICTORS: _PREDICTOR}
+_FORMATS = {EXPERTS: EXPERTS_FORMAT, PREDICTORS: PREDICTOR_FORMAT}
 _WRITE_SECONDS = 60.0  # a small file is written at once; an older partial file is a leftover
 
 
@@ -41,8 +44,9 @@ class Kind(StrEnum):
     EXPERTS = "experts"
     QUANTIZED_DRAFT = "quantized draft"
     PROFILE = "profile"
+    THREADS = "threads"  # the measured number of intra-op threads
     PROJECTION = "projection"
-    LEFTOVER = "leftover"
+    PARTIAL = "partial file"
 
 
 class State(StrEnum):
@@ -55,8 +59,16 @@ class State(StrEnum):
     OLD_FORMAT = "old format"
     DAMAGED = "damaged"
     LEFTOVER = "leftover"  # of a process that was killed
+    BEING_WRITTEN = "being written"
 
 
+_KINDS = {  # by folder, and whether the name has the optional part of its pattern
+    (EXPERTS, False): Kind.EXPERTS,
+    (EXPERTS, True): Kind.QUANTIZED_DRAFT,
+    (PROFILES, False): Kind.PROFILE,
+    (PROFILES, True): Kind.THREADS,
+    (PREDICTORS, False): Kind.PROJECTION,
+}
 PRUNABLE = frozenset({State.STALE, State.MODEL_GONE, State.OLD_FORMAT, State.DAMAGED, State.LEFTOVER})
 
 
@@ -75,7 +87,7 @@ class CacheEntry:
     @property
     def name(self) -> str:
         """Name that `spmoe cache` shows and accepts: the file name without its suffix."""
-        return self.path.name if self.kind is Kind.LEFTOVER else self.path.stem
+        return self.path.name if self.kind is Kind.PARTIAL else self.path.stem
 
     @property
     def belongs_to(self) -> str:
@@ -133,71 +145,53 @@ def _read_entry(path: Path, folder: str, found: os.stat_result, states: dict[Ori
     """Describe one file; None if spmoe did not write it."""
     size, modified, used = found.st_size, found.st_mtime, max(found.st_mtime, found.st_atime)
     if _PARTIAL.fullmatch(path.name):
-        return CacheEntry(path, Kind.LEFTOVER, State.LEFTOVER, size, modified, modified)
-    if folder == EXPERTS:
-        kind, described = _describe_expert_file(path, found.st_size)
-    elif folder == PROFILES:
-        kind, described = _describe_profile(path)
-    else:
-        kind, described = _describe_predictor(path)
-    if described is None:
+        state = State.BEING_WRITTEN if _is_being_written(path) else State.LEFTOVER
+        return CacheEntry(path, Kind.PARTIAL, state, size, modified, modified)
+    named = _NAMES[folder].fullmatch(path.name)
+    try:
+        state, origins = _describe_json(path) if folder == PROFILES else _describe_safetensors(path, folder, size)
+    except PermissionError:
+        state, origins = State.UNKNOWN, ()
+    except (ValueError, LookupError, TypeError):
+        state, origins = State.DAMAGED, ()
+    if not named and (folder == PROFILES or state in (State.UNKNOWN, State.DAMAGED)):
         return None
-    state, origins = described
     if state is State.CURRENT:
         state = _state_of(origins, states)
-    return CacheEntry(path, kind, state, size, modified, used, origins)
+    variant = bool(named and named[1])
+    return CacheEntry(path, _KINDS[folder, variant], state, size, modified, used, origins)
 
 
-Description = tuple[State, tuple[Origin, ...]] | None  # None: spmoe did not write the file
+Description = tuple[State, tuple[Origin, ...]]
 
 
-def _describe_expert_file(path: Path, nbytes: int) -> tuple[Kind, Description]:
-    named = _EXPERT_FILE.fullmatch(path.name)
-    kind = Kind.QUANTIZED_DRAFT if named and named[1] else Kind.EXPERTS
-    header = _read_safetensors_header(path)
-    meta = header.get("__metadata__") if header is not None else None
-    described = _describe_metadata(meta, EXPERTS_FORMAT)
-    if described is None or header is None:
-        return kind, (State.DAMAGED, ()) if named else None
-    state, origins = described
-    if state is State.CURRENT and nbytes != header.file_bytes():
-        state = State.DAMAGED
-    return kind, (state, origins)
+def _describe_json(path: Path) -> Description:
+    """Return state and origins of a profile; raise ValueError if it is not a JSON object."""
+    values = json.loads(_read_quietly(path, MAX_HEADER_BYTES))
+    if not isinstance(values, dict):
+        raise ValueError("not an object")
+    origins = parse_origins(values.get("origin"))
+    if not origins and isinstance(model := values.get("model"), str):  # the name alone
+        origins = (Origin(model, "", ""),)
+    return State.CURRENT, origins
 
 
-def _describe_predictor(path: Path) -> tuple[Kind, Description]:
-    header = _read_safetensors_header(path)
-    described = _describe_metadata(header.get("__metadata__") if header is not None else None, PREDICTOR_FORMAT)
-    if described is None and _HASHED.fullmatch(path.name):
-        described = State.DAMAGED, ()
-    return Kind.PROJECTION, described
-
-
-def _describe_profile(path: Path) -> tuple[Kind, Description]:
-    if not _HASHED.fullmatch(path.name):
-        return Kind.PROFILE, None
-    try:
-        values = json.loads(_read_quietly(path, MAX_HEADER_BYTES))
-        return Kind.PROFILE, (State.CURRENT, parse_origins(values.get("origin")))
-    except (ValueError, AttributeError):
-        return Kind.PROFILE, (State.DAMAGED, ())
-
-
-def _describe_metadata(meta: Any, current: str) -> Description:
-    """Return state and origins by the metadata of a safetensors file; None if it is not of our formats."""
-    if not isinstance(meta, dict):
-        return None
-    family, _, version = current.rpartition("-")
-    found = re.fullmatch(rf"{re.escape(family)}-(\d+)", str(meta.get("format")))
-    if found is None:
-        return None
+def _describe_safetensors(path: Path, folder: str, nbytes: int) -> Description:
+    """Return state and origins of an expert file or predictor; raise ValueError if it is neither."""
+    header, header_bytes = _read_safetensors_header(path)
+    meta = header.get("__metadata__")
+    family, _, version = _FORMATS[folder].rpartition("-")
+    found = re.fullmatch(rf"{re.escape(family)}-(\d+)", str(meta.get("format"))) if isinstance(meta, dict) else None
+    if meta is None or found is None:
+        raise ValueError("another format")
     try:
         origins = parse_origins(json.loads(meta.get("origin", "[]")))
     except (ValueError, TypeError):
         origins = ()
-    if int(found[1]) < int(version):
-        return State.OLD_FORMAT, origins
-    return (State.CURRENT if int(found[1]) == int(version) else State.UNKNOWN), origins
+    if found[1] != version:  # a newer spmoe may still use its files
+        return (State.OLD_FORMAT if int(found[1]) < int(version) else State.UNKNOWN), origins
+    ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    return (State.CURRENT if nbytes == header_bytes + max(ends, default=0) else State.DAMAGED), origins
 
 
 def _state_of(origins: tuple[Origin, ...], known: dict[Origin, OriginState]) -> State:
@@ -212,30 +206,15 @@ def _state_of(origins: tuple[Origin, ...], known: dict[Origin, OriginState]) -> 
     return State.CURRENT if states == {OriginState.UNCHANGED} else State.UNKNOWN
 
 
-class _Header(dict[str, Any]):
-    """Parsed header of a safetensors file, and its length in bytes."""
-
-    length = 0
-
-    def file_bytes(self) -> int | None:
-        """Return the size that the file must have, in bytes; None if an entry is damaged."""
-        try:
-            ends = [one["data_offsets"][1] for name, one in self.items() if name != "__metadata__"]
-            return 8 + self.length + max(ends, default=0)  # type: ignore[no-any-return]
-        except (LookupError, TypeError):
-            return None
-
-
-def _read_safetensors_header(path: Path) -> _Header | None:
+def _read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and its length in bytes; raise ValueError if it has none."""
     try:
         (length,) = struct.unpack("<Q", _read_quietly(path, 8))
         if length > MAX_HEADER_BYTES:
-            return None
-        header = _Header(json.loads(_read_quietly(path, 8 + length)[8:]))
-        header.length = length
-        return header if all(isinstance(one, dict) for one in header.values()) else None
-    except (ValueError, TypeError, struct.error):
-        return None
+            raise ValueError("header too long")
+        return dict(json.loads(_read_quietly(path, 8 + length)[8:])), 8 + length
+    except (TypeError, struct.error) as error:
+        raise ValueError("no header") from error
 
 
 def _read_quietly(path: Path, count: int) -> bytes:
@@ -282,7 +261,7 @@ def _locked(entry: CacheEntry) -> Iterator[None]:
     with ExitStack() as held:
         if path.parent.name == EXPERTS:
             held.enter_context(build_lock(path.with_name(partial["name"]) if partial else path).acquire(timeout=0))
-        elif partial and time.time() - path.lstat().st_mtime < _WRITE_SECONDS:
+        elif partial and _is_being_written(path):
             raise BlockingIOError
         if entry.kind in (Kind.EXPERTS, Kind.QUANTIZED_DRAFT):
             with suppress(FileNotFoundError):
@@ -290,6 +269,22 @@ def _locked(entry: CacheEntry) -> Iterator[None]:
                 held.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a running process writes this partial file."""
+    partial = _PARTIAL.fullmatch(path.name)
+    assert partial is not None
+    if path.parent.name != EXPERTS:
+        return time.time() - path.lstat().st_mtime < _WRITE_SECONDS
+    lock = build_lock(path.with_name(partial["name"]))
+    if not Path(lock.lock_file).exists():
+        return False
+    try:
+        with lock.acquire(timeout=0):
+            return False
+    except (Timeout, PermissionError):  # of another process, or of another user's
+        return True
 
 
 def _iso(seconds: float) -> str:

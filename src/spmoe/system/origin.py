@@ -25,12 +25,14 @@ class Origin:
     """A checkpoint when a cached file was made from it."""
 
     name: str  # hub id, or directory
-    directory: str  # of its files; of a hub model, the snapshot
+    directory: str  # of its files; of a hub model, the snapshot; empty: not recorded
     fingerprint: str
 
     def state(self) -> OriginState:
         """Compare with the checkpoint's files as they are now; reads config.json and the index, no weights."""
         directory = Path(self.directory)
+        if not self.directory:
+            return OriginState.UNREADABLE
         try:
             if not (directory / "config.json").exists():
                 return OriginState.GONE
