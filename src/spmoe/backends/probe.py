@@ -186,7 +186,7 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
     work()
     ended.record()
     ended.synchronize()
-    return started.elapsed_time(ended) / 1000
+    return float(started.elapsed_time(ended)) / 1000
 
 
 def _host_seconds(work: Callable[[], object]) -> float:

@@ -35,9 +35,11 @@ TRITON_CAPABILITY = (8, 0)  # the lowest that Triton supports
 MIN_CAPABILITY = (7, 5)  # the kernels compile for it, but some need more than its 64 KiB of shared memory
 PIN_BYTES = GIB  # of the pinning test
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub")  # with a line each
-_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT", "OMP_NUM_THREADS")
-_VARIABLES += ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "CC")
-_VARIABLES += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MKL_NUM_THREADS", "XDG_CACHE_HOME")
+_VARIABLES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT", "XDG_CACHE_HOME"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "CC"),
+)
 
 
 class Verdict(StrEnum):
@@ -120,7 +122,7 @@ class _Machine:
 
 def _check_python(machine: _Machine) -> Iterator[Finding]:
     try:
-        minimum = _minimum(metadata("spmoe").get("Requires-Python") or "")
+        minimum = _minimum(metadata("spmoe")["Requires-Python"] or "")
     except PackageNotFoundError:  # run from a source tree
         minimum = None
     yield judge_version("python", platform.python_version(), minimum)

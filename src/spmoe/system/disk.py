@@ -106,7 +106,8 @@ def _file_system(path: Path) -> str | None:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    resolved, best = path.resolve(), ("", None)
+    resolved = path.resolve()
+    best: tuple[str, str | None] = ("", None)
     for line in lines:
         _, mounted, kind, *_ = [*line.split(), "", "", ""]
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), mounted)  # spaces are written as \040
