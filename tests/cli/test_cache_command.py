@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 
 from spmoe.cli.main import main
 from spmoe.system.cache import list_cache, mark_in_use
@@ -62,10 +63,13 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that prepares a terminal on standard input and the answer typed there."""
 
     def prepare(text: str) -> None:
-        import typer
+        def confirm(question: str, err: bool) -> bool:
+            if text == "^C":
+                raise typer.Abort
+            return text == "y"
 
         monkeypatch.setattr("spmoe.cli.cache._asks", lambda: True)
-        monkeypatch.setattr(typer, "confirm", lambda question, err: text == "y")
+        monkeypatch.setattr(typer, "confirm", confirm)
 
     return prepare
 
@@ -108,6 +112,18 @@ def test_linked_folder_is_not_followed(filled: Path, tmp_path: Path, invoke: Inv
     assert len(files(tmp_path / "elsewhere")) == 2
 
 
+def test_unreadable_home_is_one_line(
+    public_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, as_ordinary_user: Callable[[], Any]
+) -> None:
+    home = public_place / "home"
+    (home / "experts").mkdir(parents=True)
+    home.chmod(0)
+    monkeypatch.setenv("SPMOE_HOME", str(home))
+    with as_ordinary_user():
+        result = invoke("cache", "ls")
+    result.refused(2, str(home), "Permission denied", "SPMOE_HOME")
+
+
 # ---- rm
 
 
@@ -130,11 +146,12 @@ def test_rm_all(filled: Path, invoke: Invoke) -> None:
 
 def test_rm_asks(filled: Path, invoke: Invoke, answer: Callable[[str], None]) -> None:
     before = files(filled)
-    answer("n")
-    result = invoke("cache", "rm", "--all")
-    assert (result.code, files(filled)) == (1, before)
-    assert all(entry.name in result.err for entry in list_cache()), "it shows the files before it asks"
-    assert "nothing was deleted" in result.err
+    for text in ("n", "^C"):
+        answer(text)
+        result = invoke("cache", "rm", "--all")
+        assert (result.code, files(filled)) == (1, before)
+        assert all(entry.name in result.err for entry in list_cache()), "it shows the files before it asks"
+        assert "nothing was deleted" in result.err
     answer("y")
     invoke("cache", "rm", "--all").succeeded()
     assert files(filled) == []

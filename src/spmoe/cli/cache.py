@@ -122,9 +122,9 @@ def prune(
 
 
 def _entries() -> list[CacheEntry]:
-    for folder in linked_folders():
-        stderr().print(f"note: {folder} is a symbolic link and is not followed", soft_wrap=True)
     try:
+        for folder in linked_folders():
+            stderr().print(f"note: {folder} is a symbolic link and is not followed", soft_wrap=True)
         return list_cache()
     except OSError as error:
         raise UsageError(
@@ -174,9 +174,13 @@ def _confirm(entries: Sequence[CacheEntry], yes: bool, reason: Callable[[CacheEn
     if not _asks():
         raise UsageError(f"deleting {_count(entries)} needs a confirmation; pass --yes")
     _show(entries, reason, stderr())
-    if not typer.confirm(f"Delete {_count(entries)}?", err=True):
-        stderr().print("nothing was deleted")
-        raise typer.Exit(1)
+    try:
+        if typer.confirm(f"Delete {_count(entries)}?", err=True):
+            return
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        stderr().print()
+    stderr().print("nothing was deleted")
+    raise typer.Exit(1)
 
 
 def _asks() -> bool:
