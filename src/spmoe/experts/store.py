@@ -26,7 +26,7 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.files import atomic_write, read_into
+from spmoe.files import atomic_write
 from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
 from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
@@ -114,32 +114,15 @@ class ExpertFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a file; raise StoreError if it is incomplete or not an expert file."""
-        fd = -1
         try:
             fd = os.open(path, os.O_RDONLY)
-            mark_in_use(fd)
-            (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
-            if length > min(MAX_HEADER_BYTES, os.fstat(fd).st_size):
-                raise ValueError("header too long")
-            meta = json.loads(_read(fd, length, 8))["__metadata__"]
-            if meta["format"] != EXPERTS_FORMAT:
-                raise ValueError(f"format {meta['format']}")
-            layout = BlobLayout.from_json(json.loads(meta["layout"]))
-            origins = parse_origins(json.loads(meta.get("origin", "[]")))
-            spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), origins)
-            sums = meta["crc32"]
-            checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
-            if len(checksums) != spec.count:
-                raise ValueError("wrong number of checksums")
-            expected = 8 + length + spec.nbytes
-            if (actual := os.fstat(fd).st_size) != expected:
-                raise ValueError(f"{actual} bytes instead of {expected}")
-            return cls(path, fd, spec, 8 + length, checksums)
-        except BaseException as error:
-            if fd >= 0:
+            try:
+                mark_in_use(fd)
+                return cls(path, fd, *_read_header(fd))
+            except BaseException:
                 os.close(fd)
-            if not isinstance(error, (OSError, ValueError, KeyError, TypeError, struct.error)):
                 raise
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise StoreError(f"{path} is not a usable expert file ({error}); delete it to have it rebuilt") from error
 
     def offset(self, key: ExpertKey) -> int:
@@ -233,6 +216,28 @@ def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[i
         os.fsync(file.fileno())
 
 
+def _read_header(fd: int) -> tuple[StoreSpec, int, list[int]]:
+    """Return the spec, the offset of the first blob and the checksums; raise ValueError if the file is damaged."""
+    with open(fd, "rb", closefd=False) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("header too long")
+        meta = json.loads(file.read(length))["__metadata__"]
+    if meta["format"] != EXPERTS_FORMAT:
+        raise ValueError(f"format {meta['format']}")
+    layout = BlobLayout.from_json(json.loads(meta["layout"]))
+    origins = parse_origins(json.loads(meta.get("origin", "[]")))
+    spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), origins)
+    sums = meta["crc32"]
+    checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+    if len(checksums) != spec.count:
+        raise ValueError("wrong number of checksums")
+    expected = 8 + length + spec.nbytes
+    if (actual := os.fstat(fd).st_size) != expected:
+        raise ValueError(f"{actual} bytes instead of {expected}")
+    return spec, 8 + length, checksums
+
+
 def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
     """Return a safetensors header; its length does not depend on the checksums."""
     size = spec.layout.nbytes
@@ -260,11 +265,6 @@ def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _read(fd: int, count: int, offset: int) -> bytes:
-    data = bytearray(count)
-    return bytes(data[: read_into(fd, memoryview(data), offset)])
 
 
 def _require_space(path: Path, spec: StoreSpec) -> int:
