@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmoe.backends import probe
+from spmoe.backends import devices, probe
 from spmoe.backends.probe import Pcie, supports_capability
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,7 +80,7 @@ def test_missing_gpu_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_bandwidth_of_the_host() -> None:
-    assert probe.measure_memory_bandwidth(torch.device("cpu")) > 1e8
+    assert devices.memory_bandwidth(torch.device("cpu")) > 1e8
 
 
 @pytest.mark.gpu
@@ -98,8 +98,8 @@ def test_gpu_properties() -> None:
 @needs_gpu
 def test_bandwidths_on_cuda() -> None:
     device = torch.device("cuda")
-    pinned, pageable = probe.measure_link_bandwidth(device), probe.measure_link_bandwidth(device, pinned=False)
-    assert 1e9 < pinned < probe.measure_memory_bandwidth(device)
+    pinned, pageable = devices.link_bandwidth(device), devices.link_bandwidth(device, pinned=False)
+    assert 1e9 < pinned < devices.memory_bandwidth(device)
     assert 1e8 < pageable < 1.5 * pinned
 
 

@@ -11,7 +11,7 @@ import torch
 
 from checkpoints import Pair
 from spmoe import LLM
-from spmoe.backends.probe import measure_memory_bandwidth
+from spmoe.backends.devices import memory_bandwidth
 from spmoe.bench import ceilings
 from spmoe.bench.ceilings import all_experts_fit, machine, measure_ceilings
 
@@ -51,10 +51,9 @@ def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path, monkey
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ceilings_on_cuda() -> None:
-    from spmoe.backends.devices import empty_device_cache
-    from spmoe.backends.probe import measure_link_bandwidth
+    from spmoe.backends.devices import empty_device_cache, link_bandwidth
 
     device = torch.device("cuda", 0)
-    link, memory = measure_link_bandwidth(device, 100 * 2**20), measure_memory_bandwidth(device)
+    link, memory = link_bandwidth(device, 100 * 2**20), memory_bandwidth(device)
     empty_device_cache(device)
     assert 1e9 < link < memory

@@ -302,10 +302,8 @@ def test_broken_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpu_checks_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmoe.backends.probe.gpu_status", lambda: GpuStatus("12.8", H200, 1, None, True))
     monkeypatch.setattr("spmoe.backends.probe.kernel_error", lambda device: 0.001)
-    monkeypatch.setattr(
-        "spmoe.backends.probe.measure_link_bandwidth", lambda device, pinned=True: 5e10 if pinned else 1e10
-    )
-    monkeypatch.setattr("spmoe.backends.probe.measure_memory_bandwidth", lambda device: 4.2e12)
+    monkeypatch.setattr("spmoe.backends.devices.link_bandwidth", lambda device, pinned=True: 5e10 if pinned else 1e10)
+    monkeypatch.setattr("spmoe.backends.devices.memory_bandwidth", lambda device: 4.2e12)
     monkeypatch.setattr("spmoe.backends.probe.pin_and_unpin", lambda nbytes: None)
     monkeypatch.setattr(doctor, "measure_read_speed", lambda directory: FAST)
     findings = {finding.check: finding for finding in run_checks()}

@@ -148,8 +148,12 @@ def test_progress_is_reported_from_zero_to_all(path: Path) -> None:
     assert reported == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_announcement_comes_before_anything_is_written(path: Path) -> None:
+def test_announcement_comes_before_anything_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[str] = []
+    ensure_expert_file(path, spec_of(fingerprint="small"), fill, on_start=announced.append).close()
+    assert announced == [], "a small file is written at once"
+    path.unlink()
+    monkeypatch.setattr("spmoe.experts.store.ANNOUNCED_BYTES", 1)
 
     def check_and_announce(text: str) -> None:
         assert leftovers(path.parent) == []

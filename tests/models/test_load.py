@@ -187,7 +187,10 @@ def test_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> No
     assert list(path.parent.glob("*.partial")) == []
 
 
-def test_conversion_is_announced_once(own_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_conversion_is_announced_once(
+    own_checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.experts.store.ANNOUNCED_BYTES", 1)
     path = expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32)
     LLM(str(own_checkpoint), progress=True).close()
     announced = [line for line in capfd.readouterr().err.splitlines() if "of experts to" in line]

@@ -1,25 +1,17 @@
-"""Probes of the device: why there is none, its properties, bandwidth of link and memory, pinning, and kernels."""
+"""Probes of the device: why there is none, its properties, pinning, and a kernel. devices.py measures bandwidth."""
 
 from __future__ import annotations
 
 import mmap
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from spmoe.backends.cuda_runtime import cuda_runtime
-from spmoe.backends.devices import free_memory
 from spmoe.errors import reason
 
-_TRIES = 5  # repetitions of a measurement; the fastest counts, so the first is a warm-up
-_LINK_BYTES = 512 * 2**20  # larger than the host's caches
-_COPY_BYTES = 64 * 2**20
-_MIN_COPY = 16 * 2**20  # the engine submits smaller copies together
-_MEMORY_BYTES = {"cuda": 2 * 2**30, "cpu": 128 * 2**20}
 _SMI_FIELDS = ("driver_version", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
 
@@ -124,30 +116,7 @@ def _query_smi(uuid: str) -> tuple[str | None, Pcie | None]:
     return driver or None, Pcie(*map(int, numbers)) if known else None
 
 
-# ---- measurements
-
-
-def measure_link_bandwidth(device: torch.device, copy_bytes: int = _COPY_BYTES, *, pinned: bool = True) -> float:
-    """Measure the bytes per second from host memory to a CUDA device, in copies of about this size."""
-    copy_bytes = min(max(copy_bytes, _MIN_COPY), _LINK_BYTES // 2)
-    source = torch.zeros(_LINK_BYTES // copy_bytes, copy_bytes, dtype=torch.uint8, pin_memory=pinned)  # [copies, bytes]
-    target = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
-
-    def copy() -> None:
-        for row in source:
-            target.copy_(row, non_blocking=True)
-
-    return source.numel() / _best_seconds(device, copy)
-
-
-def measure_memory_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second, reads plus writes, of a large copy within the device's memory."""
-    size = _MEMORY_BYTES[device.type]
-    if device.type == "cuda":
-        size = min(size, free_memory(device) // 4)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _best_seconds(device, lambda: target.copy_(source))
+# ---- trials
 
 
 def pin_and_unpin(nbytes: int) -> None:
@@ -169,27 +138,3 @@ def kernel_error(device: torch.device) -> float:
     expected = small_batch_linear_plain(x, weight).float()
     difference = small_batch_linear(x, weight).float() - expected
     return float(difference.abs().max() / expected.abs().max())
-
-
-def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the shortest duration of several tries in seconds, with the device idle before and after each."""
-    if device.type != "cuda":
-        return min(_host_seconds(work) for _ in range(_TRIES))
-    with torch.cuda.device(device):
-        return min(_cuda_seconds(work) for _ in range(_TRIES))
-
-
-def _cuda_seconds(work: Callable[[], object]) -> float:
-    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    started.record()
-    work()
-    ended.record()
-    ended.synchronize()
-    return float(started.elapsed_time(ended)) / 1000
-
-
-def _host_seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

@@ -14,8 +14,7 @@ import torch
 
 import spmoe
 from spmoe.backends.cuda_memory import available_memory
-from spmoe.backends.devices import device_facts, empty_device_cache, free_memory
-from spmoe.backends.probe import measure_link_bandwidth, measure_memory_bandwidth
+from spmoe.backends.devices import device_facts, empty_device_cache, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
 from spmoe.engine.memory import MemoryPlan
 from spmoe.experts.slots import MemorySlots
@@ -38,12 +37,12 @@ class Ceilings:
 
 def measure_ceilings(engine: Engine) -> Ceilings:
     """Time the link, unless it is emulated, and the device's memory."""
-    memory = measure_memory_bandwidth(engine.device)
+    memory = memory_bandwidth(engine.device)
     empty_device_cache(engine.device)  # CUDA graphs cannot use memory that the allocator has cached
     if engine.config.link_gbps is not None:
         return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
     if engine.device.type == "cuda":
-        return Ceilings(measure_link_bandwidth(engine.device, engine.spec.layout.nbytes), "pinned copies", memory)
+        return Ceilings(link_bandwidth(engine.device, engine.spec.layout.nbytes), "pinned copies", memory)
     return Ceilings(
         _file_bandwidth(expert_file_path(engine.parts.models.checkpoint, engine.parts.models.dtype)),
         "expert file",

@@ -298,14 +298,14 @@ def _check_bandwidth(machine: _Machine) -> Iterator[Finding]:
         return
     import torch
 
-    from spmoe.backends.probe import measure_link_bandwidth, measure_memory_bandwidth
+    from spmoe.backends.devices import link_bandwidth, memory_bandwidth
 
     if (gpu := machine.gpu) is not None:
         device = torch.device("cuda")
-        pinned, pageable = measure_link_bandwidth(device), measure_link_bandwidth(device, pinned=False)
+        pinned, pageable = link_bandwidth(device), link_bandwidth(device, pinned=False)
         yield judge_link(pinned, pageable, gpu)
     device = torch.device("cuda" if gpu is not None else "cpu")
-    speed = measure_memory_bandwidth(device)
+    speed = memory_bandwidth(device)
     place = "GPU memory" if gpu is not None else "RAM"
     values = {"bytes_per_second": speed, "device": device.type}
     yield Finding("memory-bandwidth", Verdict.OK, f"{_rate(speed)} in {place}, reads plus writes", values=values)

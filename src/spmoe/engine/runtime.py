@@ -15,7 +15,8 @@ from spmoe.experts.store import ensure_expert_file
 from spmoe.experts.transfer import FileTransfer, Transfer
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
-from spmoe.observe.progress import announcer, progress_bar
+from spmoe.observe.announce import announcer
+from spmoe.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda import CudaBackend

@@ -31,6 +31,7 @@ from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mar
 from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
 
+ANNOUNCED_BYTES = 2**20  # smaller files are written at once
 ALIGNMENT = 4096  # bytes; start of blobs in the file
 _FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
 
@@ -162,8 +163,8 @@ def ensure_expert_file(
 ) -> ExpertFile:
     """Open the expert file at `path`; build it first if it is missing, damaged or of another spec.
 
-    One process builds, others wait for it. `on_start` receives the size, the place and the free space before anything
-    is written, `on_progress` the experts written and their total.
+    One process builds, others wait for it. `on_start` receives the size, the place and the free space before a file
+    worth mentioning is written, `on_progress` the experts written and their total.
     """
     with _storage_errors(path, spec):
         if file := _open_if_current(path, spec):
@@ -175,9 +176,9 @@ def ensure_expert_file(
             for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
                 leftover.unlink(missing_ok=True)
             free = _require_space(path, spec)
-            on_start(
-                f"writing {format_bytes(spec.nbytes)} of experts to {path} (once); {format_bytes(free)} are free there"
-            )
+            if spec.nbytes >= ANNOUNCED_BYTES:
+                size, space = format_bytes(spec.nbytes), format_bytes(free)
+                on_start(f"writing {size} of experts to {path} (once); {space} are free there")
             with atomic_write(path) as partial:
                 _write(partial, spec, fill, on_progress)
             return ExpertFile.open(path)

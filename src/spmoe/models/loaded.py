@@ -23,7 +23,8 @@ from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_w
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
-from spmoe.observe.progress import announcer, progress_bar
+from spmoe.observe.announce import announcer
+from spmoe.observe.progress import progress_bar
 from spmoe.types import ExpertKey
 
 

@@ -1,8 +1,7 @@
-"""A progress bar, and single lines, on standard error."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,13 +26,3 @@ def progress_bar(label: str, enabled: bool) -> Iterator[Callable[[int, int], Non
             progress.update(task, completed=done, total=total)
 
         yield report
-
-
-def announcer(enabled: bool) -> Callable[[str], None]:
-    """Return a function that prints one line to standard error, or nothing if progress is not shown."""
-
-    def announce(text: str) -> None:
-        if enabled and sys.stderr is not None:
-            print(text, file=sys.stderr, flush=True)
-
-    return announce
