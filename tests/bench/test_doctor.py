@@ -288,15 +288,23 @@ def test_failed_check_does_not_hide_others(monkeypatch: pytest.MonkeyPatch) -> N
     assert "a file of /proc is gone" in findings[1].text
 
 
-def test_broken_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ImportError("libcudart.so.12: cannot open shared object file"), "install torch"),
+        (RuntimeError("CUDA error: out of memory"), "nvidia-smi"),
+    ],
+)
+def test_broken_torch_or_device_is_a_problem(monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str) -> None:
     def broken() -> GpuStatus:
-        raise ImportError("libcudart.so.12: cannot open shared object file")
+        raise error
 
     monkeypatch.setattr("spmoe.backends.probe.gpu_status", broken)
     findings = {finding.check: finding for finding in run_checks(measure=False)}
     assert findings["gpu"].verdict is Verdict.PROBLEM
-    assert "libcudart" in findings["gpu"].text
-    assert findings["ram"].verdict is not None, "the other checks run"
+    assert str(error) in findings["gpu"].text
+    assert advice in str(findings["gpu"].advice)
+    assert {"ram", "cpu", "disk-SPMOE_HOME", "cache"} <= findings.keys(), "the other checks run"
 
 
 def test_gpu_checks_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,9 @@ class _Machine:
 
         return gpu_status()
 
-    @property
+    @cached_property
     def gpu(self) -> Gpu | None:
-        """The GPU; None also if torch is broken, which the check of torch reports."""
+        """The GPU; None also if it cannot be used, which the check of the GPU reports."""
         try:
             return self.gpu_status.gpu
         except Exception:
@@ -181,10 +181,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _check_gpu(machine: _Machine) -> Iterator[Finding]:
     try:
         status = machine.gpu_status
-    except Exception as error:  # an installation of torch that cannot be imported
-        yield Finding(
-            "gpu", Verdict.PROBLEM, f"torch cannot be used ({reason(error)})", "install torch again: pip install torch"
-        )
+    except (ImportError, OSError) as error:  # an installation of torch that cannot be imported
+        advice = "install torch again (https://pytorch.org)"
+        yield Finding("gpu", Verdict.PROBLEM, f"torch cannot be imported ({reason(error)})", advice)
+        return
+    except RuntimeError as error:  # a device that is there but does not answer
+        advice = "see nvidia-smi: another process may occupy the GPU, or it needs a reset; --device cpu works meanwhile"
+        yield Finding("gpu", Verdict.PROBLEM, f"the GPU cannot be used ({reason(error)})", advice)
         return
     yield judge_gpu(status)
     gpu = status.gpu

@@ -283,11 +283,12 @@ def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            smaller = ", or pass --dtype bfloat16 to halve the size" if spec.layout.dtype == "float32" else ""
+            elsewhere = "or point SPMOE_HOME at another disk"
+            if spec.layout.dtype == "float32":
+                elsewhere = "point SPMOE_HOME at another disk, or pass --dtype bfloat16, which halves the size"
             raise StoreError(
                 f"the disk is full: {path.parent} needs {format_bytes(spec.nbytes)} for the expert file "
-                f"({error.strerror}); delete cached files with `spmoe cache prune` or `spmoe cache rm`, point "
-                f"SPMOE_HOME at another disk{smaller}"
+                f"({error.strerror}); delete cached files (`spmoe cache prune`, `spmoe cache rm`), {elsewhere}"
             ) from error
         raise StoreError(
             f"cannot write the expert file {path} ({error.strerror or error}); point SPMOE_HOME at a writable directory"
