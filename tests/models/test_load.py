@@ -187,6 +187,21 @@ def test_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> No
     assert list(path.parent.glob("*.partial")) == []
 
 
+def test_conversion_is_announced_once(
+    own_checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.experts.store.ANNOUNCED_BYTES", 1)
+    path = expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32)
+    LLM(str(own_checkpoint), progress=True).close()
+    announced = [line for line in capfd.readouterr().err.splitlines() if "of experts to" in line]
+    assert [f"to {path} (once); " in line for line in announced] == [True]
+    LLM(str(own_checkpoint), progress=True).close()
+    assert "of experts to" not in capfd.readouterr().err
+    path.unlink()
+    LLM(str(own_checkpoint), progress=False).close()
+    assert "of experts to" not in capfd.readouterr().err
+
+
 def test_second_load_reads_no_experts(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(own_checkpoint, torch.float32)
     reads: list[Any] = []

@@ -14,8 +14,10 @@ from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
+from spmoe.cli.cache import cache
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
+from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
@@ -50,6 +52,8 @@ _COMMANDS: dict[str, dict[Callable[..., None] | typer.Typer, str]] = {  # by pan
     "Look": {
         info: "Show a model, its memory and its prefetch cutoff.",
         plan: "Say what fits where and how fast a model will be.",
+        doctor: "Check this machine: GPU, memory, disks, versions, caches.",
+        cache: "List and delete cached files.",
         families: "Test which MoE architectures work here.",
     },
     "Measure": {

@@ -138,7 +138,7 @@ class Engine:
         """Write learned profiles, and release everything. Idempotent."""
         self._keep_profile()
         for file, profile in self._new_profiles.items():
-            write_profile(file, profile)
+            write_profile(file, profile, self.parts.origins)
         with suppress(RuntimeError):  # of a device that is broken
             self.parts.runtime.backend.synchronize()  # a launched draft may still use memory that is freed below
         self.experts.close()

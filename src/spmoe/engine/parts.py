@@ -16,6 +16,7 @@ from spmoe.experts.eviction import Eviction
 from spmoe.experts.experts import Experts
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
+from spmoe.models.load import origin_of
 from spmoe.models.loaded import LoadedModels
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
@@ -23,6 +24,7 @@ from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
+from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
 
 
@@ -54,3 +56,8 @@ class EngineParts:
     clock: Clock
     target_kv: MutableMapping[int, KvState]  # by sequence id
     threads: IntraOpThreads
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Target and draft checkpoint, to be recorded in files that are measured or made from them."""
+        return tuple(origin_of(one) for one in (self.models.checkpoint, self.draft_checkpoint) if one is not None)

@@ -160,7 +160,7 @@ def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState
     if profile is None:
         wait = parts.runtime.backend.synchronize
         profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
-        write_profile(file, profile)
+        write_profile(file, profile, parts.origins)
     since = parts.experts.ledger.counters.minus(counts)
     notices: list[str | None] = []
     if parts.models.device.type != "cpu":  # there, passes are measured for any policy; see `compute_times`

@@ -35,6 +35,7 @@ from spmoe.predict.cutoff import CutoffInputs, Profile
 from spmoe.predict.draft_length import FIRST
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.system.origin import Origin, origins_to_json
 from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Residency, Routing, Stage
 
 PASSES = 5  # timed passes of the short measurement, after one warm-up pass
@@ -91,6 +92,7 @@ def read_profile(path: Path) -> Profile | None:
     """Read a cached profile; None if there is none or if it is damaged."""
     try:
         values = json.loads(path.read_text())
+        values.pop("origin", None)
         learned = values.pop("missing_per_layer", None)
         numbers = values.values() if learned is None else [*values.values(), learned]
         valid = all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers)
@@ -99,12 +101,15 @@ def read_profile(path: Path) -> Profile | None:
         return None
 
 
-def write_profile(path: Path, profile: Profile) -> None:
-    """Cache a profile; an unwritable directory is ignored, since the profile can be measured again."""
+def write_profile(path: Path, profile: Profile, origins: Sequence[Origin]) -> None:
+    """Cache a profile and the checkpoints that it was measured with.
+
+    An unwritable directory is ignored, since the profile can be measured again.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(profile), indent=2))
+            temporary.write_text(json.dumps({**asdict(profile), "origin": origins_to_json(origins)}, indent=2))
     except OSError:
         pass
 

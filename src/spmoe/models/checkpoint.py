@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from spmoe.errors import CheckpointError, SpmoeError, reason
 from spmoe.files import model_directory
 from spmoe.models.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.models.hub import cached_model, download, remote_files
+from spmoe.system.origin import fingerprint
 
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
 DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
@@ -64,8 +64,7 @@ class Checkpoint:
             config, quantization = _read_config(name, directory)
             _check_generation_config(directory)
             tensors = _read_headers(directory)
-            paths = {directory / tensor.file for tensor in tensors.values()}
-            return cls(name, directory, config, tensors, _fingerprint(directory, paths), quantization)
+            return cls(name, directory, config, tensors, fingerprint(directory), quantization)
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -185,14 +184,6 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
     if missing := sorted(set(content["weight_map"] if content is not None else ()) - set(tensors)):
         raise CheckpointError(f"the index of {directory} names {missing[0]}, which no file holds; download it again")
     return tensors
-
-
-def _fingerprint(directory: Path, paths: set[Path]) -> str:
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(paths):
-        stat = path.stat()
-        digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.tensors import CheckpointTensors
+from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
 
 
@@ -73,12 +74,19 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
         most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
         width = max(shape[-1] for other in blobs for shape in other.values())
         blob = {WHOLE: (-(-most // width), width)}
-    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts)
+    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts, (origin_of(checkpoint),))
+
+
+def origin_of(checkpoint: Checkpoint) -> Origin:
+    """Return the record of a checkpoint for files that are made from it; its name is the directory or the hub id."""
+    directory = str(checkpoint.directory)
+    name = directory if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
+    return Origin(name, directory, checkpoint.fingerprint)
 
 
 def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
-    """Return the path of the cached expert file: one per checkpoint (hub id or directory) and dtype."""
-    source = str(checkpoint.directory) if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
+    """Return the path of the cached expert file: one per checkpoint (directory or hub id) and dtype."""
+    source = origin_of(checkpoint).name
     tag = hashlib.sha256(source.encode()).hexdigest()[:12]
     label = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
     return home() / "experts" / f"{label}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"

@@ -32,6 +32,7 @@ from spmoe.models.load import (
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
+from spmoe.observe.announce import announcer
 from spmoe.observe.progress import progress_bar
 from spmoe.types import ExpertKey
 
@@ -83,7 +84,7 @@ class LoadedModels:
         shape = "" if self.shape_name is None else f"{self.shape_name}-"
         path = plain.with_name(f"{plain.stem}-{shape}{scheme}{plain.suffix}")
         with self.experts() as read, progress_bar("Quantizing experts", progress) as report:
-            file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
+            file = ensure_expert_file(path, experts.spec, experts.filler(read), report, announcer(progress))
         try:
             experts.load(file, self.device)
         finally:
