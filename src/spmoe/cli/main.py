@@ -25,6 +25,7 @@ from spmoe.cli.profile import profile
 from spmoe.cli.report import report
 from spmoe.cli.run import run
 from spmoe.cli.trace import trace
+from spmoe.cli.verify import verify
 from spmoe.errors import SpmoeError, UsageError, reason
 
 # the base class of all parsing errors, which typer does not export
@@ -46,6 +47,7 @@ _COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --hel
     predictability: "Measure how well a draft predicts a target's experts.",
     profile: "Measure the parts of a step on this machine.",
     fit_predictor: "Fit a projection for a draft of another width.",
+    verify: "Compare tokens with transformers on a checkpoint.",
     families: "Test which MoE architectures work here.",
     bench: "Compare configurations by measurement.",
     report: "Make an HTML page or tables from bench results.",
