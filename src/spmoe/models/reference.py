@@ -8,7 +8,7 @@ after it frees them. Embeddings, norms and the output head stay.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,7 +166,7 @@ class Reference:
         cls = type(skeleton) if plan.whole else _without_layers(type(skeleton))
         with reference_errors(checkpoint):
             weights = _lazy_weights(checkpoint, self._tensors)
-            self.model: Any = _load(checkpoint, self._tensors, weights, cls, skeleton.config, dtype)
+            self.model: Any = _load(checkpoint, weights, cls, skeleton.config, dtype)
             self.model.to(plan.device)
             if not plan.whole:
                 _LayerWeights(self.model, weights, dtype, plan.device, report)
@@ -276,14 +276,7 @@ def reference_errors(checkpoint: Checkpoint) -> Iterator[None]:
 # ---- loading
 
 
-def _load(
-    checkpoint: Checkpoint,
-    tensors: CheckpointTensors,
-    weights: Mapping[str, Any],
-    cls: Any,
-    config: Any,
-    dtype: torch.dtype,
-) -> Any:
+def _load(checkpoint: Checkpoint, weights: Mapping[str, Any], cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """Load a model with `from_pretrained`; weights that are stored in few bits are dequantized as they are read."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.directory, "local_files_only": True}
     if checkpoint.quantization is not None:
@@ -355,25 +348,30 @@ def _nbytes(module: nn.Module, dtype: torch.dtype) -> int:
 def _without_layers(cls: Any) -> Any:
     """Return a subclass whose decoder layers have no parameters, so that transformers' loader reads none for them.
 
-    `spmoe_parameters` keeps their parameters on the meta device.
+    `spmoe_parameters` keeps each layer's parameters on the meta device, as (module, name, parameter).
     """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
-        self.spmoe_parameters = []
+        self.spmoe_parameters = {
+            path: [(module, *named) for module in layer.modules() for named in module.named_parameters(recurse=False)]
+            for path, layer in _decoder_layers(self).items()
+        }
         for layer in _decoder_layers(self).values():
             for module in layer.modules():
                 if any(True for _ in module.parameters()):
                     module._is_hf_initialized = True  # type: ignore[assignment]  # there is nothing to initialize
-        for layer in _decoder_layers(self).values():
-            for module in layer.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        self.spmoe_parameters.append((module, name, parameter))
-                        module._parameters[name] = None
+        for module, name, _ in (one for layer in self.spmoe_parameters.values() for one in layer):
+            module._parameters[name] = None
 
     # transformers finds conversion rules by class name, and only for classes of its own modules
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+def _free(layer: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Replace a layer's parameters by those on the meta device."""
+    for module, name, parameter in layer:
+        module._parameters[name] = parameter
 
 
 class _LayerWeights:
@@ -385,23 +383,19 @@ class _LayerWeights:
         self._model = model
         self._report = report
         self._done = 0
-        for module, name, parameter in model.spmoe_parameters:
-            module._parameters[name] = parameter
-        layers = _decoder_layers(model)
-        self._layers = layers
-        self._empty = {
-            path: [(module, name) for module in layer.modules() for name in module._parameters]
-            for path, layer in layers.items()
-        }
-        self._meta = {(module, name): parameter for module, name, parameter in model.spmoe_parameters}
+        self._layers = _decoder_layers(model)
+        for parameters in model.spmoe_parameters.values():
+            _free(parameters)
         rules = get_model_conversion_mapping(model)
         self._config = LoadStateDictConfig(
             dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), device_map={"": device}, weight_mapping=rules
         )
         self._weights = self._by_layer(weights, rules)
-        for path, layer in layers.items():
+        for path, layer in self._layers.items():
             layer.register_forward_pre_hook(lambda module, args, path=path: self._load(path))
-            layer.register_forward_hook(lambda module, args, output, path=path: self._free(path))
+            layer.register_forward_hook(
+                lambda module, args, output, path=path: _free(model.spmoe_parameters[path]), always_call=True
+            )
 
     def _by_layer(self, weights: Mapping[str, Any], rules: Sequence[Any]) -> dict[str, dict[str, Any]]:
         """Group the checkpoint's tensors by the decoder layer that they belong to after conversion."""
@@ -409,15 +403,12 @@ class _LayerWeights:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         prefix, known = self._model.base_model_prefix, self._model.state_dict()
         found: dict[str, dict[str, Any]] = {path: {} for path in self._layers}
-        lists = {path.rpartition(".")[0] for path in self._layers}
         for name, tensor in weights.items():
             target, _ = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:  # as transformers' loader does
                 target = name
-            for outer in lists:
-                path = f"{outer}.{target.removeprefix(f'{outer}.').partition('.')[0]}"
-                if target.startswith(f"{path}.") and path in found:
-                    found[path][name] = tensor
+            if (path := next((path for path in found if target.startswith(f"{path}.")), None)) is not None:
+                found[path][name] = tensor
         return found
 
     def _load(self, path: str) -> None:
@@ -439,7 +430,3 @@ class _LayerWeights:
                 module._is_hf_initialized = False  # type: ignore[assignment]
                 with torch.no_grad(), guard_torch_init_functions():
                     getattr(owner, "_initialize_weights", self._model._initialize_weights)(module)
-
-    def _free(self, path: str) -> None:
-        for module, name in self._empty[path]:
-            module._parameters[name] = self._meta.get((module, name))
