@@ -14,6 +14,7 @@ from test_fp8 import make_checkpoints
 from test_mxfp4 import PROMPT as MXFP4_PROMPT
 from test_mxfp4 import mxfp4_checkpoint  # noqa: F401  # a fixture
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from checkpoints import greedy, longrope, mixtral, phimoe, qwen3_moe, qwen3_next, save, seeded
 from checkpoints import reference as load_stock
@@ -61,7 +62,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dense first layer, shared experts, latent attention": lambda: tiny_model("deepseek_v3"),
     "shared expert with a gate": lambda: tiny_model("qwen2_moe"),
     "linear attention": lambda: seeded(qwen3_next, 3),
-    "state space, buffers in layers": lambda: tiny_model("jamba"),
+    "rotary embeddings in layers": lambda: tiny_model("deepseek_v4"),
     "tied embeddings": lambda: seeded(mixtral, 1, tie_word_embeddings=True),
     "dense layers between": lambda: seeded(qwen3_moe, 2, mlp_only_layers=[1]),
 }
@@ -249,6 +250,19 @@ def test_failure_of_transformers_is_one_line(tmp_path: Path) -> None:
         for call in (lambda: reference.generate(PROMPT, 2), lambda: scores(reference, (PROMPT, OUTPUT))):
             with pytest.raises(SpmoeError, match=r"cannot run .*stop.*--reference"):
                 call()
+
+
+def test_buffers_that_are_computed_from_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(seeded(mixtral, 13), tmp_path)
+    make = MixtralAttention.__init__
+
+    def with_buffer(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    monkeypatch.setattr(MixtralAttention, "__init__", with_buffer)
+    with pytest.raises(SpmoeError, match="MixtralAttention in its layers needs all weights"):
+        open_reference(tmp_path, LAYERS)
 
 
 def test_missing_layer_weights_are_an_error(tmp_path: Path) -> None:

@@ -96,18 +96,25 @@ def verify(
     token_ids = [parse_ids(text) for text in prompt_token_ids or ()]
     texts = _read_prompts(prompt or (), prompts, max_prompts)
 
+    from spmoe.backends.devices import choose_device
     from spmoe.bench.verification import every_config, make_configs
-    from spmoe.models.reference import find_again, plan_reference
+    from spmoe.models.checkpoint import Checkpoint
+    from spmoe.models.reference import plan_reference
+    from spmoe.models.shipped import shipped_pair
 
     configs = make_configs(prefetches, draft_tokens, evictions)
     if every:
         configs = list(dict.fromkeys(configs + every_config(prefetches[0], draft_tokens, evictions[0])))
+    checkpoint = Checkpoint.find(engine["model"] or shipped_pair()[0])  # the engine reads its own, and changes it
+    # before the engine takes memory: it is closed when transformers runs
+    plan = plan_reference(checkpoint, checkpoint.dtype(engine["dtype"]), choose_device(engine["device"]), reference)
+    for note in plan.notes:
+        _note(note)
     generated = _generate(engine, configs, texts, token_ids, max_tokens)
-    verification, checkpoint = generated.verification, find_again(generated.checkpoint)
-    plan = plan_reference(checkpoint, verification.dtype, generated.device, reference)
+    verification = generated.verification
     if verification.generated:
         if verification.interrupted:
-            stderr().print("interrupted: comparing the tokens so far; Ctrl-C again ends at once")
+            _notify("interrupted: comparing the tokens so far; Ctrl-C again ends at once")
         with _keep_results(verification):
             _compare(generated, checkpoint, plan)
     _print_results(generated, plan, as_json)
@@ -123,7 +130,6 @@ class _Generated:
 
     verification: Verification
     model: str
-    checkpoint: Checkpoint
     device: torch.device
     tokenizer: Any
     threads: int
@@ -179,7 +185,6 @@ def _generate(
         found = _Generated(
             verification,
             llm.engine.config.model,
-            parts.models.checkpoint,
             llm.engine.device,
             parts.tokenizer,
             torch.get_num_threads(),
@@ -197,8 +202,6 @@ def _compare(generated: _Generated, checkpoint: Checkpoint, plan: ReferencePlan)
     from spmoe.models.reference import Reference
 
     verification = generated.verification
-    for note in plan.notes:
-        _note(note)
     loaded = plan.weight_bytes if plan.whole else plan.layer_bytes
     _notify(f"loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
     before = torch.get_num_threads()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.initialization import guard_torch_init_functions
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -41,7 +40,6 @@ from spmoe.models.tensors import CheckpointTensors
 
 EXPERTS = "eager"  # transformers' loop over experts: plain PyTorch, for every device and dtype
 GENERATE, FORWARD, LAYERS = "generate", "forward", "layers"
-METHODS = ("auto", GENERATE, FORWARD, LAYERS)
 _MAX_BATCH_TOKENS = 8192  # of one pass layer by layer, padding included; bounds the activations
 _MARGIN_BYTES = 512 * 2**20  # for activations, logits and the KV cache beside the weights
 _CGROUP = Path("/sys/fs/cgroup")
@@ -83,15 +81,10 @@ class Generated:
         return Scored(token, float(row[token]), float(row[own]))
 
 
-def find_again(checkpoint: Checkpoint) -> Checkpoint:
-    """Read a checkpoint's files again: the engine has changed the configuration of the first reading."""
-    return replace(Checkpoint.find(str(checkpoint.directory)), name=checkpoint.name)
-
-
 def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, wanted: str) -> ReferencePlan:
     """Choose how the reference runs, by the bytes of its weights and the memory that is free now.
 
-    `device` is the engine's. `wanted` is one of METHODS.
+    `device` is the engine's. `wanted`: a method, or `auto` for GENERATE if the model fits and LAYERS if it does not.
     """
     skeleton = load_dense_skeleton(checkpoint)
     total = _nbytes(skeleton, dtype)
@@ -360,6 +353,8 @@ def _without_layers(cls: Any) -> Any:
         for layer in _decoder_layers(self).values():
             for module in layer.modules():
                 if any(True for _ in module.parameters()):
+                    if module._non_persistent_buffers_set:  # transformers computes them once the parameters are there
+                        raise ValueError(f"{type(module).__name__} in its layers needs all weights in memory")
                     module._is_hf_initialized = True  # type: ignore[assignment]  # there is nothing to initialize
         for module, name, _ in (one for layer in self.spmoe_parameters.values() for one in layer):
             module._parameters[name] = None
@@ -418,15 +413,5 @@ class _LayerWeights:
             raise ValueError(f"no weights of the right shape for {min(missing)}")
         if info.conversion_errors:
             raise ValueError(next(iter(info.conversion_errors.values())))
-        self._initialize_buffers(path)
         self._done = self._done % len(self._layers) + 1
         self._report(self._done, len(self._layers))
-
-    def _initialize_buffers(self, path: str) -> None:
-        """Compute buffers that are not stored, as transformers does after loading: parameters are left alone."""
-        owner = self._model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
-        for module in self._layers[path].modules():
-            if module._non_persistent_buffers_set and any(True for _ in module.parameters()):
-                module._is_hf_initialized = False  # type: ignore[assignment]
-                with torch.no_grad(), guard_torch_init_functions():
-                    getattr(owner, "_initialize_weights", self._model._initialize_weights)(module)
