@@ -130,7 +130,7 @@ def test_interrupted_comparison_prints_what_is_done(
         ["not", "compared"],
         ["not", "compared"],
     ]
-    assert "not compared: " in found.out
+    assert "not compared so far, interrupted: " in found.out
 
 
 def test_draft_that_is_missing_is_noted(invoke: Invoke, checkpoints: Path) -> None:

@@ -217,12 +217,29 @@ def test_plan_follows_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         layered = plan(wanted)
         assert (layered.method, layered.whole) == (LAYERS, False)
         assert "layer by layer" in layered.notes[0]
-    with pytest.raises(UsageError, match=r"--reference generate needs .* free on cpu; use --reference layers"):
+    with pytest.raises(UsageError, match=r"--reference generate needs .* are free; use --reference layers"):
         plan(GENERATE)
     assert plan(dtype=torch.bfloat16).whole
     memory(whole.layer_bytes, monkeypatch)
     with pytest.raises(UsageError, match="one layer at a time"):
         plan()
+
+
+def test_plan_on_a_cuda_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(seeded(mixtral, 14), tmp_path)
+    checkpoint, cuda = Checkpoint.find(str(tmp_path)), torch.device("cuda", 0)
+    memory(2**40, monkeypatch)
+    found = []
+    whole = plan_reference(checkpoint, torch.float32, CPU, "auto").weight_bytes
+    for free in (2**40, whole, 1000):
+        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        plan = plan_reference(checkpoint, torch.float32, cuda, "auto")
+        found.append((plan.method, plan.device.type, len(plan.notes)))
+    assert found == [(GENERATE, "cuda", 0), (LAYERS, "cuda", 1), (LAYERS, "cpu", 2)]
+    assert "whose kernels round differently" in plan.notes[1]
+    memory(whole, monkeypatch)  # a whole model is loaded into host memory first
+    monkeypatch.setattr(module, "free_memory", lambda device: 2**40)
+    assert plan_reference(checkpoint, torch.float32, cuda, "auto").method == LAYERS
 
 
 @pytest.mark.parametrize("version", [1, 2])

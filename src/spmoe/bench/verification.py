@@ -26,9 +26,10 @@ from spmoe.models.shipped import sample_text
 from spmoe.predict.policies import needs_recording, without_draft
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-# A divergence is a near-tie if the reference's two logits are at most this many values of the dtype apart. Two correct
-# computations differ by up to about this: transformers' own forward with and without a KV cache, on the shipped pair,
-# moves the distance of the two most likely tokens by 1 to 3 values on average and by 13 to 16 in one token of 100.
+# A divergence is a near-tie if the reference's two logits are at most this many steps apart; a step is the distance of
+# neighbouring values of the dtype. Two correct computations differ by up to about this: transformers' own forward, with
+# and without a KV cache or with other experts kernels, moves the distance of the two most likely tokens of the shipped
+# pair by 1 to 3 steps (median) and by 7 to 16 (99th percentile), in every dtype.
 NEAR_TIE_STEPS = 16
 EQUAL, NEAR_TIE, DIFFERENT, NOT_COMPARED = "equal", "near-tie", "different", "not compared"
 _TEXTS = ("The history of the printing press begins with", "def fibonacci(n):\n")
@@ -150,7 +151,7 @@ class Mismatch:
     ours: int
     theirs: int
     margin: float  # reference logit of their token less that of ours
-    steps: float  # the margin in distances between neighbouring values of the dtype
+    steps: float  # the margin in steps of the dtype
 
     @property
     def near_tie(self) -> bool:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _METHODS = ("auto", "generate", "forward", "layers")
 _LINE_SECONDS = 5.0  # between two lines of progress
 _ADVICE = {
-    "near-tie": "near-ties: transformers finds both tokens equally likely within rounding (at most {steps} values of "
+    "near-tie": "near-ties: transformers finds both tokens equally likely within rounding (at most {steps} steps of "
     "{dtype} apart); --dtype float32 decides between them",
     "different": "different: not explained by rounding of the logits; check with --dtype float32, and report a "
     "difference that remains",
@@ -227,7 +227,8 @@ def _keep_results(verification: Verification) -> Iterator[None]:
 
 def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) -> None:
     from spmoe.bench.verification import NEAR_TIE_STEPS, dtype_name, to_dict
-    from spmoe.models.reference import EXPERTS, transformers_version
+    from spmoe.models.families import transformers_version
+    from spmoe.models.reference import EXPERTS
 
     verification = generated.verification
     if as_json:
@@ -250,8 +251,8 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     for line in _divergences(verification, generated.tokenizer):
         console.print(line, soft_wrap=True)
     console.print(
-        f"{verification.verdict}: {generated.model} in {dtype} on {generated.device.type}, against transformers "
-        f"{transformers_version} ({plan.method}, on {plan.device.type})",
+        f"{verification.verdict}{' so far, interrupted' * verification.interrupted}: {generated.model} in {dtype} on "
+        f"{generated.device.type}, against transformers {transformers_version} ({plan.method}, on {plan.device.type})",
         soft_wrap=True,
     )
     if (advice := _ADVICE.get(verification.verdict)) is not None:

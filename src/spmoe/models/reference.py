@@ -87,39 +87,37 @@ def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
     `device` is the engine's. `wanted`: a method, or `auto` for GENERATE if the model fits and LAYERS if it does not.
     """
     skeleton = load_dense_skeleton(checkpoint)
-    total = _nbytes(skeleton, dtype)
-    largest = max(_nbytes(layer, dtype) for layer in _decoder_layers(skeleton).values())
-    loading = total + largest + _MARGIN_BYTES  # a layer's tensors are held twice while its experts are stacked
-    one_layer = total - sum(_nbytes(layer, dtype) for layer in _decoder_layers(skeleton).values())
-    one_layer += 2 * largest + _MARGIN_BYTES
-    host, notes = free_host_memory(), list[str]()
-    places = [device] if device.type == "cpu" else [device, torch.device("cpu")]
-    free = {place: host if place.type == "cpu" else min(free_memory(place), host) for place in places}
+    total, layers = _nbytes(skeleton, dtype), [_nbytes(layer, dtype) for layer in _decoder_layers(skeleton).values()]
+    largest, host = max(layers), free_host_memory()
+    free = host if device.type == "cpu" else free_memory(device)
+    # a layer's tensors are held twice while its experts are stacked
+    whole = total + largest + _MARGIN_BYTES
+    one_layer = total - sum(layers) + 2 * largest + _MARGIN_BYTES
+    notes: list[str] = []
     if wanted != LAYERS:
-        if loading <= free[device]:
+        if whole <= min(free, host):  # from_pretrained loads into host memory
             return ReferencePlan(FORWARD if wanted == FORWARD else GENERATE, device, True, total, largest)
         if wanted == GENERATE:
             raise UsageError(
-                f"--reference generate needs {format_bytes(loading)} for {checkpoint.name} in transformers, but "
-                f"{format_bytes(free[device])} are free on {device.type}; use --reference layers, or free memory"
+                f"--reference generate needs {format_bytes(whole)} for {checkpoint.name} in transformers, but "
+                f"{format_bytes(min(free, host))} are free; use --reference layers, or free memory"
             )
         notes.append(
-            f"transformers needs {format_bytes(loading)} for the whole model and {format_bytes(free[device])} are free "
-            f"on {device.type}: it runs layer by layer"
+            f"transformers needs {format_bytes(whole)} for the whole model and {format_bytes(min(free, host))} are "
+            "free: it runs layer by layer"
         )
-    for place in places:
-        room = host if place.type == "cpu" else free_memory(place)
-        if one_layer <= room:
-            if place != device:
-                notes.append(
-                    f"one layer needs {format_bytes(one_layer)}, more than is free on {device.type}: transformers runs "
-                    "on the CPU, whose kernels round differently"
-                )
-            return ReferencePlan(LAYERS, place, False, total, largest, tuple(notes))
-    raise UsageError(
-        f"transformers needs {format_bytes(one_layer)} to run {checkpoint.name} one layer at a time, but "
-        f"{format_bytes(host)} of host memory are free; free memory, or use a machine with more"
-    )
+    if one_layer > free and device.type != "cpu":
+        notes.append(
+            f"one layer needs {format_bytes(one_layer)} and {format_bytes(free)} are free on {device.type}: "
+            "transformers runs on the CPU, whose kernels round differently"
+        )
+        device, free = torch.device("cpu"), host
+    if one_layer > free:
+        raise UsageError(
+            f"transformers needs {format_bytes(one_layer)} to run {checkpoint.name} one layer at a time, but "
+            f"{format_bytes(free)} are free; free memory, or use a machine with more"
+        )
+    return ReferencePlan(LAYERS, device, False, total, largest, tuple(notes))
 
 
 def free_host_memory() -> int:
