@@ -30,6 +30,7 @@ from spmoe.cli.report import report
 from spmoe.cli.run import run
 from spmoe.cli.settings import name_source, reset_settings
 from spmoe.cli.trace import trace
+from spmoe.cli.verify import verify
 from spmoe.errors import SpmoeError, UsageError, reason
 
 # the base class of all parsing errors, which typer does not export
@@ -53,6 +54,7 @@ _COMMANDS: dict[str, dict[Callable[..., None] | typer.Typer, str]] = {  # by pan
         info: "Show a model, its memory and its prefetch cutoff.",
         plan: "Say what fits where and how fast a model will be.",
         doctor: "Check this machine: GPU, memory, disks, versions, caches.",
+        verify: "Compare tokens with transformers on a checkpoint.",
         cache: "List and delete cached files.",
         families: "Test which MoE architectures work here.",
     },
