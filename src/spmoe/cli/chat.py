@@ -79,7 +79,7 @@ def chat(
         conversation.set_system(system)
     own = {path.resolve() for path in (load_file,) if path is not None}
     if save_file is not None:
-        _require_new(save_file, own, f"add --load {save_file} to continue the conversation in it, or")
+        _require_new(save_file, own, f"add --load {save_file} to continue the conversation in it, or choose")
         require_writable(save_file)
     template = _check_template(engine["model"], chat_template)
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or (sys.stderr is not None and sys.stderr.isatty()))
@@ -113,7 +113,7 @@ def _check_template(model: str | None, path: Path | None) -> str | None:
 def _require_new(path: Path, own: set[Path], advice: str) -> None:
     """Raise UsageError if a file exists that this conversation has neither been loaded from nor saved to."""
     if path.exists() and path.resolve() not in own:
-        raise UsageError(f"{path} exists; {advice} choose another file")
+        raise UsageError(f"{path} exists; {advice} another file")
 
 
 def _read_line() -> str | None:
@@ -244,7 +244,7 @@ class Session:
             raise UsageError("/save needs the name of a file: /save FILE")
         try:
             path = Path(name).expanduser() if name else self._save_file or Path()
-            _require_new(path, self._own, "")
+            _require_new(path, self._own, "choose")
         except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown user
             raise UsageError(f"cannot use the path {name} ({reason(error)}); choose another file") from error
         self._conversation.save(path, self._model)

@@ -42,7 +42,7 @@ class Conversation:
                 raise UsageError(f"message {number} in {path} must have a role of {', '.join(roles)}; correct it")
             if not isinstance(message.get("content"), str):
                 raise UsageError(f"message {number} in {path} must have text as its content; correct it")
-        kept = [{"role": message["role"], "content": message["content"]} for message in messages]
+        kept = [{"role": message["role"], "content": _require_text(message["content"])} for message in messages]
         system = kept.pop(0)["content"] if kept and kept[0]["role"] == "system" else None
         return cls(system, kept)
 

@@ -14,6 +14,7 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
 
 
 class _PrivateHistory(FileHistory):
@@ -54,7 +55,9 @@ class TerminalReader:
             "> ",
             history=open_history(history),
             completer=WordCompleter(list(words), sentence=True),
+            complete_style=CompleteStyle.READLINE_LIKE,
             complete_while_typing=False,
+            reserve_space_for_menu=0,  # or the prompt would move up from the last line of the screen
             key_bindings=keys,
             input=input,
             output=output or create_output(always_prefer_tty=True),
