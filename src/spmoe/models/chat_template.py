@@ -61,11 +61,11 @@ def _hub_files(model: str) -> list[Path] | None:
     """Return the files of a hub model that can hold a template; None if the hub cannot be asked."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class NoBar(tqdm):
         def __init__(self, *values: Any, **options: Any) -> None:
-            super().__init__(*values, **{**options, "disable": True})
+            super().__init__(*values, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
     found = []
     for name in (_TEMPLATE, _TOKENIZER):
