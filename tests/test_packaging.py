@@ -1,4 +1,4 @@
-"""Packaging: package data, dependencies, files of the sdist and the Dockerfile; `.ci/package` builds and runs the wheel."""
+"""Packaging: package data, dependencies, files of the sdist, Dockerfile. `.ci/package` builds and runs the wheel."""
 
 from __future__ import annotations
 
