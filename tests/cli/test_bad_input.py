@@ -336,31 +336,6 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
     invoke("run", model, *PROMPT).refused(2, "ships no tokenizer", "token ids")
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, ("no chat template", "spmoe run")),
-        ("{% for", ("chat template", "end of template")),
-        ("{{ raise_exception('no roles') }}", ("no roles",)),
-    ],
-)
-def test_chat_without_a_usable_template(
-    template: str | None, words: tuple[str, ...], checkpoints: Path, tmp_path: Path, invoke: Invoke
-) -> None:
-    model = copy_of(checkpoints / "target", tmp_path)
-    path = model / "chat_template.jinja"
-    path.unlink() if template is None else path.write_text(template)
-    invoke("chat", model, stdin=b"hi\n").refused(2, *words)
-
-
-def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invoke) -> None:
-    options = ("--max-model-len", 40, "--max-tokens", 4, "--json")
-    result = invoke("chat", checkpoints / "target", *options, stdin=b"hi\n" + b"a" * 40)
-    assert result.code == 2
-    assert len(result.out.splitlines()) == 1  # the first answer
-    assert result.err.startswith("error: the prompt has")
-
-
 # ---- options
 
 
@@ -638,21 +613,6 @@ def test_ctrl_c_stops_a_run(
     shown = invoke(*run)
     assert (shown.code, shown.out) == (130, stopped["text"] + "\n")
     assert "hit rate" in shown.err  # the statistics
-
-
-@pytest.mark.usefixtures("own_ctrl_c")
-def test_ctrl_c_stops_an_answer_but_not_the_conversation(
-    checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = ("chat", checkpoints / "target", "--max-tokens", 12, "--json")
-    _at_token(3, _press_ctrl_c, monkeypatch)
-    stopped = invoke(*chat, stdin=b"hi\nthere\n").succeeded()
-    answers = [json.loads(line) for line in stopped.out.splitlines()]
-    assert [answer["finish_reason"] for answer in answers] == ["interrupted", "interrupted"]
-    assert [len(answer["token_ids"]) for answer in answers] == [3, 3]
-    assert stopped.err.count("(stopped)") == 2
-    _at_token(3, lambda: [_press_ctrl_c(), _press_ctrl_c()], monkeypatch)
-    assert invoke(*chat, stdin=b"hi\nthere\n").code == 130  # a second Ctrl-C ends the conversation
 
 
 @pytest.mark.usefixtures("own_ctrl_c")

@@ -112,7 +112,7 @@ def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None
     short = tmp_path / "short.txt"
     short.write_text("def f(x):")
     options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4", "--prompts", short)
-    invoke("bench", "--scenario", ROOT / "scenarios" / "quick.toml", *options, "--json", results).succeeded()
+    invoke("bench", "--scenario", ROOT / "src/spmoe/scenarios/quick.toml", *options, "--json", results).succeeded()
     found = read_groups(results)
     assert [machine["matrix"] for machine, _ in found] == [None, "cutoff", "ablation"]
     assert {row["ablation"] for row in found[2][1]} == {

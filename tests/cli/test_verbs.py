@@ -202,25 +202,6 @@ def test_every_output_names_the_emulated_link(checkpoints: Path, invoke: Invoke)
     assert "per expert (emulated link)" in " ".join(measured.out.split())
 
 
-# ---- chat
-
-
-def test_chat_sends_the_whole_conversation(checkpoints: Path, invoke: Invoke) -> None:
-    chat = ("chat", checkpoints / "target", "--max-tokens", 12, "--ignore-eos")
-    lines = invoke(*chat, "--json", stdin=b"hi\nthere\n").succeeded().out.splitlines()
-    first, second = map(json.loads, lines)
-    history = f"user: hi\nassistant: {first['text']}\nuser: there\nassistant: "
-    assert second["usage"]["prompt_tokens"] == len(history.encode())
-    again = answer(invoke, "run", checkpoints / "target", "--prompt", history, "--max-tokens", 12, "--ignore-eos")
-    assert second["token_ids"] == again["token_ids"]
-    assert invoke(*chat, stdin=b"hi\nthere\n").out == f"{first['text']}\n{second['text']}\n"
-
-
-@pytest.mark.parametrize("stdin", [b"", b"\nhi\n"])
-def test_chat_ends_with_its_input_or_at_an_empty_line(stdin: bytes, checkpoints: Path, invoke: Invoke) -> None:
-    assert invoke("chat", checkpoints / "target", stdin=stdin).succeeded().out == ""
-
-
 # ---- info
 
 
