@@ -196,13 +196,23 @@ def ratio_chart(title: str, bars: Sequence[Bar], chart_id: str = "chart") -> str
         for ratio in _ratio_ticks(low, high, reach):
             x = log2(ratio)
             width, colour = (1.5, "rule") if ratio == 1 else (1, "line")
-            axes.plot([x, x], [0, height - _AXIS], color=_LIGHT[colour], linewidth=width, clip_on=False, zorder=0.5)
+            xs, ys = _dashes(x, [(top + 17, top + 35) for top in range(0, height - _AXIS, _ROW)])  # not through labels
+            axes.plot(xs, ys, color=_LIGHT[colour], linewidth=width, clip_on=False, zorder=0.5)
             side = "left" if x - low < 0.08 * (high - low) else "right" if high - x < 0.08 * (high - low) else "center"
             axes.text(x, height - 6, f"{ratio:g}x", size=10, ha=side)
         drawing.bars(axes, bars, low, high, height, tracks=False)
 
     svg = _draw([draw], height, _Margins(0, 0, 0, 0))
     return _embedded(svg, title, "bars", chart_id, drawing.tips)
+
+
+def _dashes(x: float, spans: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return points of a vertical line at `x` that is drawn within spans of y only."""
+    xs, ys = list[float](), list[float]()
+    for low, high in spans:
+        xs += [x, x, float("nan")]
+        ys += [low, high, float("nan")]
+    return xs, ys
 
 
 _LEAST_REACH = log2(1.25)  # to each side of 1, so that small differences look small
@@ -247,15 +257,16 @@ def timeline_chart(title: str, groups: Sequence[TimelineGroup], chart_id: str = 
         for group, found in zip(groups, lanes, strict=True):
             axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 14, group.name, weight="bold", size=11)
             y += 22
+            top = y
             for track, numbers in zip(group.tracks, found, strict=True):
                 axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 10, track.name, size=10)
                 for block, number in zip(track.blocks, numbers, strict=True):
-                    top = y + _LANE * number + (_LANE - _BLOCK) / 2
+                    middle = y + _LANE * number + _LANE / 2
                     width = max(block.end - block.start, 0.0015 * end)  # visible, however short
                     part = Part(width, block.colour, tip=block.tip)
-                    drawing.area(axes, part, block.start, top + _BLOCK / 2, end / (_WIDTH - _GUTTER), _BLOCK)
+                    drawing.area(axes, part, block.start, middle, end / (_WIDTH - _GUTTER), _BLOCK)
                 y += _LANE * (1 + max(numbers, default=0))
-            axes.plot([group.end] * 2, [y - 4 - _LANE, y], color=_LIGHT["rule"], linewidth=1.5, clip_on=False)
+            axes.plot([group.end] * 2, [top, y], color=_LIGHT["rule"], linewidth=1.5, clip_on=False)
             y += 2
 
     svg = _draw([draw], height, _Margins(_GUTTER, 0, 0, 0))

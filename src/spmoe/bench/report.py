@@ -734,7 +734,7 @@ def _facts(machine: Row) -> dict[str, str]:
         "device": str(machine["device"]) + (f", {format_bytes(memory)}" if memory else ""),
         "driver": str(machine["driver"] or "-"),
         "processor": str(machine["processor"]),
-        "cores": (cores or "-") + (f", {threads} threads per operation" if threads else ""),
+        "cores": (cores or "-") + (f", {threads} thread{'s' * (threads != 1)} per operation" if threads else ""),
         "host memory": format_host_memory(machine) or "-",
         "system": str(machine["platform"]),
         "versions": f"{versions}, Python {machine['python']}",
