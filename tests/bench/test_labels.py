@@ -118,7 +118,7 @@ def test_charts_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
     bars = [
         bar
         for figure in figures
-        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg)
+        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg + figure.more)
     ]
     assert sorted(map(unescape, bars)) == sorted(compared.labels.label(one) for _, one in compared.main_rows)
 

@@ -448,8 +448,13 @@ def test_bars_are_ordered_by_speed_and_further_systems_are_neutral() -> None:
     rows = [row(name, 4, 0.05 - 0.001 * number) for number, name in enumerate(policies)]
     report = Report(Comparison([WorkloadResults(MACHINE, rows)]), None)
     (figure,) = report.tpot()[""]
-    shown = re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg)
-    assert shown == [f"{name}, K=4" for name in reversed(policies)]
+    shown, more = (
+        re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", svg) for svg in (figure.svg, figure.more)
+    )
+    assert shown == [*(f"{name}, K=4" for name in policies[:-13:-1]), "policy-0, K=4"], "the slowest is the baseline"
+    assert more == [f"{name}, K=4" for name in policies[7:0:-1]], "folded"
+    assert figure.num_more == 7
+    assert len(figure.table.rows) == 20
     keys = report.colour_keys()
     assert [key.colour for key in keys] == ["c0", "c1", "c2", "c3", "c4", "c5"]
     assert keys[-1].name == "policy-14, and 14 others, named in the charts"

@@ -185,10 +185,16 @@ def bar_chart(title: str, bars: Sequence[Bar], x_max: float | None = None, chart
     return _embedded(svg, title, "bars", chart_id, drawing.tips)
 
 
-def ratio_chart(title: str, bars: Sequence[Bar], chart_id: str = "chart") -> str:
-    """Draw bars of base-2 logarithms of ratios to both sides of a line at 1, above an axis of ratios."""
-    reach = max(_LEAST_REACH, *(max(bar.end, -bar.start) for bar in bars))
-    low, high = -max(_LEAST_REACH, *(-bar.start for bar in bars)), max(_LEAST_REACH, *(bar.end for bar in bars))
+def ratio_chart(
+    title: str, bars: Sequence[Bar], chart_id: str = "chart", scale: tuple[float, float] = (0.0, 0.0)
+) -> str:
+    """Draw bars of base-2 logarithms of ratios to both sides of a line at 1, above an axis of ratios.
+
+    `scale` is the least and greatest logarithm that the axis must reach.
+    """
+    low = -max(_LEAST_REACH, -scale[0], *(-bar.start for bar in bars))
+    high = max(_LEAST_REACH, scale[1], *(bar.end for bar in bars))
+    reach = max(high, -low)
     height = _ROW * len(bars) + _AXIS
     drawing = _Drawing()
 

@@ -67,6 +67,7 @@ _IMPLAUSIBLE_EFFICIENCY = 1.05  # more than this means that the machine's speed 
 _NEUTRAL = SERIES[-1]  # plain decoding, the oracle, and configurations beyond the other colours
 _MAX_COLUMNS = 10  # of a table, with the names of its rows
 _MIN_PAIRS = 3  # runs of two configurations that tell a difference from noise
+_MAX_BARS = 12  # of a chart; slower configurations are in a second one that is folded
 _MAX_NAMED = 6  # configurations that the summary compares with by name
 
 
@@ -133,6 +134,8 @@ class Figure(NamedTuple):
     svg: str
     table: Table
     legend: Sequence[Key] = ()
+    more: str = ""  # chart of the slower configurations, if there are many
+    num_more: int = 0  # configurations in it
 
 
 _SPREAD = Key("10th to 90th percentile of runs", style="spread")
@@ -262,13 +265,20 @@ class Report:
         workloads = self._found.columns_by_workload()
         if len(workloads) < 2 or self.highlighted is None:
             return None
-        others = [system for system in self.systems if system != self.highlighted]
-        rows = []
-        for workload, columns in workloads.items():
-            ranges = [format_range(one) if (one := self._found.speedups(other, columns)) else "-" for other in others]
-            ranks = self._found.highlighted_ranks(columns)
-            rows.append([workload, *ranges, f"{ranks.count(1)} of {len(ranks)}" if ranks else "-"])
-        return Table(["", *others, "fastest speculating system in"], rows)
+        speeds = [
+            [
+                other,
+                *(
+                    format_range(one) if (one := self._found.speedups(other, columns)) else "-"
+                    for columns in workloads.values()
+                ),
+            ]
+            for other in self.systems
+            if other != self.highlighted
+        ]
+        ranks = [self._found.highlighted_ranks(columns) for columns in workloads.values()]
+        first = [f"{one.count(1)} of {len(one)}" if one else "-" for one in ranks]
+        return Table(["", *workloads], [*speeds, ["fastest speculating system in", *first]])
 
     @property
     def baselines(self) -> str:
@@ -447,19 +457,34 @@ class Report:
             rows_of.setdefault(workload, {}).setdefault(row["expert_memory"], []).append(row)
         figures: dict[str, list[Figure]] = {}
         for workload, budgets in rows_of.items():
-            bars = {memory: [bar(workload, row) for row in sorted(rows, key=tpot)] for memory, rows in budgets.items()}
-            end = x_max or max(one.end for drawn in bars.values() for one in drawn)  # one scale for all budgets
-            for memory, rows in budgets.items():
-                full_title = ", ".join(part for part in (title, workload, _budget(memory)) if part)
-                drawn, number = bars[memory], self._chart_id()
-                svg = ratio_chart(full_title, drawn, number) if ratios else bar_chart(full_title, drawn, end, number)
-                table = Table(
-                    ["", *head], [[self._label(row), *values(workload, row)] for row in sorted(rows, key=tpot)]
-                )
-                caption = _budget(memory)
+            bars = {
+                memory: [(row, bar(workload, row)) for row in sorted(rows, key=tpot)]
+                for memory, rows in budgets.items()
+            }
+            every = [one for drawn in bars.values() for _, one in drawn]  # one scale for all budgets
+            low, high = min(one.start for one in every), x_max or max(one.end for one in every)
+
+            def draw(title: str, drawn: Sequence[Bar], low: float = low, high: float = high) -> str:
+                number = self._chart_id()
                 if ratios:
-                    caption += f"; baseline: {self._label(self._found.baseline(workload, memory))}"
-                figures.setdefault(workload, []).append(Figure(caption, svg, table))
+                    return ratio_chart(title, drawn, number, (low, high))
+                return bar_chart(title, drawn, high, number)
+
+            for memory, drawn in bars.items():
+                baseline = self._found.baseline(workload, memory)
+                kept = [row is baseline or self._found.labels.system(row) == self.highlighted for row, _ in drawn]
+                first = [one for number, (_, one) in enumerate(drawn) if number < _MAX_BARS or kept[number]]
+                rest = [one for number, (_, one) in enumerate(drawn) if number >= _MAX_BARS and not kept[number]]
+                full_title = ", ".join(part for part in (title, workload, _budget(memory)) if part)
+                figures.setdefault(workload, []).append(
+                    Figure(
+                        _budget(memory) + (f"; baseline: {self._label(baseline)}" if ratios else ""),
+                        draw(full_title, first),
+                        Table(["", *head], [[self._label(row), *values(workload, row)] for row, _ in drawn]),
+                        more=draw(f"{full_title}, slower configurations", rest) if rest else "",
+                        num_more=len(rest),
+                    )
+                )
         return figures
 
     def _chart_id(self) -> str:
