@@ -134,7 +134,7 @@ class Figure(NamedTuple):
     svg: str
     table: Table
     legend: Sequence[Key] = ()
-    more: str = ""  # chart of the slower configurations, if there are many
+    more: str = ""  # chart of further, slower configurations, if there are many
     num_more: int = 0  # configurations in it
 
 
@@ -481,7 +481,7 @@ class Report:
                         _budget(memory) + (f"; baseline: {self._label(baseline)}" if ratios else ""),
                         draw(full_title, first),
                         Table(["", *head], [[self._label(row), *values(workload, row)] for row, _ in drawn]),
-                        more=draw(f"{full_title}, slower configurations", rest) if rest else "",
+                        more=draw(f"{full_title}, further configurations", rest) if rest else "",
                         num_more=len(rest),
                     )
                 )
