@@ -153,8 +153,8 @@ def test_different_tokens_fail_in_float32_only(
 ) -> None:
     original = runs.BenchRunner._generate
 
-    def generate(self: runs.BenchRunner, llm: Any, isolated: Any, config: Any, prompt: list[int], tokens: int) -> Any:
-        completion = original(self, llm, isolated, config, prompt, tokens)
+    def generate(self: runs.BenchRunner, llm: Any, isolated: Any, config: Any, prompt: list[int], *rest: Any) -> Any:
+        completion = original(self, llm, isolated, config, prompt, *rest)
         if config.draft_tokens and len(prompt) == 8:
             completion.token_ids[3] += 1
         return completion

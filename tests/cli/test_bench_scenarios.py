@@ -226,6 +226,10 @@ def test_report_without_results(invoke: Invoke, tmp_path: Path) -> None:
     invoke("report", file, "--markdown").refused(2, "line 1 of", "not JSON")
     file.write_text('{"type": "machine", "format": 3}\n')
     invoke("report", file, "--markdown").refused(2, "no finished configuration")
+    file.write_text('{"type": "machine", "format": 3}\n{"type": "configuration"}\n')
+    invoke("report", file, "--markdown").refused(2, "the machine record before line 2 of", "device: Field required")
+    invoke("report", file, "-o", file).refused(2, "would be overwritten; name another file with -o")
+    assert "configuration" in file.read_text()
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])

@@ -18,6 +18,7 @@ import torch
 from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.configs import BenchConfig
+from spmoe.bench.step_timeline import StepTimeline
 from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Generation
@@ -50,6 +51,7 @@ class BenchRun:
     repeat: int  # index
     completion: RequestOutput
     graph_seconds: float | None = None  # time in CUDA graphs on the device; only measured with all experts in slots
+    timeline: StepTimeline | None = None  # of one step; recorded in the first counted run of each configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class EngineFacts:
     ceilings: Ceilings
     dense_bytes: int  # weights of the target that every row reads
     draft_bytes: int
+    machine: Mapping[str, Any]  # hardware, versions and date
 
     @property
     def active_bytes(self) -> int:
@@ -251,8 +254,9 @@ class BenchRunner:
         self._show_notices(llm)
         require_context(job.prompts, job.output_len, engine.parts.max_model_len)
         if self.facts is None:
+            described = machine(engine.device)
             if self.stored is not None:
-                _require_same_machine(self.stored.machine, machine(engine.device))
+                _require_same_machine(self.stored.machine, described)
             self._notify("measuring the link and the memory")
             self.facts = EngineFacts(
                 device=engine.device,
@@ -263,6 +267,7 @@ class BenchRunner:
                 ceilings=measure_ceilings(engine),
                 dense_bytes=engine.target.resident_bytes,
                 draft_bytes=draft.resident_bytes if draft is not None else 0,
+                machine=described,
             )
 
     def _report(self, doing: str) -> None:
@@ -291,8 +296,11 @@ class BenchRunner:
                 self._report(f"{config}; prompt {prompt + 1}, repeat {repeat + 1}")
                 timed = runs is self.resident_runs and llm.engine.parts.runtime.recorder is not None
                 stop_timing = self._start_timing(llm) if timed else None
-                completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len)
-                runs.append(BenchRun(config, prompt, repeat, completion, stop_timing() if stop_timing else None))
+                spans: list[Span] | None = [] if counted and repeat == prompt == 0 else None
+                completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len, spans)
+                graph_seconds = stop_timing() if stop_timing else None
+                timeline = StepTimeline.of_median_step(spans) if spans else None
+                runs.append(BenchRun(config, prompt, repeat, completion, graph_seconds, timeline))
                 self._on_run()
         self._report("")
 
@@ -319,12 +327,24 @@ class BenchRunner:
         llm.engine.loop.prepare()
 
     def _generate(
-        self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
+        self,
+        llm: LLM,
+        isolated: IsolatedConfigs,
+        config: BenchConfig,
+        prompt: list[int],
+        tokens: int,
+        spans: list[Span] | None = None,
     ) -> RequestOutput:
+        """Complete a prompt under a configuration; add the timeline of the generation to `spans`, if given."""
         if needs_recording(config.prefetch):
             self._provide_recording(llm, isolated, config, prompt, tokens)
         isolated.select(config, config.engine_options)
-        return self._complete(llm, prompt, tokens)
+        if spans is None:
+            return self._complete(llm, prompt, tokens)
+        with llm.engine.experts.timeline.record() as recorded:
+            completion = self._complete(llm, prompt, tokens)
+        spans += recorded
+        return completion
 
     def _provide_recording(
         self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
