@@ -109,3 +109,13 @@ def test_pinning_and_kernels_on_cuda() -> None:
     probe.pin_and_unpin(64 * 2**20)
     probe.pin_and_unpin(64 * 2**20)
     assert probe.kernel_error(torch.device("cuda")) < 0.02
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.usefixtures("fixed_interpreter")
+def test_kernel_error_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert probe.kernel_error(torch.device("cpu")) < 0.02
+    plain = "spmoe.backends.kernels.dense.small_batch_linear_plain"
+    monkeypatch.setattr(plain, lambda x, weight: 1.1 * (x.float() @ weight.float().T))
+    assert probe.kernel_error(torch.device("cpu")) > 0.02, "a wrong result is noticed"
