@@ -29,6 +29,7 @@ from checkpoints import (
 )
 from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.config import EngineConfig
+from spmoe.engine.llm import _CHOSEN
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
 from spmoe.observe.ledger import Counters
 from spmoe.predict.policies.draft_gate import DraftGate
@@ -694,7 +695,9 @@ def test_the_signature_lists_every_option_with_its_default() -> None:
     signature = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "store"}
     assert list(signature) == [field.name for field in fields(EngineConfig)]  # type: ignore[arg-type]
     assert signature.pop("model") is None, "the pair that ships"
-    assert EngineConfig.make(model="m", **signature) == EngineConfig(model="m")
+    chosen = {name for name in _CHOSEN if signature[name] is None}
+    given = {name: value for name, value in signature.items() if name not in chosen}
+    assert EngineConfig.make(model="m", **given) == EngineConfig(model="m")
     assert all(p.annotation not in (p.empty, "Any") for p in parameters)
 
 

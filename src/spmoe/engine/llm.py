@@ -41,13 +41,15 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
 
 _MAX_SEED = 2**63
+_CHOSEN = ("num_speculative_tokens", "expert_memory", "device_memory")  # None: EngineConfig chooses the default
 
 
 class LLM:
     """An MoE model whose experts are loaded on demand, with an optional draft. A context manager; else call `close`.
 
-    Without a model, the small pair that ships with the package runs. Options are those of `EngineConfig`. `store`:
-    experts that a closed engine has left in host memory; see `spmoe.engine.build.build`.
+    Without a model, the small pair that ships with the package runs. Options are those of `EngineConfig`, which
+    documents them and their defaults. `store`: experts that a closed engine has left in host memory; see
+    `spmoe.engine.build.build`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         draft: str | os.PathLike[str] | None = "auto",
         *,
-        num_speculative_tokens: int | Literal["auto"] = 4,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
         prefetch: str = "draft-gate",
         cutoff: str | int | Cutoff = "auto",
         projection: bool = True,
@@ -77,7 +79,8 @@ class LLM:
         store: HostStore | None = None,
         **unknown: Never,  # so that a misspelt option is answered with the list of options
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in ("self", "store", "unknown")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "store", "unknown")}
+        options = {name: value for name, value in given.items() if value is not None or name not in _CHOSEN}
         config = EngineConfig.make(**with_default_pair({**options, **unknown}))
         directory = model_directory(config.model)  # None: a hub id
         defaults = None if directory is None else _sampling_defaults(config, directory)  # before anything is loaded

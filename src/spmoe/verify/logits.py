@@ -35,8 +35,9 @@ class LogitsProcessors:
             sampling.repetition_penalty != 1.0
         )
         self._counted = 0  # tokens of the sequence in the two tensors below; it never loses one
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool)  # in prompt or output
-        self._output_counts = torch.zeros(vocab_size)
+        size = vocab_size if self._penalizes else 0
+        self._seen = torch.zeros(size, dtype=torch.bool)  # in prompt or output
+        self._output_counts = torch.zeros(size)
 
     @classmethod
     def of(
