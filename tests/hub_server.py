@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-COMMIT = "c" * 40
+COMMIT = "c" * 40  # of every repository, until another one is set
 
 
 class HubServer:
@@ -27,7 +28,9 @@ class HubServer:
         self.gated: set[str] = set()  # anyone may list their files, but not read them
         self.cards: dict[str, dict[str, Any]] = {}
         self.served: Counter[str] = Counter()
+        self.commit = COMMIT
         self.requests = 0
+        self.delay = 0.0  # seconds before each file
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -66,27 +69,32 @@ class _Handler(BaseHTTPRequestHandler):
             if path in (f"api/models/{name}", f"api/models/{name}/revision/main"):
                 siblings = [_entry(file, p, "rfilename") for file, p in files.items()]
                 card = self.hub.cards.get(name)
-                return self._send_json({"id": name, "sha": COMMIT, "siblings": siblings, "cardData": card}, body)
-            if path == f"api/models/{name}/tree/{COMMIT}":
+                return self._send_json(
+                    {"id": name, "sha": self.hub.commit, "siblings": siblings, "cardData": card}, body
+                )
+            if path == f"api/models/{name}/tree/{self.hub.commit}":
                 return self._send_json([{"type": "file", **_entry(file, p, "path")} for file, p in files.items()], body)
-            for revision in ("main", COMMIT):
+            for revision in ("main", self.hub.commit):
                 prefix = f"{name}/resolve/{revision}/"
                 if path.startswith(prefix):
                     if name in self.hub.gated:
                         return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, body)
                     file = path.removeprefix(prefix)
                     if file not in files:
-                        return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
+                        return self._send(
+                            404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.hub.commit}, body
+                        )
                     return self._send_file(file, files[file], body)
         return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, body)
 
     def _send_file(self, file: str, path: Path, body: bool) -> None:
-        data, status, headers = path.read_bytes(), 200, {"ETag": f'"{_digest(path)}"', "X-Repo-Commit": COMMIT}
+        data, status, headers = path.read_bytes(), 200, {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": self.hub.commit}
         if (wanted := self.headers.get("Range")) is not None:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             total, data, status = len(data), data[int(first) : int(last or len(data)) + 1], 206
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(data) - 1}/{total}"
         if body:
+            time.sleep(self.hub.delay)
             self.hub.served[file] += len(data)
         self._send(status, data, headers, body)
 
@@ -108,6 +116,10 @@ def _entry(file: str, path: Path, key: str) -> dict[str, Any]:
     if path.suffix == ".safetensors":  # large files are stored apart
         entry["lfs"] = {"size": size, "sha256": digest, "oid": digest, "pointerSize": 130}
     return entry
+
+
+def _etag(path: Path) -> str:
+    return _digest(path) if path.suffix == ".safetensors" else _digest(path)[:40]
 
 
 def _digest(path: Path) -> str:

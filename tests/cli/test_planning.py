@@ -131,6 +131,7 @@ def test_hub_model_is_shown_without_a_download(
         assert remote["memory"] == local["memory"]
         assert remote["target"]["parameters"] == local["target"]["parameters"]
         assert remote["target"]["name"] == NAME
+        assert remote["target"]["download_bytes"] > local["target"]["download_bytes"] == 0
 
 
 def test_run_announces_the_download_once_and_then_works_offline(

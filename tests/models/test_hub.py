@@ -163,6 +163,18 @@ def test_download_leaves_duplicates_out_and_is_announced_once(
     assert Checkpoint.find(NAME).directory == found.directory
 
 
+def test_download_without_a_terminal_reports_progress(
+    server: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_LINE_SECONDS", 0.02)
+    server.delay = 0.1
+    Checkpoint.find(NAME)
+    first, *lines = capsys.readouterr().err.splitlines()
+    total = first.removeprefix("downloading ").partition(" of ")[0]
+    assert lines
+    assert all(line.startswith(f"downloading {NAME}: ") and line.endswith(f" of {total}") for line in lines)
+
+
 def test_interrupted_download_continues(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     directory = find_target(NAME).directory
     second = directory / "model-00002-of-00002.safetensors"
@@ -173,6 +185,19 @@ def test_interrupted_download_continues(server: HubServer, capsys: pytest.Captur
     assert hub.cached_model(NAME) is None
     assert find_target(NAME).directory == directory
     assert f"{size / 1e6:.1f} MB of {NAME} (1 file)" in capsys.readouterr().err
+
+
+def test_new_version_downloads_only_what_has_changed(server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    old = find_target(NAME).directory
+    server.commit = "d" * 40
+    config = server.repositories[NAME] / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": 77}))
+    capsys.readouterr()
+    assert Checkpoint.find(NAME, weights=False).directory == old  # looking at a model uses the cache
+    new = find_target(NAME).directory
+    assert new.name == server.commit
+    assert json.loads((new / "tokenizer_config.json").read_text())["model_max_length"] == 77
+    assert f"of {NAME} (1 file)" in capsys.readouterr().err
 
 
 def test_cached_model_is_used_when_the_hub_is_down(server: HubServer) -> None:
@@ -243,3 +268,12 @@ def test_repository_without_config_or_safetensors(server: HubServer, tmp_path: P
 def test_index_of_an_absent_file(server: HubServer) -> None:
     (server.repositories[NAME] / "model-00002-of-00002.safetensors").unlink()
     assert "lacks model-00002-of-00002.safetensors, which its index names" in explain(NAME)
+
+
+def test_damaged_files_on_the_hub(server: HubServer) -> None:
+    place = server.repositories[NAME]
+    for file, data in (("model-00002-of-00002.safetensors", b"hello " * 100), (INDEX, b"{")):
+        (place / file).write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"a file of {NAME} on the hub is damaged"):
+            Checkpoint.find(NAME, weights=False)
+        server.commit = "d" * 40

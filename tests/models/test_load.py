@@ -29,7 +29,7 @@ from checkpoints import (
     seeded,
 )
 from spmoe import LLM, SamplingParams
-from spmoe.errors import CheckpointError
+from spmoe.errors import CheckpointError, UsageError
 from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import experts_modules
@@ -281,7 +281,7 @@ def test_wrong_number_of_experts_is_rejected(own_checkpoint: Path) -> None:
 
 
 def test_dense_model_is_rejected_as_target(mixtral_pair: Pair) -> None:
-    with pytest.raises(CheckpointError, match="no experts"):
+    with pytest.raises(UsageError, match="dense model"):
         load(mixtral_pair.good, torch.float32)
 
 

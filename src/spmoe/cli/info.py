@@ -52,6 +52,8 @@ def _table(plan: Plan) -> Table:
     millions = target.parameters / 1e6
     size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
     table.add_row("model", f"{target.name} ({target.architecture}, {size} parameters, {target.dtype})")
+    if target.download_bytes:
+        table.add_row("download", f"{target.download_bytes / 1e9:.1f} GB at the first run; nothing was downloaded now")
     experts = f"{target.experts_per_layer} experts, {target.top_k} per token"
     table.add_row("layers", f"{target.decoder_layers}, {target.moe_layers} of them with {experts}")
     kv = f"{format_bytes(target.kv_bytes_per_token)} of KV cache per token"

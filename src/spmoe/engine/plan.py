@@ -43,6 +43,7 @@ class TargetFacts:
     all_experts_bytes: int
     expert_file: str
     expert_file_exists: bool
+    download_bytes: int  # of files that are still on the hub; 0: everything is here
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def make_plan(config: EngineConfig) -> Plan:
         all_experts_bytes=spec.nbytes,
         expert_file=str(expert_file),
         expert_file_exists=expert_file.exists(),
+        download_bytes=checkpoint.download_bytes,
     )
     draft_facts = None
     if config.resolved_draft is not None and config.max_draft_tokens:

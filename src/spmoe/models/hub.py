@@ -10,11 +10,13 @@ import glob
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    SafetensorsParsingError,
 )
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
@@ -43,6 +46,7 @@ _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # configurati
 _SMALL_DIRECTORY = "additional_chat_templates/"
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _THREADS = 8  # headers that are fetched at once
+_LINE_SECONDS = 10.0  # between two lines about a download, without a terminal
 _GB = 1e9  # download sizes are decimal, as the hub shows them
 
 
@@ -103,8 +107,11 @@ def download(name: str) -> Path:
         raise
     if not missing and cached is not None and cached.name == repository.commit:
         return cached
-    _announce(name, sum(repository.sizes[file] for file in missing), len(missing))
-    with _hub_errors(name, bars=sys.stderr.isatty()):
+    size = sum(repository.sizes[file] for file in missing)
+    _announce(name, size, len(missing))
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    lines = bool(missing) and sys.stderr is not None and not terminal
+    with _hub_errors(name, bars=terminal), _progress_lines(name, size) if lines else nullcontext():
         patterns = [glob.escape(file) for file in repository.model_files()]
         return Path(snapshot_download(name, allow_patterns=patterns))
 
@@ -174,7 +181,7 @@ class _Repository:
 
     def missing(self) -> list[str]:
         """Return the files that a run needs and that are not in the local cache."""
-        blobs = Path(constants.HF_HUB_CACHE) / f"models--{self.name.replace('/', '--')}" / "blobs"
+        blobs = _blobs(self.name)
         return [
             file
             for file in self.model_files()
@@ -205,7 +212,40 @@ def _announce(name: str, size: int, count: int) -> None:
             f"downloading {what} needs more than the {_decimal(free)} that are free there; free some space, or set "
             "HF_HOME to a directory on a larger disk"
         )
-    print(f"downloading {what}; {_decimal(free)} free", file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        print(f"downloading {what}; {_decimal(free)} free", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _progress_lines(name: str, size: int) -> Iterator[None]:
+    """Print every few seconds how much of a download of `size` bytes is done, where no progress bar is shown."""
+    before, ended = _cached_bytes(name), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_LINE_SECONDS):
+            done = max(0, _cached_bytes(name) - before)
+            print(f"downloading {name}: {_decimal(done)} of {_decimal(size)}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, name="spmoe-download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _blobs(name: str) -> Path:
+    """Return the directory of a model's files in the hub's cache, also of those that are still being downloaded."""
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+
+
+def _cached_bytes(name: str) -> int:
+    total = 0
+    with suppress(OSError):  # no directory yet, or a file was just renamed
+        for entry in os.scandir(_blobs(name)):
+            total += entry.stat().st_size
+    return total
 
 
 def _decimal(count: int) -> str:
@@ -257,6 +297,8 @@ def _explain(name: str, error: Exception) -> SpmoeError:
         return CheckpointError(
             f"a file of {name} is missing on the hub ({reason(error)}); use another copy of the model"
         )
+    if any(isinstance(one, (SafetensorsParsingError, json.JSONDecodeError)) for one in chain):
+        return CheckpointError(f"a file of {name} on the hub is damaged ({reason(error)}); use another copy of it")
     status = next((one.response.status_code for one in chain if isinstance(one, HfHubHTTPError)), None)
     if status is not None:
         return CheckpointError(f"the hub answers {status} for {name} ({reason(error)}); try again later")

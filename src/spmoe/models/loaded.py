@@ -17,6 +17,7 @@ from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
+from spmoe.files import model_directory
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.inspection import MoeLayer
@@ -94,11 +95,11 @@ class LoadedModels:
 
 def find_target(name: str) -> Checkpoint:
     """Find a target's checkpoint; refuse a model that cannot be a target before its weights are downloaded."""
-    checkpoint = Checkpoint.find(name, weights=False)
-    if checkpoint.download_bytes:
-        load_skeleton(checkpoint)
-        return Checkpoint.find(name)
-    return checkpoint
+    if model_directory(name) is None:
+        remote = Checkpoint.find(name, weights=False)
+        if remote.download_bytes:
+            load_skeleton(remote)
+    return Checkpoint.find(name)
 
 
 def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
