@@ -68,7 +68,7 @@ def test_dockerfile_copies_what_is_sent_to_it() -> None:
 
 
 def test_prompt_toolkit_is_imported_only_at_a_terminal() -> None:
-    """Its import takes a tenth of a second: only `spmoe chat` pays for it, and only if somebody types."""
+    """Only `spmoe chat` at a terminal needs it, so that no other command waits for its import."""
     importers: dict[str, set[str]] = {"prompt_toolkit": set(), "spmoe.cli.terminal": set()}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:  # at the top, not inside functions
