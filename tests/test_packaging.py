@@ -65,3 +65,17 @@ def test_dockerfile_copies_what_is_sent_to_it() -> None:
     }
     assert copied == sent
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_prompt_toolkit_is_imported_only_at_a_terminal() -> None:
+    """Only `spmoe chat` at a terminal needs it, so that no other command waits for its import."""
+    importers: dict[str, set[str]] = {"prompt_toolkit": set(), "spmoe.cli.terminal": set()}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:  # at the top, not inside functions
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                for library, files in importers.items():
+                    if name == library or name.startswith(f"{library}."):
+                        files.add(str(path.relative_to(PACKAGE)))
+    assert importers == {"prompt_toolkit": {"cli/terminal.py"}, "spmoe.cli.terminal": set()}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -363,6 +364,15 @@ def test_message_that_the_template_rejects(checkpoints: Path, tmp_path: Path, in
 
 def test_input_that_is_not_text(chat: tuple[object, ...], invoke: Invoke) -> None:
     invoke(*chat, stdin=b"caf\xe9\n").refused(2, "standard input is not UTF-8")
+
+
+def test_closed_output_ends_a_saved_conversation(chat: tuple[object, ...], invoke: Invoke, tmp_path: Path) -> None:
+    save = tmp_path / "saved.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with suppress(BrokenPipeError), open(writing, "w", encoding="utf-8") as closed:  # noqa: PTH123
+        assert invoke(*chat, "--save", save, stdin=b"hi\nthere\n", stdout=closed).code == 1
+    assert [message["role"] for message in json.loads(save.read_text())["messages"]] == ["user", "assistant"]
 
 
 # ---- files

@@ -84,6 +84,7 @@ def test_as_few_turns_as_possible_are_left_out(
         assert conversation.messages == all_messages
         return
     omitted = conversation.fit(count_tokens, limit, reserve)
+    reserve = max(reserve, 1)  # an answer has at least one token
     assert conversation.prompt == [*conversation.head, *all_messages[2 * omitted :]]
     assert count_tokens(conversation.prompt) <= limit - reserve or omitted == turns - 1
     assert count_tokens(conversation.prompt) < limit

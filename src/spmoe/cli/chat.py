@@ -80,8 +80,8 @@ def chat(
         conversation.set_system(system)
     own = {path.resolve() for path in (load_file,) if path is not None}
     if save_file is not None:
-        _require_new(save_file, own, f"add --load {save_file} to continue the conversation in it, or choose")
         require_writable(save_file)
+        _require_new(save_file, own, f"add --load {save_file} to continue the conversation in it, or choose")
     template = _check_template(engine["model"], chat_template)
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or (sys.stderr is not None and sys.stderr.isatty()))
     with load(engine, progress=not as_json) as llm:
@@ -172,7 +172,7 @@ class Session:
             hint = "; /retry answers the last one" if self._conversation.waiting else ""
             lines.append(f"continuing a conversation of {count} messages{hint}")
         for line in lines:
-            stderr().print(line, style="dim", soft_wrap=True)
+            _note(line, style="dim")
 
     def run(self, read: Callable[[], str | None]) -> None:
         """Answer what `read` returns until it returns None, the user leaves, or Ctrl-C comes twice."""
@@ -278,29 +278,38 @@ class Session:
             raise
         if omitted:
             turns = "the oldest turn" if omitted == 1 else f"the {omitted} oldest turns"
-            _say(f"note: the context of {self._context} tokens is full; the model no longer reads {turns}")
+            _note(f"note: the context of {self._context} tokens is full; the model no longer reads {turns}")
         try:
             with _ctrl_c_stops_answer(generation) if self._interactive else ctrl_c_stops(generation):
                 stream_text(generation, quiet=self._as_json)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError):  # the program ends: three Ctrl-C, or standard output is closed
             self._keep(generation, before)
             self._rescue()
             raise
-        except BrokenPipeError:  # standard output is closed
-            raise
         except Exception as error:
             self._report(error, ". The conversation is kept; send the message again")
-        self._keep(generation, before)
+        self._print_end(generation, answered=self._keep(generation, before))
 
-    def _keep(self, generation: Generation, before: list[Message]) -> None:
-        """Add the answer so far to the conversation, save it, and print how it ended."""
+    def _keep(self, generation: Generation, before: list[Message]) -> bool:
+        """Add the answer so far to the conversation and save it; return False if there is no answer."""
         completion = generation.completion
-        stopped = generation.stopped and completion.finish_reason == "interrupted"
-        if answered := bool(completion.text) or completion.finish_reason != "interrupted":
+        answered = bool(completion.text) or completion.finish_reason != "interrupted"
+        if answered:
             self._conversation.answer(completion.text)
             self._last = completion.stats
         else:
             self._conversation.messages = before
+        if self._save_file is not None:
+            try:
+                self._conversation.save(self._save_file, self._model)
+            except UsageError as error:
+                self._report(error)
+        return answered
+
+    def _print_end(self, generation: Generation, answered: bool) -> None:
+        """Print how an answer ended: its JSON object, a hint, statistics."""
+        completion = generation.completion
+        stopped = generation.stopped and completion.finish_reason == "interrupted"
         if self._as_json and (answered or stopped):
             print(json.dumps(completion.to_dict()), flush=True)
         if stopped:
@@ -308,16 +317,11 @@ class Session:
         elif self._interactive and completion.finish_reason == "length":
             at_most = completion.stats.output_tokens >= self._params.max_tokens
             limit = f"--max-tokens {self._params.max_tokens}" if at_most else f"{self._context} tokens of context"
-            _say(f"(cut off at {limit})")
+            _note(f"(cut off at {limit})")
         elif self._interactive and answered and not completion.text:
-            _say("(empty answer)")
+            _note("(empty answer)")
         if self._show_stats and answered:
             _say(stats_line(completion.stats))
-        if self._save_file is not None:
-            try:
-                self._conversation.save(self._save_file, self._model)
-            except UsageError as error:
-                self._report(error)
 
     def _count_tokens(self, messages: list[Message]) -> int:
         from spmoe.models.checkpoint import quiet
@@ -374,7 +378,13 @@ def stats_line(stats: Stats) -> str:
 
 
 def _say(text: str) -> None:
+    """Print what the user asked for, or has to know, to standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _note(text: str, style: str | None = None) -> None:
+    """Print a hint to standard error."""
+    stderr().print(text, style=style, soft_wrap=True)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class Conversation:
         `count` returns the number of tokens of some messages.
         """
         before, self.omitted = self.omitted, 0
-        while (tokens := count(self.prompt)) > limit - reserve and self.omitted < len(self._asked) - 1:
+        while (tokens := count(self.prompt)) > limit - max(reserve, 1) and self.omitted < len(self._asked) - 1:
             self.omitted += 1
         if tokens >= limit:
             self.omitted = before
