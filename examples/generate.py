@@ -11,8 +11,8 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else None  # None: the small pair that comes with spmoe
     with LLM(model, expert_memory="25%") as llm:
         for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, SamplingParams(max_tokens=32)), strict=True):
-            print(f"--- {prompt.strip()} ({result.finish_reason})")
-            print(prompt + result.text)
+            print(f"--- {prompt.strip()} ({result.outputs[0].finish_reason})")
+            print(prompt + result.outputs[0].text)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def test_page_is_self_contained() -> None:
 
 def test_missing_results_name_the_command() -> None:
     page = Page(html_report([WorkloadResults(MACHINE, [row("on-demand", 0, 0.06)])]))
-    for command in ("scenarios/paper.toml", "scenarios/ushape.toml", "scenarios/ablation.toml", "spmoe bench -k 4"):
+    for command in ("--scenario paper", "--scenario ushape", "--scenario ablation", "spmoe bench -k 4"):
         assert command in page.text
 
 

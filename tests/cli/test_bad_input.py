@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Change = Callable[[Path], object]
 PROMPT = ("--prompt", "hello", "--max-tokens", "4")
+PLAIN = ("--draft", "none")  # no note about the default draft
 
 
 def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
@@ -313,8 +314,8 @@ def test_empty_prompts(checkpoints: Path, invoke: Invoke) -> None:
 
 def test_prompt_longer_than_the_context(checkpoints: Path, invoke: Invoke) -> None:
     words = (f"{CONTEXT + 1} tokens", f"holds {CONTEXT}", "shorten")
-    invoke("run", checkpoints / "target", "--prompt", "a" * (CONTEXT + 1)).refused(2, *words)
-    result = invoke("run", checkpoints / "target", "--max-model-len", 9, "--prompt", "a" * 9)
+    invoke("run", checkpoints / "target", *PLAIN, "--prompt", "a" * (CONTEXT + 1)).refused(2, *words)
+    result = invoke("run", checkpoints / "target", *PLAIN, "--max-model-len", 9, "--prompt", "a" * 9)
     result.refused(2, "9 tokens", "holds 9")
 
 
@@ -325,15 +326,17 @@ def test_max_model_len_above_the_models_limit_is_lowered_with_a_note(checkpoints
 
 def test_input_that_is_not_text(checkpoints: Path, invoke: Invoke) -> None:
     for verb in ("run", "chat"):
-        invoke(verb, checkpoints / "target", stdin=b"caf\xe9\n").refused(2, "standard input is not UTF-8")
-    invoke("run", checkpoints / "target", "--prompt", os.fsdecode(b"caf\xe9")).refused(2, "prompt is not text", "UTF-8")
+        invoke(verb, checkpoints / "target", *PLAIN, stdin=b"caf\xe9\n").refused(2, "standard input is not UTF-8")
+    invoke("run", checkpoints / "target", *PLAIN, "--prompt", os.fsdecode(b"caf\xe9")).refused(
+        2, "prompt is not text", "UTF-8"
+    )
 
 
 def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
     model = copy_of(checkpoints / "target", tmp_path)
     for path in model.glob("tokenizer*"):
         path.unlink()
-    invoke("run", model, *PROMPT).refused(2, "ships no tokenizer", "token ids")
+    invoke("run", model, *PLAIN, *PROMPT).refused(2, "ships no tokenizer", "token ids")
 
 
 # ---- options
@@ -472,7 +475,7 @@ def test_standard_output_that_cannot_be_written(checkpoints: Path, invoke: Invok
     for options in ((), ("--json",)):
         with Path("/dev/full").open("wb", buffering=0) as raw:
             full = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
-            result = invoke("run", checkpoints / "target", *PROMPT, *options, stdout=full)
+            result = invoke("run", checkpoints / "target", *PLAIN, *PROMPT, *options, stdout=full)
         result.refused(1, "No space left", "where the output goes")
 
 
@@ -656,7 +659,7 @@ def test_ctrl_c_from_outside(checkpoints: Path) -> None:
 
 
 def test_reader_that_closes_the_pipe_early(checkpoints: Path) -> None:
-    with Command("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos") as command:
+    with Command("run", checkpoints / "target", *PLAIN, *PROMPT, "--max-tokens", 400, "--ignore-eos") as command:
         assert command.stdout.read(1)
         command.stdout.close()
         err = command.stderr.read()

@@ -94,7 +94,7 @@ def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> N
     assert all(len(row["acceptance_by_position"]) == 2 for row in [*compared, *swept])
     text = page.read_text()
     assert "Best: " in text
-    assert "scenarios/ablation.toml" in text, "the command for the missing section"
+    assert "--scenario ablation" in text, "the command for the missing section"
 
     again = tmp_path / "again.html"
     invoke("report", results, "-o", again).succeeded()

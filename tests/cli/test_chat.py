@@ -47,7 +47,7 @@ def written(*texts: str) -> int:
 @pytest.fixture
 def chat(checkpoints: Path) -> tuple[object, ...]:
     """Return the words of a command that gives short answers."""
-    return ("chat", checkpoints / "target", *SHORT)
+    return ("chat", checkpoints / "target", "--draft", "none", *SHORT)
 
 
 def at_token(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

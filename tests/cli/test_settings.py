@@ -163,7 +163,7 @@ def test_errors_of_the_command_line_blame_nothing_else(invoke: Invoke, monkeypat
 def test_misspelt_variable_gets_a_note(checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMOE_EXPERT_MEMROY", "50%")
     monkeypatch.setenv("SPMOE_SOMETHING_ELSE", "1")
-    run = ("run", checkpoints / "target", "-p", "hello", "--max-tokens", 2, "--json")
+    run = ("run", checkpoints / "target", "--draft", "none", "-p", "hello", "--max-tokens", 2, "--json")
     (note,) = invoke(*run).succeeded().err.splitlines()
     assert note.startswith("note: SPMOE_EXPERT_MEMROY")
     assert note.endswith("did you mean SPMOE_EXPERT_MEMORY?")

@@ -123,7 +123,7 @@ def test_options_that_are_not_given_come_from_the_generation_config(
 ) -> None:
     model = copy_of(checkpoints / "target", tmp_path)
     edit_json(model / "generation_config.json", do_sample=True, temperature=1.5, max_new_tokens=6)
-    run = ("run", model, "--prompt", "hello", "--ignore-eos", "--json")
+    run = ("run", model, "--draft", "none", "--prompt", "hello", "--ignore-eos", "--json")
     sampled = invoke(*run, "--seed", 1).succeeded()
     assert len(json.loads(sampled.out)["token_ids"]) == 6
     assert json.loads(sampled.out)["token_ids"] != greedy[:6]

@@ -862,7 +862,7 @@ def require_matching_profile(comparison: Comparison, profile: EngineProfile) -> 
     if not machines:
         raise UsageError(
             "these results contain no cutoff sweep to draw the profile's predictions in; leave out --profile, or run "
-            "`spmoe bench --scenario scenarios/ushape.toml`"
+            "`spmoe bench --scenario ushape`"
         )
     mismatches = [found for machine in machines if (found := _mismatch(profile, machine)) is not None]
     if len(mismatches) == len(machines):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_except
+from spmoe.cli.options import Json, load, read_text_file, require_draft_model, takes_shared_options_except
 from spmoe.cli.output import is_quiet
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ def fit_predictor(
 
     It is stored for this pair. Every command then uses it, unless --no-projection is given.
     """
+    words = read_text_file(text)
+    require_draft_model(engine)
     from spmoe.bench.fit_predictor import fit_predictor as fit
     from spmoe.models.predictors import write_predictor
     from spmoe.observe.progress import progress_bar
 
-    words = read_text_file(text)
     with (
         load({**engine, "prefetch": "on-demand", "projection": False}) as llm,
         progress_bar("Fitting", not is_quiet()) as report,

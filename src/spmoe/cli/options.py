@@ -19,7 +19,7 @@ import typer
 from spmoe.cli.output import is_quiet, note
 from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
-from spmoe.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams, drafter_name
+from spmoe.config import DEFAULT_MAX_TOKENS, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
@@ -246,6 +246,14 @@ def load(engine: dict[str, Any], *, progress: bool = True) -> Iterator[LLM]:
         for text in notes:
             note(text)
         yield llm
+
+
+def require_draft_model(engine: dict[str, Any]) -> None:
+    """Raise UsageError, before anything is loaded, if the options name no draft that is a model."""
+    model = engine["model"] or str(SHIPPED_PAIR / "target")
+    config = EngineConfig.make(**{**engine, "model": model})
+    if config.draft_model is None and config.self_draft_scheme is None:
+        raise UsageError("this command needs a draft model; give one with --draft")
 
 
 def read_text(prompt: str) -> str:

@@ -21,22 +21,32 @@ from spmoe.cli import output, settings
 from spmoe.config import DEVICES, DTYPES, SELF_DRAFTS
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
-PANELS = ("Model", "Memory", "Speculation", "Prefetching", "Sampling", "Output", "Measurement")  # in this order
+PANELS = (
+    "Model",
+    "Memory",
+    "Speculation",
+    "Prefetching",
+    "Sampling",
+    "Files",
+    "Output",
+    "Measurement",
+)  # in this order
 
 _BY_PANEL = {
-    "Model": "dtype device max_model_len shape generation_config template system",
+    "Model": "dtype device max_model_len shape generation_config chat_template system",
     "Memory": "expert_memory device_memory host_memory pin_memory",
-    "Speculation": "draft num_speculative_tokens",
+    "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
-        prompt max_tokens temperature top_k top_p min_p seed stop ignore_eos n logprobs presence_penalty
-        frequency_penalty repetition_penalty stop_token_ids min_tokens logit_bias""",
+        prompt prompt_token_ids max_tokens temperature top_k top_p min_p seed stop ignore_eos n logprobs
+        presence_penalty frequency_penalty repetition_penalty stop_token_ids min_tokens logit_bias""",
     "Output": """
-        as_json json_file output report markdown plot chrome wide config verbose quiet""",
+        as_json json_file output report markdown plot chrome wide load_file save_file config verbose quiet""",
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
-        measure check stored compute_scale expert_size draft_pass_ms verify_layer_ms transfer workers profile
-        link_gbps enforce_eager batching overlap""",
+        measure check every reference quick stored compute_scale expert_size draft_pass_ms verify_layer_ms transfer
+        workers profile link_gbps device_gbps enforce_eager batching overlap""",
+    "Files": "everything yes older_than dry_run",
 }
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
 

@@ -10,7 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, require_writable, takes_shared_options_except
+from spmoe.cli.options import (
+    Json,
+    load,
+    read_text_file,
+    require_draft_model,
+    require_writable,
+    takes_shared_options_except,
+)
 from spmoe.cli.output import is_quiet
 from spmoe.errors import UsageError
 from spmoe.files import write_text
@@ -62,6 +69,7 @@ def predictability(
             f"--plot writes SVG, not {plot.suffix or 'this format'}; name the file {plot.with_suffix('.svg')}"
         )
     require_writable(plot)
+    require_draft_model(engine)
     if plot is not None:
         from spmoe.bench.charts import require_report_extra
 

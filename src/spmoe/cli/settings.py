@@ -19,7 +19,7 @@ from spmoe.errors import UsageError
 
 _PREFIX = "SPMOE_"
 _NOT_OPTIONS = ("SPMOE_HOME", "SPMOE_DEBUG")  # the cache directory, and debug messages
-_NOT_SETTINGS = {"help", "config", "version", "install_completion", "show_completion"}
+_NOT_SETTINGS = {"help", "config", "version", "install_completion", "show_completion", "everything", "all", "yes"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
