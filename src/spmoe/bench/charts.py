@@ -261,7 +261,8 @@ def timeline_chart(title: str, groups: Sequence[TimelineGroup], chart_id: str = 
             axes.text(tick, height - 6, f"{tick:g} ms", size=10, ha=side)
         y = 0.0
         for group, found in zip(groups, lanes, strict=True):
-            axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 14, group.name, weight="bold", size=11)
+            size = 11 * min(1.0, _LABEL_CHARACTERS / max(1, len(group.name)))
+            axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 14, group.name, weight="bold", size=size)
             y += 22
             top = y
             for track, numbers in zip(group.tracks, found, strict=True):
