@@ -115,6 +115,7 @@ class Line:
     tips: tuple[str, ...] = ()  # for each point, shown where the pointer is
     dashed: bool = False
     marker: str = "o"
+    dashed_colour: str | None = None  # of the vertical lines; default: that of the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +433,13 @@ class _Drawing:
             if chart.label_ends:
                 axes.annotate(line.name, (xs[-1], ys[-1]), (0, 9), textcoords="offset points", ha="center", size=11)
             for x in line.dashed_at:
-                axes.axvline(x, color=_LIGHT["rule"], linewidth=2, linestyle=(0, (5, 4)), clip_on=False)
+                axes.axvline(
+                    x,
+                    color=_colour(line.dashed_colour or line.colour),
+                    linewidth=2,
+                    linestyle=(0, (5, 4)),
+                    clip_on=False,
+                )
         if chart.y_min is not None:
             axes.set_ylim(bottom=chart.y_min)
         if chart.y_max is not None:

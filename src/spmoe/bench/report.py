@@ -568,6 +568,7 @@ class Report:
             if any(spreads)
             else (),
             tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
+            dashed_colour="rule",
         )
         lines = [measured]
         best = min(depths, key=lambda depth: tpot(sweep[depth]))
