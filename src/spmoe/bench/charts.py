@@ -57,6 +57,7 @@ _WIDTH = 440  # points; about that of a phone, so that text stays readable there
 _ROW, _BAR = 40, 12  # heights of one bar with its label, and of the bar
 _AXIS = 22  # height of the labels below bars
 _LINES_HEIGHT = 270
+_LEAST_REACH = log2(1.25)  # of an axis of ratios to each side of 1, so that small differences look small
 _LABEL_CHARACTERS = 58  # label and value of a bar that fit beside each other at full size
 _LANE, _BLOCK = 15, 11  # heights of one lane of a timeline, and of its blocks
 _GUTTER = 76  # width of the names of lanes
@@ -220,9 +221,6 @@ def _dashes(x: float, spans: Sequence[tuple[float, float]]) -> tuple[list[float]
         xs += [x, x, float("nan")]
         ys += [low, high, float("nan")]
     return xs, ys
-
-
-_LEAST_REACH = log2(1.25)  # to each side of 1, so that small differences look small
 
 
 def _ratio_ticks(low: float, high: float, reach: float) -> list[float]:

@@ -555,28 +555,25 @@ class Report:
         modes = self._found.cutoff_modes.get(key, {})
         automatic, depths = modes.get("auto"), sorted(sweep)
         rows, colour = [sweep[depth] for depth in depths], self._colour(sweep[depths[0]])
-        spreads = [_spread(row) for row in rows]
-        measured = Line(
-            "measured (median)",
-            tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths),
-            colour,
-            (automatic["cutoff_layers"],) if automatic is not None else (),
-            tuple(
-                (1e3 * low, 1e3 * high)
-                for low, high in (one or (tpot(row),) * 2 for one, row in zip(spreads, rows, strict=True))
+        has_spread = any(_spread(row) for row in rows)
+        ends = [_spread(row) or (tpot(row), tpot(row)) for row in rows] if has_spread else []
+        lines = [
+            Line(
+                "measured (median)",
+                tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths),
+                colour,
+                (automatic["cutoff_layers"],) if automatic is not None else (),
+                tuple((1e3 * low, 1e3 * high) for low, high in ends),
+                tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
+                dashed_colour="rule",
             )
-            if any(spreads)
-            else (),
-            tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
-            dashed_colour="rule",
-        )
-        lines = [measured]
+        ]
         best = min(depths, key=lambda depth: tpot(sweep[depth]))
         caption = f"{key}. Best: {milliseconds(tpot(sweep[best]))} at {best} layers."
         if automatic is not None:
             caption += f" Auto: {automatic['cutoff_layers']} layers, {milliseconds(tpot(automatic))}."
         close = [depth for depth in depths if depth != best and not _differs(sweep[depth], sweep[best])]
-        if close and any(spreads):
+        if close and has_spread:
             caption += f" No clear difference from the best: {', '.join(map(str, close))} layers."
         caption += f" {_runs_text(rows, self._results_of(key.workload))}"
         if self._profile is not None:
@@ -584,9 +581,9 @@ class Report:
                 caption += f" Not predicted: the profile is of {mismatch[0]}."
             else:
                 lines += _predicted_line(self._profile, sweep)
-        legend = [Key(measured.name, colour, "rule")]
+        legend = [Key(lines[0].name, colour, "rule")]
         legend += [Key(line.name, "rule", "dashes") for line in lines[1:]]
-        legend += [_SPREAD] if any(spreads) else []
+        legend += [_SPREAD] if has_spread else []
         legend += [Key("auto: chosen by the latency model", "rule", "upright")] if automatic is not None else []
         values = [[f"{depth} layers", *_quantiles(sweep[depth]), str(sweep[depth]["runs"])] for depth in depths]
         values += [
