@@ -36,7 +36,7 @@ from spmoe.bench.configs import ABLATIONS, ALL_ON, ablated_record
 from spmoe.bench.labels import PLAIN, workload_names
 from spmoe.bench.markdown import markdown_report
 from spmoe.bench.report import Figure, Report, html_report
-from spmoe.bench.results import WorkloadResults, write_results
+from spmoe.bench.results import WorkloadResults, read_results, write_results
 from spmoe.errors import UsageError
 
 MACHINE: dict[str, Any] = {
@@ -312,6 +312,22 @@ def test_values_are_escaped(text: str) -> None:
     page = Page(html_report(results))
     assert not {"script", "img"} & set(page.tags)
     assert page.text.count(text) > 10, "shown as it is"
+
+
+@pytest.mark.parametrize("text", INJECTIONS[:2])
+def test_every_text_of_a_file_is_escaped(text: str, tmp_path: Path) -> None:
+    def injected(record: dict[str, Any]) -> dict[str, Any]:
+        return {name: text if isinstance(one, str) and name not in FIXED else one for name, one in record.items()}
+
+    rows = [injected(with_samples(one, [0.03], TIMELINE)) for one in (SYSTEMS[0], SYSTEMS[1])]
+    file = tmp_path / "results.jsonl"
+    write_results(file, [WorkloadResults(injected(MACHINE), rows)])
+    page = Page(html_report(read_results(file)))
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count(text) > 20
+
+
+FIXED = ("type", "cutoff")  # fields whose text is checked
 
 
 @pytest.mark.parametrize("text", INJECTIONS)
@@ -638,6 +654,9 @@ def test_line_points_and_dashed_line() -> None:
     line = Line("a", ((0, 10.0), (4, 20.0)), 3, (2,))
     chart = line_chart(LineChart("t", "x", "y", (line,), 0.0, 20.0), chart_id="one")
     (vertical,) = paths(chart, "stroke-dasharray")
+    assert vertical in paths(chart, "stroke: var(--c3)"), "in the colour of its line"
+    neutral = Line("a", ((0, 10.0), (4, 20.0)), 3, (2,), dashed_colour="rule")
+    assert len(paths(line_chart(LineChart("t", "x", "y", (neutral,))), "stroke: var(--rule)")) == 1
     (points,) = (path for path in paths(chart, "stroke: var(--c3)") if len(path) == 2 and path != vertical)
     (x0, y0), (x1, y1) = points
     assert [x for x, _ in vertical] == pytest.approx([(x0 + x1) / 2] * 2)

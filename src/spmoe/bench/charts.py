@@ -57,6 +57,7 @@ _WIDTH = 440  # points; about that of a phone, so that text stays readable there
 _ROW, _BAR = 40, 12  # heights of one bar with its label, and of the bar
 _AXIS = 22  # height of the labels below bars
 _LINES_HEIGHT = 270
+_LEAST_REACH = log2(1.25)  # of an axis of ratios to each side of 1, so that small differences look small
 _LABEL_CHARACTERS = 58  # label and value of a bar that fit beside each other at full size
 _LANE, _BLOCK = 15, 11  # heights of one lane of a timeline, and of its blocks
 _GUTTER = 76  # width of the names of lanes
@@ -115,6 +116,7 @@ class Line:
     tips: tuple[str, ...] = ()  # for each point, shown where the pointer is
     dashed: bool = False
     marker: str = "o"
+    dashed_colour: str | None = None  # of the vertical lines; default: that of the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,6 @@ def _dashes(x: float, spans: Sequence[tuple[float, float]]) -> tuple[list[float]
     return xs, ys
 
 
-_LEAST_REACH = log2(1.25)  # to each side of 1, so that small differences look small
-
-
 def _ratio_ticks(low: float, high: float, reach: float) -> list[float]:
     """Return ratios to label: powers of two, or finer ones if the axis is short."""
     fine = (0.8, 1.0, 1.25) if reach <= log2(1.4) else (0.5, 0.75, 1.0, 1.5, 2.0)
@@ -261,7 +260,8 @@ def timeline_chart(title: str, groups: Sequence[TimelineGroup], chart_id: str = 
             axes.text(tick, height - 6, f"{tick:g} ms", size=10, ha=side)
         y = 0.0
         for group, found in zip(groups, lanes, strict=True):
-            axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 14, group.name, weight="bold", size=11)
+            size = 11 * min(1.0, _LABEL_CHARACTERS / max(1, len(group.name)))
+            axes.text(-end * _GUTTER / (_WIDTH - _GUTTER), y + 14, group.name, weight="bold", size=size)
             y += 22
             top = y
             for track, numbers in zip(group.tracks, found, strict=True):
@@ -431,7 +431,13 @@ class _Drawing:
             if chart.label_ends:
                 axes.annotate(line.name, (xs[-1], ys[-1]), (0, 9), textcoords="offset points", ha="center", size=11)
             for x in line.dashed_at:
-                axes.axvline(x, color=_LIGHT["rule"], linewidth=2, linestyle=(0, (5, 4)), clip_on=False)
+                axes.axvline(
+                    x,
+                    color=_colour(line.dashed_colour or line.colour),
+                    linewidth=2,
+                    linestyle=(0, (5, 4)),
+                    clip_on=False,
+                )
         if chart.y_min is not None:
             axes.set_ylim(bottom=chart.y_min)
         if chart.y_max is not None:

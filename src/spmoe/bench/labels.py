@@ -1,16 +1,14 @@
-"""Labels of configurations, workloads and machines in a report: short, and different for everything that differs."""
+"""Labels of configurations and workloads in a report: short, and different for everything that differs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from spmoe.bench.configs import ABLATIONS, ALL_ON
 from spmoe.bench.results import WorkloadResults
 from spmoe.bench.scenario import DEFAULT_CUTOFF
-from spmoe.config import format_bytes
 from spmoe.registry import ON_DEMAND
 
 Row = dict[str, Any]  # a record of type "configuration"
@@ -131,27 +129,6 @@ def model_name(machine: Row) -> str:
     """Return the shape or model of a machine record; of a local path, its last part."""
     name = str(machine["shape"] or machine["model"])
     return Path(name).name if name.startswith(("/", ".", "~")) else name
-
-
-def format_date(text: str) -> str:
-    """Return an ISO date as "2026-11-16 10:34 UTC"; any other text as it is."""
-    try:
-        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (ValueError, OverflowError):
-        return text
-
-
-def format_cores(machine: Row) -> str:
-    """Return the number of cores of a machine record; empty if it is not recorded."""
-    cores, usable = machine.get("cores"), machine.get("usable_cores")
-    if not cores:
-        return ""
-    return f"{cores} cores" if usable in (None, cores) else f"{usable} of {cores} cores"
-
-
-def format_host_memory(machine: Row) -> str:
-    """Return the host memory of a machine record; empty if it is not recorded."""
-    return f"{format_bytes(machine['memory_bytes'])} RAM" if machine.get("memory_bytes") else ""
 
 
 def _fields(machine: Row) -> dict[str, str]:

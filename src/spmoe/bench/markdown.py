@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spmoe.bench.comparison import Column, Comparison, floor_tpot, format_speed, milliseconds, tpot
-from spmoe.bench.labels import Row, format_cores, format_date, format_host_memory, model_name
+from spmoe.bench.labels import Row, model_name
+from spmoe.bench.machine_facts import format_cores, format_date, format_host_memory
 from spmoe.bench.results import WorkloadResults
 
 _HEAD = (

@@ -17,13 +17,11 @@ from typing import ClassVar, NamedTuple
 from spmoe.bench.charts import (
     SERIES,
     Bar,
-    Block,
     Fill,
     Line,
     LineChart,
     Part,
     TimelineGroup,
-    Track,
     bar_chart,
     css_colours,
     line_chart,
@@ -47,21 +45,13 @@ from spmoe.bench.comparison import (
     tpot,
 )
 from spmoe.bench.configs import ABLATIONS, ALL_ON, ablated_record
-from spmoe.bench.labels import (
-    Row,
-    format_cores,
-    format_date,
-    format_host_memory,
-    is_plain_decoding,
-    model_name,
-)
+from spmoe.bench.labels import Row, is_plain_decoding, model_name
+from spmoe.bench.machine_facts import describe_link, describe_machine, measured
 from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, Predictor
 from spmoe.bench.results import WorkloadResults
-from spmoe.bench.step_timeline import StepTimeline
+from spmoe.bench.timeline_figure import TIMELINE_HEAD, rows_to_draw, stored_timeline, timeline_values, tracks
 from spmoe.config import format_bytes
 from spmoe.errors import UsageError
-from spmoe.observe.timeline import Activity, Span
-from spmoe.registry import ON_DEMAND
 
 _IMPLAUSIBLE_EFFICIENCY = 1.05  # more than this means that the machine's speed changed between measurements
 _NEUTRAL = SERIES[-1]  # plain decoding, the oracle, and configurations beyond the other colours
@@ -188,7 +178,7 @@ class Report:
         emulated = any(machine["link_source"] == "emulated" for machine in machines)
         self.models = list(dict.fromkeys(model_name(machine) for machine in machines))
         self.device = f"{machines[0]['device']}, {machines[0]['dtype']}" + (", emulated link" if emulated else "")
-        self.measured = _measured(machines)
+        self.measured = measured(machines)
         self.interrupted = any(machine.get("interrupted") for machine in machines)
         self.systems = comparison.systems
         self.highlighted = comparison.highlighted
@@ -500,24 +490,23 @@ class Report:
         """Return the timeline of one step of the fastest prefetching configuration and of loading on demand."""
         figures: dict[str, list[Figure]] = {}
         for workload in dict.fromkeys(self._found.workloads):
-            rows = [row for one, row in self._found.main_rows if one == workload and _stored_timeline(row)]
-            if shown := _rows_to_draw(rows):
+            rows = [row for one, row in self._found.main_rows if one == workload and stored_timeline(row)]
+            if shown := rows_to_draw(rows):
                 figures[workload] = [self._timeline(workload, shown)]
         return figures
 
     def _timeline(self, workload: str, rows: Sequence[Row]) -> Figure:
-        drawn = [(self._label(row), timeline) for row in rows if (timeline := _stored_timeline(row)) is not None]
-        groups = [TimelineGroup(_group_name(name, one), 1e3 * one.seconds, _tracks(one)) for name, one in drawn]
+        drawn = [(self._label(row), timeline) for row in rows if (timeline := stored_timeline(row)) is not None]
+        groups = [
+            TimelineGroup(f"{name}: {milliseconds(one.seconds)}", 1e3 * one.seconds, tracks(one)) for name, one in drawn
+        ]
         names = " and ".join(name for name, _ in drawn)
         title = ", ".join(part for part in ("One step", workload, names, rows[0]["expert_memory"]) if part)
-        table = Table(
-            ["", "step", "draft", "verify", "stall", "prefetches", "demand loads", "link busy", "step of the run"],
-            [[name, *_timeline_values(one)] for name, one in drawn],
-        )
+        table = Table(["", *TIMELINE_HEAD], [[name, *timeline_values(one)] for name, one in drawn])
         machine = self._found.results[self._found.workloads.index(workload)].machine
         caption = (
-            f"{_budget(rows[0]['expert_memory'])}; copies over the {_link(machine)}. The step of median duration in "
-            "the first counted run of each configuration."
+            f"{_budget(rows[0]['expert_memory'])}; copies over the {describe_link(machine)}. The step of median "
+            "duration in the first counted run of each configuration."
         )
         if omitted := sum(one.omitted for _, one in drawn):
             caption += f" {omitted} of the shortest spans are left out."
@@ -566,27 +555,25 @@ class Report:
         modes = self._found.cutoff_modes.get(key, {})
         automatic, depths = modes.get("auto"), sorted(sweep)
         rows, colour = [sweep[depth] for depth in depths], self._colour(sweep[depths[0]])
-        spreads = [_spread(row) for row in rows]
-        measured = Line(
-            "measured (median)",
-            tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths),
-            colour,
-            (automatic["cutoff_layers"],) if automatic is not None else (),
-            tuple(
-                (1e3 * low, 1e3 * high)
-                for low, high in (one or (tpot(row),) * 2 for one, row in zip(spreads, rows, strict=True))
+        has_spread = any(_spread(row) for row in rows)
+        ends = [_spread(row) or (tpot(row), tpot(row)) for row in rows] if has_spread else []
+        lines = [
+            Line(
+                "measured (median)",
+                tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths),
+                colour,
+                (automatic["cutoff_layers"],) if automatic is not None else (),
+                tuple((1e3 * low, 1e3 * high) for low, high in ends),
+                tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
+                dashed_colour="rule",
             )
-            if any(spreads)
-            else (),
-            tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
-        )
-        lines = [measured]
+        ]
         best = min(depths, key=lambda depth: tpot(sweep[depth]))
         caption = f"{key}. Best: {milliseconds(tpot(sweep[best]))} at {best} layers."
         if automatic is not None:
             caption += f" Auto: {automatic['cutoff_layers']} layers, {milliseconds(tpot(automatic))}."
         close = [depth for depth in depths if depth != best and not _differs(sweep[depth], sweep[best])]
-        if close and any(spreads):
+        if close and has_spread:
             caption += f" No clear difference from the best: {', '.join(map(str, close))} layers."
         caption += f" {_runs_text(rows, self._results_of(key.workload))}"
         if self._profile is not None:
@@ -594,9 +581,9 @@ class Report:
                 caption += f" Not predicted: the profile is of {mismatch[0]}."
             else:
                 lines += _predicted_line(self._profile, sweep)
-        legend = [Key(measured.name, colour, "rule")]
+        legend = [Key(lines[0].name, colour, "rule")]
         legend += [Key(line.name, "rule", "dashes") for line in lines[1:]]
-        legend += [_SPREAD] if any(spreads) else []
+        legend += [_SPREAD] if has_spread else []
         legend += [Key("auto: chosen by the latency model", "rule", "upright")] if automatic is not None else []
         values = [[f"{depth} layers", *_quantiles(sweep[depth]), str(sweep[depth]["runs"])] for depth in depths]
         values += [
@@ -655,7 +642,7 @@ class Report:
         """Yield a table of facts about all workloads, then one of the facts in which they differ."""
         facts: dict[str, list[str]] = {}
         for one in self._found.results:
-            for name, value in _facts(one.machine).items():
+            for name, value in describe_machine(one.machine).items():
                 facts.setdefault(name, []).append(value)
         equal = [name for name, values in facts.items() if len(set(values)) == 1]
         yield Table(["", ""], [[name, facts[name][0]] for name in equal], facts=True)
@@ -728,129 +715,6 @@ def _budget(memory: str) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
-
-
-# ---- machine
-
-
-def _measured(machines: Sequence[Row]) -> str:
-    """Return when, on what and with what the results were measured, as far as they say it."""
-    dates = sorted({format_date(machine["date"]) for machine in machines if machine.get("date")})
-    first = machines[0]
-    when = f"{dates[0]} to {dates[-1]}, " if len(dates) > 1 else f"{dates[0]}, " if dates else ""
-    cores, memory = format_cores(first), format_host_memory(first)
-    parts = [f"{when}{first['processor']}", *([cores] if cores else []), *([memory] if memory else [])]
-    versions = f"spmoe {first['spmoe']}, torch {first['torch']}, transformers {first['transformers']}"
-    commit = f", commit {str(first['commit'])[:12]}" if first["commit"] else ""
-    return f"{', '.join(parts)}; {versions}{commit}."
-
-
-def _link(machine: Row) -> str:
-    rate = f"{machine['link_bytes_per_second'] / 1e9:.3g} GB/s"
-    return f"emulated link of {rate}" if machine["link_source"] == "emulated" else f"link of {rate}"
-
-
-def _facts(machine: Row) -> dict[str, str]:
-    memory = machine["device_memory_bytes"]
-    versions = f"spmoe {machine['spmoe']}, torch {machine['torch']}, transformers {machine['transformers']}"
-    cores, threads = format_cores(machine), machine.get("threads")
-    return {
-        "date": format_date(machine["date"]) if machine.get("date") else "-",
-        "device": str(machine["device"]) + (f", {format_bytes(memory)}" if memory else ""),
-        "driver": str(machine["driver"] or "-"),
-        "processor": str(machine["processor"]),
-        "cores": (cores or "-") + (f", {threads} thread{'s' * (threads != 1)} per operation" if threads else ""),
-        "host memory": format_host_memory(machine) or "-",
-        "system": str(machine["platform"]),
-        "versions": f"{versions}, Python {machine['python']}",
-        "commit": str(machine["commit"] or "-"),
-        "model": model_name(machine),
-        "experts": f"{machine['experts']} in {machine['layers']} layers, top {machine['top_k']}, "
-        f"{format_bytes(machine['expert_bytes'])} each, {machine['dtype']}",
-        "link bandwidth": f"{machine['link_bytes_per_second'] / 1e9:.3g} GB/s ({machine['link_source']})",
-        "memory bandwidth": f"{machine['memory_bytes_per_second'] / 1e9:.3g} GB/s",
-        "reading the weights of one row": milliseconds(machine["active_read_seconds"]),
-        "reading the draft's weights": milliseconds(machine["draft_read_seconds"]),
-        "prompts": f"{machine['prompts']} ({machine.get('prompt_set')}, {machine.get('prompt_format')}), "
-        f"{machine['repeat']} repeats after {machine['warmup']} warm-up runs, {machine['output_len']} output tokens",
-    }
-
-
-# ---- timelines
-
-
-def _stored_timeline(row: Row) -> StepTimeline | None:
-    records = (sample["timeline"] for sample in row.get("samples", ()) if sample.get("timeline") is not None)
-    return next((StepTimeline.from_record(record) for record in records), None)
-
-
-def _rows_to_draw(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest prefetching row and, of its budget, the one that loads on demand, with the same K if any."""
-    prefetching = [row for row in rows if row["prefetch"] != ON_DEMAND and not is_oracle(row)]
-    best = min(prefetching or rows, key=tpot, default=None)
-    if best is None:
-        return []
-    on_demand = [row for row in rows if row["prefetch"] == ON_DEMAND and row["expert_memory"] == best["expert_memory"]]
-    k = best["num_speculative_tokens"]
-    other = min(on_demand, key=lambda row: (row["num_speculative_tokens"] != k, tpot(row)), default=best)
-    return [best] if other is best else [best, other]
-
-
-def _group_name(label: str, timeline: StepTimeline) -> str:
-    return f"{label}: {milliseconds(timeline.seconds)}"
-
-
-_TRACKS = {  # name of a track -> activities drawn in it, later ones over earlier ones, and their colours
-    "compute": {Activity.DRAFT: "draft", Activity.VERIFY: "verify", Activity.STALL: "stall"},
-    "experts": {Activity.LAYER: "verify"},
-    "requests": {Activity.REQUEST: "prefetch"},
-    "prefetches": {Activity.PREFETCH: "prefetch"},
-    "demand": {Activity.COPY: "demand"},
-}
-
-
-def _tracks(timeline: StepTimeline) -> tuple[Track, ...]:
-    """Return the tracks of a step; one without spans is left out."""
-    found = []
-    for name, colours in _TRACKS.items():
-        spans = [span for activity in colours for span in timeline.spans if span.activity is activity]
-        blocks = tuple(Block(1e3 * one.start, 1e3 * one.end, colours[one.activity], _span_tip(one)) for one in spans)
-        if blocks:
-            found.append(Track(name, blocks, stacked=len(colours) > 1))
-    return tuple(found)
-
-
-def _span_tip(span: Span) -> str:
-    names = {
-        Activity.DRAFT: "draft",
-        Activity.VERIFY: "verify",
-        Activity.STALL: "stall: compute waits for experts",
-        Activity.LAYER: span.detail,
-        Activity.REQUEST: f"{span.detail} prefetch requests",
-        Activity.PREFETCH: f"prefetch of layer.expert {span.detail}",
-        Activity.COPY: f"demand load of layer.expert {span.detail}",
-    }
-    times = f"{1e3 * span.start:.2f} to {1e3 * span.end:.2f} ms ({milliseconds(span.end - span.start)})"
-    return f"{names[span.activity]}: {times}"
-
-
-def _timeline_values(timeline: StepTimeline) -> list[str]:
-    def seconds(activity: Activity) -> float:
-        return sum(span.end - span.start for span in timeline.spans if span.activity is activity)
-
-    copies = [span for span in timeline.spans if span.activity in (Activity.COPY, Activity.PREFETCH)]
-    busy, reached = 0.0, 0.0
-    for span in sorted(copies, key=lambda one: one.start):
-        busy += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    counts = [sum(span.activity is kind for span in copies) for kind in (Activity.PREFETCH, Activity.COPY)]
-    return [
-        milliseconds(timeline.seconds),
-        *(milliseconds(seconds(one)) for one in (Activity.DRAFT, Activity.VERIFY, Activity.STALL)),
-        *map(str, counts),
-        _percent(busy / timeline.seconds),
-        f"{timeline.step} of {timeline.steps}",
-    ]
 
 
 # ---- predictions from a profile

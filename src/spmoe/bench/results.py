@@ -59,6 +59,7 @@ class _Machine(_Record):
     draft: str | None
     shape: str | None
     link_gbps: _Positive | None
+    enforce_eager: bool | None
     prompts: _Count
     output_len: _Count
     warmup: _Count
