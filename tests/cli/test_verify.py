@@ -87,7 +87,7 @@ def test_difference_is_an_exit_code_and_a_place(
     assert found.code == 1
     lines = found.out.splitlines()
     assert [line.split()[3:6] for line in lines[1:4]] == [["DIFFERENT", "prompt", "1,"]] * 3
-    assert re.match(r"prompt 1, token \d: .* \(\d+\) here, .* in transformers, whose logits differ by ", lines[4])
+    assert re.match(r"prompt 1, token \d: .* \(\d+\) here, .* in transformers; logit margin ", lines[4])
     assert "steps of float32)" in lines[4]
     assert "--dtype float32" in lines[-1]
     result = json.loads(invoke("verify", *pair(checkpoints), *SHORT, "-k", "0", "--json").out)
@@ -124,7 +124,7 @@ def test_interrupted_comparison_prints_what_is_done(
     monkeypatch.setattr(Generation, "run", stop_second)
     found = invoke("verify", *pair(checkpoints), *SHORT, "-k", "0,2")
     assert found.code == 130
-    assert "interrupted: comparing the tokens so far" in found.err
+    assert "Interrupted: comparing the tokens so far" in found.err
     assert [line.split()[3:] for line in found.out.splitlines()[1:4]] == [
         ["equal"],
         ["not", "compared"],

@@ -290,7 +290,7 @@ class Verification:
             rest = self._compare_generated(reference, rest, notify)
         if not rest:
             return
-        notify(f"transformers reads {_count(len(rest), 'output')}")
+        notify(f"Comparing with transformers' forward: {len(rest)} output{'s' * (len(rest) > 1)}")
         sequences = [(self.prompts[prompt], list(output)) for prompt, output in rest]
         for index, scored in reference.score(sequences):
             self._checks[rest[index]] = self._check(rest[index][1], scored)
@@ -301,7 +301,7 @@ class Verification:
         """Compare with transformers' `generate`; return the outputs that remain if it cannot run this model."""
         for prompt in sorted({prompt for prompt, _ in keys}):
             outputs = [key for key in keys if key[0] == prompt]
-            notify(f"transformers generates: prompt {prompt + 1} of {len(self.prompts)}")
+            notify(f"Comparing with transformers' generate: prompt {prompt + 1} of {len(self.prompts)}")
             try:
                 generated = reference.generate(self.prompts[prompt], max(len(output) for _, output in outputs))
             except SpmoeError as error:
@@ -338,10 +338,6 @@ class Verification:
 def greedy_generation(llm: LLM, prompt: list[int], count: int) -> Generation:
     """Return a greedy generation of `count` tokens; end-of-text tokens do not end it."""
     return llm.stream(prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def to_dict(verification: Verification, tokenizer: Any) -> dict[str, Any]:

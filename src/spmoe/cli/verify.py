@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 _METHODS = ("auto", "generate", "forward", "layers")
 _LINE_SECONDS = 5.0  # between two lines of progress
 _ADVICE = {
-    "near-tie": "near-ties: transformers finds both tokens equally likely within rounding (at most {steps} steps of "
-    "{dtype} apart); --dtype float32 decides between them",
-    "different": "different: not explained by rounding of the logits; check with --dtype float32, and report a "
-    "difference that remains",
+    "near-tie": "near-ties are within rounding: at most {steps} steps of {dtype}; --dtype float32 decides them",
+    "different": "the difference is more than rounding: at most {steps} steps of {dtype}; if it remains with --dtype "
+    "float32, report it",
 }
 
 
@@ -114,7 +113,7 @@ def verify(
     verification = generated.verification
     if verification.generated:
         if verification.interrupted:
-            _notify("interrupted: comparing the tokens so far; Ctrl-C again ends at once")
+            _notify("Interrupted: comparing the tokens so far; Ctrl-C again ends at once")
         with _keep_results(verification):
             _compare(generated, checkpoint, plan)
     _print_results(generated, plan, as_json)
@@ -203,7 +202,7 @@ def _compare(generated: _Generated, checkpoint: Checkpoint, plan: ReferencePlan)
 
     verification = generated.verification
     loaded = plan.weight_bytes if plan.whole else plan.layer_bytes
-    _notify(f"loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
+    _notify(f"Loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
     before = torch.get_num_threads()
     torch.set_num_threads(generated.threads)
     try:
@@ -229,6 +228,7 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     from spmoe.bench.verification import NEAR_TIE_STEPS, dtype_name, to_dict
     from spmoe.models.families import transformers_version
     from spmoe.models.reference import EXPERTS
+    from spmoe.models.shipped import shipped_pair
 
     verification = generated.verification
     if as_json:
@@ -246,12 +246,13 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     for note in verification.notes:
         _note(note)
     dtype = dtype_name(verification.dtype)
+    name = "the included pair" if generated.model == shipped_pair()[0] else generated.model
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(_table(verification.results))
     for line in _divergences(verification, generated.tokenizer):
         console.print(line, soft_wrap=True)
     console.print(
-        f"{verification.verdict}{' so far, interrupted' * verification.interrupted}: {generated.model} in {dtype} on "
+        f"{verification.verdict}{' so far, interrupted' * verification.interrupted}: {name} in {dtype} on "
         f"{generated.device.type}, against transformers {transformers_version} ({plan.method}, on {plan.device.type})",
         soft_wrap=True,
     )
@@ -291,8 +292,8 @@ def _divergences(verification: Verification, tokenizer: Any) -> list[str]:
             for token in (one.ours, one.theirs)
         )
         lines.append(
-            f"prompt {prompt + 1}, token {one.position + 1}: {ours} here, {theirs} in transformers, whose logits "
-            f"differ by {one.margin:.3g} ({one.steps:.3g} steps of {dtype_name(verification.dtype)})"
+            f"prompt {prompt + 1}, token {one.position + 1}: {ours} here, {theirs} in transformers; logit margin "
+            f"{one.margin:.3g} ({one.steps:.3g} steps of {dtype_name(verification.dtype)})"
         )
     return list(dict.fromkeys(lines))
 
