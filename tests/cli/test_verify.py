@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+import torch
 from torch import Tensor
 
 from spmoe.bench.verification import Verification
@@ -133,9 +134,18 @@ def test_interrupted_comparison_prints_what_is_done(
     assert "not compared so far, interrupted: " in found.out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("how", ["generate", "forward", "layers"])
+def test_on_cuda(invoke: Invoke, checkpoints: Path, how: str) -> None:
+    options = ("--device", "cuda", "--reference", how, "--max-tokens", 12, "--json")
+    result = json.loads(invoke("verify", *pair(checkpoints), *options).succeeded().out)
+    assert (result["verdict"], result["device"], result["reference"]["device"]) == ("equal", "cuda", "cuda")
+
+
 def test_draft_that_is_missing_is_noted(invoke: Invoke, checkpoints: Path) -> None:
     found = invoke("verify", checkpoints / "target", "--draft", "none", *SHORT).succeeded()
-    assert "note: without a draft nothing is drafted: K = 0 is verified, not K = 4" in found.err
+    assert "note: the engine drafts nothing with this model and draft: K = 0 is verified, not K = 4" in found.err
     assert [line.split()[:2] for line in found.out.splitlines()[1:-1]] == [["on-demand", "0"]]
 
 

@@ -173,7 +173,7 @@ def _generate(
         parts, shown = llm.engine.parts, list(llm.notices)
         if k and not parts.drafter.proposes:
             configs = without_drafts(configs)
-            _note(f"without a draft nothing is drafted: K = 0 is verified, not K = {k}; give --draft for that")
+            _note(f"the engine drafts nothing with this model and draft: K = 0 is verified, not K = {k}")
         prompts = encode_prompts(llm.engine, texts, token_ids, max_tokens)
         verification = Verification(prompts, configs, max_tokens, parts.models.dtype)
         with _keep_results(verification), _progress("Generating") as report:
