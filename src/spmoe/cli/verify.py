@@ -111,7 +111,7 @@ def verify(
         _note(note)
     generated = _generate(engine, configs, texts, token_ids, max_tokens)
     verification = generated.verification
-    if verification.generated:
+    if verification.outputs:
         if verification.interrupted:
             _notify("Interrupted: comparing the tokens so far; Ctrl-C again ends at once")
         with _keep_results(verification):
@@ -265,8 +265,10 @@ def _table(results: Sequence[ConfigResult]) -> Table:
 
     table = Table(box=None, pad_edge=False)
     with_eviction = any(result.config.eviction != "auto" for result in results)
-    for heading in ("prefetch", "K", *(["eviction"] * with_eviction), "tokens", "verdict", "first divergence"):
-        table.add_column(heading, justify="right" if heading in ("K", "tokens") else "left", no_wrap=True)
+    headings = ["prefetch", "K", *(["eviction"] * with_eviction), "tokens", "drafted", "accepted", "verdict"]
+    for heading in (*headings, "first divergence"):
+        right = heading in ("K", "tokens", "drafted", "accepted")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for result in results:
         config = result.config
         runs = "" if result.policy in (None, config.prefetch) else f" (runs {result.policy})"
@@ -275,6 +277,7 @@ def _table(results: Sequence[ConfigResult]) -> Table:
             str(config.draft_tokens),
             *([config.eviction] * with_eviction),
             str(result.compared),
+            *((str(result.drafted), str(result.accepted)) if config.draft_tokens else ("-", "-")),
             result.verdict.upper() if result.verdict == DIFFERENT else result.verdict,
             "" if (found := result.divergence) is None else f"prompt {found[0] + 1}, token {found[1].position + 1}",
         )
