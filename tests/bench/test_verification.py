@@ -93,8 +93,11 @@ def test_configurations_are_equal_in_float32(mixtral_pair: Pair) -> None:
         assert all(result.compared == len(PROMPTS) * COUNT for result in found.results)
         assert len(found._checks) == len(PROMPTS), "equal outputs are compared once"
     assert found.notes == []
+    drafts = {result.config: (result.drafted, result.accepted) for result in found.results}
+    assert drafts[ON_DEMAND] == (0, 0)
+    assert 0 < drafts[DRAFTED][1] < drafts[DRAFTED][0], "drafts were accepted and rejected"
     stock = load_stock(pair.target)
-    assert found._outputs[DRAFTED, 1] == greedy(stock, PROMPTS[1], COUNT)
+    assert found.outputs[DRAFTED, 1] == greedy(stock, PROMPTS[1], COUNT)
 
 
 # ---- broken engines
@@ -133,7 +136,7 @@ def test_broken_engine_is_different(
         assert result.verdict == DIFFERENT
         assert result.divergence is not None
         prompt, one = result.divergence
-        expected, ours = greedy(stock, PROMPTS[prompt], COUNT), found._outputs[result.config, prompt]
+        expected, ours = greedy(stock, PROMPTS[prompt], COUNT), found.outputs[result.config, prompt]
         first = next(i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b)
         assert (one.position, one.ours, one.theirs) == (first, ours[first], expected[first])
         assert one.margin > 1e-3
@@ -154,7 +157,7 @@ def test_tie_in_16_bits_is_a_near_tie(tmp_path: Path) -> None:
         head = llm.engine.target.model.lm_head.weight.data
         head[twin] *= 1 + torch.finfo(torch.bfloat16).eps
         found = generate(llm, [ON_DEMAND])
-    assert found._outputs[ON_DEMAND, 0][0] == twin
+    assert found.outputs[ON_DEMAND, 0][0] == twin
     for wanted in (GENERATE, LAYERS):
         found._checks.clear()
         compare(found, target, wanted)
@@ -200,7 +203,7 @@ class FakeReference:
 
 def with_output(tokens: list[int]) -> Verification:
     found = Verification([[1, 2]], [ON_DEMAND], len(tokens), torch.float32)
-    found._outputs[ON_DEMAND, 0] = tokens
+    found.outputs[ON_DEMAND, 0] = tokens
     return found
 
 
@@ -249,7 +252,7 @@ def test_stopped_generation_keeps_what_was_generated(mixtral_pair: Pair) -> None
     with build(mixtral_pair) as llm:
         found = generate(llm, around_generation=stop_third)
     assert found.interrupted
-    assert list(found._outputs) == [(ON_DEMAND, 0), (ON_DEMAND, 1)]
+    assert list(found.outputs) == [(ON_DEMAND, 0), (ON_DEMAND, 1)]
     compare(found, mixtral_pair.target)
     assert verdicts(found) == [EQUAL, NOT_COMPARED]
     assert found.verdict == NOT_COMPARED

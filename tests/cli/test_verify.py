@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+import torch
 from torch import Tensor
 
 from spmoe.bench.verification import Verification
@@ -29,12 +30,11 @@ def pair(checkpoints: Path) -> tuple[Any, ...]:
 def test_equal_checkpoint(invoke: Invoke, checkpoints: Path) -> None:
     found = invoke("verify", *pair(checkpoints), *SHORT, "--prompt", "hello", "-k", "0,3").succeeded()
     rows = [line.split() for line in found.out.splitlines()]
-    assert rows[0] == ["prefetch", "K", "tokens", "verdict", "first", "divergence"]
-    assert rows[1:4] == [
-        ["on-demand", "0", "12", "equal"],
-        ["draft-gate", "3", "12", "equal"],
-        ["on-demand", "3", "12", "equal"],
-    ]
+    assert rows[0] == ["prefetch", "K", "tokens", "drafted", "accepted", "verdict", "first", "divergence"]
+    assert rows[1] == ["on-demand", "0", "12", "-", "-", "equal"]
+    for row, prefetch in zip(rows[2:4], ("draft-gate", "on-demand"), strict=True):
+        assert (row[:3], row[5:]) == ([prefetch, "3", "12"], ["equal"])
+        assert int(row[3]) > int(row[4]) >= 0
     assert found.out.splitlines()[4].startswith("equal: ")
     assert "against transformers" in found.out
     assert "Generating: 0 of 6; on-demand, K=0; prompt 1 of 2 (5 tokens)" in found.err
@@ -53,7 +53,9 @@ def test_json_with_layers_because_memory_is_short(
     assert "note: transformers needs" in found.err
     assert "layer by layer" in found.err
     assert (result["verdict"], result["dtype"], result["prompt_tokens"]) == ("equal", "float32", [4])
-    assert result["configurations"][0] == {
+    row = result["configurations"][0]
+    assert row.pop("drafted") > row.pop("accepted")
+    assert row == {
         "prefetch": "draft-gate",
         "num_speculative_tokens": 2,
         "eviction": "lru",
@@ -86,8 +88,8 @@ def test_difference_is_an_exit_code_and_a_place(
     found = invoke("verify", *pair(checkpoints), *SHORT, "-k", "0,2")
     assert found.code == 1
     lines = found.out.splitlines()
-    assert [line.split()[3:6] for line in lines[1:4]] == [["DIFFERENT", "prompt", "1,"]] * 3
-    assert re.match(r"prompt 1, token \d: .* \(\d+\) here, .* in transformers, whose logits differ by ", lines[4])
+    assert [line.split()[5:8] for line in lines[1:4]] == [["DIFFERENT", "prompt", "1,"]] * 3
+    assert re.match(r"prompt 1, token \d: .* \(\d+\) here, .* in transformers; logit margin ", lines[4])
     assert "steps of float32)" in lines[4]
     assert "--dtype float32" in lines[-1]
     result = json.loads(invoke("verify", *pair(checkpoints), *SHORT, "-k", "0", "--json").out)
@@ -124,8 +126,8 @@ def test_interrupted_comparison_prints_what_is_done(
     monkeypatch.setattr(Generation, "run", stop_second)
     found = invoke("verify", *pair(checkpoints), *SHORT, "-k", "0,2")
     assert found.code == 130
-    assert "interrupted: comparing the tokens so far" in found.err
-    assert [line.split()[3:] for line in found.out.splitlines()[1:4]] == [
+    assert "Interrupted: comparing the tokens so far" in found.err
+    assert [line.split()[5:] for line in found.out.splitlines()[1:4]] == [
         ["equal"],
         ["not", "compared"],
         ["not", "compared"],
@@ -133,9 +135,18 @@ def test_interrupted_comparison_prints_what_is_done(
     assert "not compared so far, interrupted: " in found.out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("how", ["generate", "forward", "layers"])
+def test_on_cuda(invoke: Invoke, checkpoints: Path, how: str) -> None:
+    options = ("--device", "cuda", "--reference", how, "--max-tokens", 12, "--json")
+    result = json.loads(invoke("verify", *pair(checkpoints), *options).succeeded().out)
+    assert (result["verdict"], result["device"], result["reference"]["device"]) == ("equal", "cuda", "cuda")
+
+
 def test_draft_that_is_missing_is_noted(invoke: Invoke, checkpoints: Path) -> None:
     found = invoke("verify", checkpoints / "target", "--draft", "none", *SHORT).succeeded()
-    assert "note: without a draft nothing is drafted: K = 0 is verified, not K = 4" in found.err
+    assert "note: the engine drafts nothing with this model and draft: K = 0 is verified, not K = 4" in found.err
     assert [line.split()[:2] for line in found.out.splitlines()[1:-1]] == [["on-demand", "0"]]
 
 

@@ -188,6 +188,8 @@ class ConfigResult:
     config: VerifyConfig
     policy: str | None  # that ran: the one asked for, or its fallback; None if nothing ran
     checks: Mapping[int, Check]  # by index of the prompt
+    drafted: int = 0  # tokens
+    accepted: int = 0  # draft tokens; with none, speculation was not tested
 
     @property
     def compared(self) -> int:
@@ -235,8 +237,9 @@ class Verification:
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    _outputs: dict[tuple[VerifyConfig, int], list[int]] = field(default_factory=dict)
+    outputs: dict[tuple[VerifyConfig, int], list[int]] = field(default_factory=dict)  # tokens by prompt's index
     _policies: dict[VerifyConfig, str] = field(default_factory=dict)
+    _drafts: dict[VerifyConfig, tuple[int, int]] = field(default_factory=dict)  # tokens drafted and accepted
     _checks: dict[tuple[int, tuple[int, ...]], Check] = field(default_factory=dict)  # by prompt and output
 
     @property
@@ -244,15 +247,11 @@ class Verification:
         """Results so far, one per configuration."""
         found = []
         for config in self.configs:
-            keys = {prompt: (prompt, tuple(out)) for (one, prompt), out in self._outputs.items() if one == config}
+            keys = {prompt: (prompt, tuple(out)) for (one, prompt), out in self.outputs.items() if one == config}
             checks = {prompt: self._checks[key] for prompt, key in keys.items() if key in self._checks}
-            found.append(ConfigResult(config, self._policies.get(config), checks))
+            drafts = self._drafts.get(config, (0, 0))
+            found.append(ConfigResult(config, self._policies.get(config), checks, *drafts))
         return found
-
-    @property
-    def generated(self) -> bool:
-        """Whether there is anything to compare."""
-        return bool(self._outputs)
 
     @property
     def verdict(self) -> str:
@@ -272,11 +271,16 @@ class Verification:
             report(done, total, where)
             isolated.select(config, config.engine_options)
             self._policies[config] = llm.engine.loop.policy.name
-            generation = greedy_generation(llm, self.prompts[prompt], self.max_tokens)
+            generation, before = (
+                greedy_generation(llm, self.prompts[prompt], self.max_tokens),
+                llm.engine.counters.copy(),
+            )
             with around_generation(generation):
                 generation.run()
+            counts, (drafted, accepted) = llm.engine.counters.minus(before), self._drafts.get(config, (0, 0))
+            self._drafts[config] = (drafted + counts.drafted, accepted + counts.accepted)
             if generation.token_ids:
-                self._outputs[config, prompt] = list(generation.token_ids)
+                self.outputs[config, prompt] = list(generation.token_ids)
             if generation.stopped:
                 self.interrupted = True
                 return
@@ -284,13 +288,13 @@ class Verification:
 
     def compare(self, reference: Reference, method: str, notify: Notify) -> None:
         """Compare every output with the reference; equal outputs are compared once."""
-        distinct = dict.fromkeys((prompt, tuple(output)) for (_, prompt), output in self._outputs.items())
+        distinct = dict.fromkeys((prompt, tuple(output)) for (_, prompt), output in self.outputs.items())
         rest = list(distinct)
         if method == GENERATE:
             rest = self._compare_generated(reference, rest, notify)
         if not rest:
             return
-        notify(f"transformers reads {_count(len(rest), 'output')}")
+        notify(f"Comparing with transformers' forward: {len(rest)} output{'s' * (len(rest) > 1)}")
         sequences = [(self.prompts[prompt], list(output)) for prompt, output in rest]
         for index, scored in reference.score(sequences):
             self._checks[rest[index]] = self._check(rest[index][1], scored)
@@ -301,7 +305,7 @@ class Verification:
         """Compare with transformers' `generate`; return the outputs that remain if it cannot run this model."""
         for prompt in sorted({prompt for prompt, _ in keys}):
             outputs = [key for key in keys if key[0] == prompt]
-            notify(f"transformers generates: prompt {prompt + 1} of {len(self.prompts)}")
+            notify(f"Comparing with transformers' generate: prompt {prompt + 1} of {len(self.prompts)}")
             try:
                 generated = reference.generate(self.prompts[prompt], max(len(output) for _, output in outputs))
             except SpmoeError as error:
@@ -340,10 +344,6 @@ def greedy_generation(llm: LLM, prompt: list[int], count: int) -> Generation:
     return llm.stream(prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def to_dict(verification: Verification, tokenizer: Any) -> dict[str, Any]:
     """Return the results as plain values, for JSON."""
     rows = []
@@ -352,6 +352,8 @@ def to_dict(verification: Verification, tokenizer: Any) -> dict[str, Any]:
             **result.config.engine_options,
             "policy": result.policy,
             "tokens": result.compared,
+            "drafted": result.drafted,
+            "accepted": result.accepted,
             "verdict": result.verdict,
             "mismatches": sum(len(check.mismatches) for check in result.checks.values()),
             "divergence": None,

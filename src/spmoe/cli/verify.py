@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 _METHODS = ("auto", "generate", "forward", "layers")
 _LINE_SECONDS = 5.0  # between two lines of progress
 _ADVICE = {
-    "near-tie": "near-ties: transformers finds both tokens equally likely within rounding (at most {steps} steps of "
-    "{dtype} apart); --dtype float32 decides between them",
-    "different": "different: not explained by rounding of the logits; check with --dtype float32, and report a "
-    "difference that remains",
+    "near-tie": "near-ties are within rounding: at most {steps} steps of {dtype}; --dtype float32 decides them",
+    "different": "the difference is more than rounding: at most {steps} steps of {dtype}; if it remains with --dtype "
+    "float32, report it",
 }
 
 
@@ -112,9 +111,9 @@ def verify(
         _note(note)
     generated = _generate(engine, configs, texts, token_ids, max_tokens)
     verification = generated.verification
-    if verification.generated:
+    if verification.outputs:
         if verification.interrupted:
-            _notify("interrupted: comparing the tokens so far; Ctrl-C again ends at once")
+            _notify("Interrupted: comparing the tokens so far; Ctrl-C again ends at once")
         with _keep_results(verification):
             _compare(generated, checkpoint, plan)
     _print_results(generated, plan, as_json)
@@ -174,7 +173,7 @@ def _generate(
         parts, shown = llm.engine.parts, list(llm.notices)
         if k and not parts.drafter.proposes:
             configs = without_drafts(configs)
-            _note(f"without a draft nothing is drafted: K = 0 is verified, not K = {k}; give --draft for that")
+            _note(f"the engine drafts nothing with this model and draft: K = 0 is verified, not K = {k}")
         prompts = encode_prompts(llm.engine, texts, token_ids, max_tokens)
         verification = Verification(prompts, configs, max_tokens, parts.models.dtype)
         with _keep_results(verification), _progress("Generating") as report:
@@ -203,7 +202,7 @@ def _compare(generated: _Generated, checkpoint: Checkpoint, plan: ReferencePlan)
 
     verification = generated.verification
     loaded = plan.weight_bytes if plan.whole else plan.layer_bytes
-    _notify(f"loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
+    _notify(f"Loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
     before = torch.get_num_threads()
     torch.set_num_threads(generated.threads)
     try:
@@ -229,6 +228,7 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     from spmoe.bench.verification import NEAR_TIE_STEPS, dtype_name, to_dict
     from spmoe.models.families import transformers_version
     from spmoe.models.reference import EXPERTS
+    from spmoe.models.shipped import shipped_pair
 
     verification = generated.verification
     if as_json:
@@ -246,12 +246,13 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     for note in verification.notes:
         _note(note)
     dtype = dtype_name(verification.dtype)
+    name = "the included pair" if generated.model == shipped_pair()[0] else generated.model
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(_table(verification.results))
     for line in _divergences(verification, generated.tokenizer):
         console.print(line, soft_wrap=True)
     console.print(
-        f"{verification.verdict}{' so far, interrupted' * verification.interrupted}: {generated.model} in {dtype} on "
+        f"{verification.verdict}{' so far, interrupted' * verification.interrupted}: {name} in {dtype} on "
         f"{generated.device.type}, against transformers {transformers_version} ({plan.method}, on {plan.device.type})",
         soft_wrap=True,
     )
@@ -264,8 +265,10 @@ def _table(results: Sequence[ConfigResult]) -> Table:
 
     table = Table(box=None, pad_edge=False)
     with_eviction = any(result.config.eviction != "auto" for result in results)
-    for heading in ("prefetch", "K", *(["eviction"] * with_eviction), "tokens", "verdict", "first divergence"):
-        table.add_column(heading, justify="right" if heading in ("K", "tokens") else "left", no_wrap=True)
+    headings = ["prefetch", "K", *(["eviction"] * with_eviction), "tokens", "drafted", "accepted", "verdict"]
+    for heading in (*headings, "first divergence"):
+        right = heading in ("K", "tokens", "drafted", "accepted")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for result in results:
         config = result.config
         runs = "" if result.policy in (None, config.prefetch) else f" (runs {result.policy})"
@@ -274,6 +277,7 @@ def _table(results: Sequence[ConfigResult]) -> Table:
             str(config.draft_tokens),
             *([config.eviction] * with_eviction),
             str(result.compared),
+            *((str(result.drafted), str(result.accepted)) if config.draft_tokens else ("-", "-")),
             result.verdict.upper() if result.verdict == DIFFERENT else result.verdict,
             "" if (found := result.divergence) is None else f"prompt {found[0] + 1}, token {found[1].position + 1}",
         )
@@ -291,8 +295,8 @@ def _divergences(verification: Verification, tokenizer: Any) -> list[str]:
             for token in (one.ours, one.theirs)
         )
         lines.append(
-            f"prompt {prompt + 1}, token {one.position + 1}: {ours} here, {theirs} in transformers, whose logits "
-            f"differ by {one.margin:.3g} ({one.steps:.3g} steps of {dtype_name(verification.dtype)})"
+            f"prompt {prompt + 1}, token {one.position + 1}: {ours} here, {theirs} in transformers; logit margin "
+            f"{one.margin:.3g} ({one.steps:.3g} steps of {dtype_name(verification.dtype)})"
         )
     return list(dict.fromkeys(lines))
 
