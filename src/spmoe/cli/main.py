@@ -97,8 +97,8 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As after the command.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="As after the command.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The same as after COMMAND.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The same as after COMMAND.")] = False,
 ) -> None:
     """Handle the options of spmoe itself."""
     set_verbosity(verbose=verbose, quiet=quiet)

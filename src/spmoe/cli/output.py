@@ -63,6 +63,8 @@ def silence_libraries() -> None:
     Failures of these libraries are raised as errors of spmoe, so that their warnings only puzzle users. Variables that
     the user has set win.
     """
+    if is_quiet():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the hub client is imported
     if is_verbose() or os.environ.get("SPMOE_DEBUG"):
         return
     warnings.simplefilter("ignore")

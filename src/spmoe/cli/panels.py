@@ -38,21 +38,22 @@ _BY_PANEL = {
     "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
-        prompt prompt_token_ids max_tokens temperature top_k top_p min_p seed stop ignore_eos n logprobs
-        presence_penalty frequency_penalty repetition_penalty stop_token_ids min_tokens logit_bias""",
+        prompt prompt_token_ids max_tokens min_tokens temperature top_k top_p min_p presence_penalty frequency_penalty
+        repetition_penalty seed stop stop_token_ids ignore_eos""",
     "Output": """
-        as_json json_file output report markdown plot chrome wide load_file save_file config verbose quiet""",
+        as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes
+        config verbose quiet""",
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
-        measure check every reference quick stored compute_scale expert_size draft_pass_ms verify_layer_ms transfer
-        workers profile link_gbps device_gbps enforce_eager batching overlap""",
-    "Files": "everything yes older_than dry_run",
+        measure check stored every reference quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
+        workers profile device_gbps link_gbps enforce_eager batching overlap""",
 }
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
 
 _METAVARS = {  # by option; the others by type
     **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size"), "SIZE"),
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
+    **dict.fromkeys(("generation_config", "reference"), "NAME"),
     **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
 }
@@ -125,7 +126,7 @@ def _show_plainly(parameter: Any) -> Any:
 
 
 def _usage(argument: Any) -> str:
-    name = (argument.metavar or argument.name.upper()).removesuffix("...") + ("..." if argument.nargs != 1 else "")
+    name = (argument.metavar or argument.name.upper()) + ("..." if argument.nargs != 1 else "")
     return name if argument.required else f"[{name}]"
 
 
@@ -209,7 +210,8 @@ def _arrange(parameter: inspect.Parameter) -> inspect.Parameter:
     metavar = info.metavar or _METAVARS.get(name) or _METAVARS_BY_TYPE.get(_value_type(parameter.annotation))
     complete = info.autocompletion or (completion(_COMPLETIONS[name]) if name in _COMPLETIONS else None)
     if isinstance(info, ArgumentInfo):
-        return _changed(parameter, metavar=info.metavar or name.upper(), autocompletion=complete)
+        name = (info.metavar or name.upper()).strip("[].")  # the usage line says how many, and whether required
+        return _changed(parameter, metavar=name, autocompletion=complete)
     panel = info.rich_help_panel or PANEL_OF.get(name, "Output")
     return _changed(parameter, metavar=metavar, autocompletion=complete, rich_help_panel=panel)
 

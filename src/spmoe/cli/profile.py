@@ -188,12 +188,15 @@ def _show(profile: EngineProfile, check: Check | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
-    for table in (*_profile_tables(profile), *(_check_tables(check) if check is not None else ())):
+    tables = (*_profile_tables(profile), *(_check_tables(check) if check is not None else ()))
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
         console.print(table.title or "", soft_wrap=True)
         table.title = None
         console.print(table)
-        console.print()
     if check is not None:
+        console.print()
         for name, title in _ERRORS.items():
             errors = check.errors[name]
             console.print(

@@ -37,7 +37,7 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete a prompt (--prompt, or standard input) and print statistics. Ctrl-C stops early and keeps the text."""
+    """Complete a prompt, from --prompt or standard input, and print statistics. Ctrl-C stops and keeps the text."""
     require_writable(chrome)
     text = read_text(prompt)
     with load(engine) as llm:

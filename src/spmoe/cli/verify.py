@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.listed import parse_list, parse_whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, stderr, takes_shared_options
+from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, stderr, takes_shared_options_except
+from spmoe.cli.output import is_quiet
+from spmoe.cli.output import note as print_note
 from spmoe.config import (
     DraftTokens,
     format_bytes,
@@ -26,6 +25,7 @@ from spmoe.config import (
     parse_prefetch_policy,
 )
 from spmoe.errors import UsageError
+from spmoe.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ _ADVICE = {
 }
 
 
-@takes_shared_options
+@takes_shared_options_except("generation_config")  # greedy decoding only
 def verify(
     engine: dict[str, Any],
     prompt: Annotated[
@@ -108,7 +108,7 @@ def verify(
     # before the engine takes memory: it is closed when transformers runs
     plan = plan_reference(checkpoint, checkpoint.dtype(engine["dtype"]), choose_device(engine["device"]), reference)
     for note in plan.notes:
-        _note(note)
+        print_note(note)
     generated = _generate(engine, configs, texts, token_ids, max_tokens)
     verification = generated.verification
     if verification.outputs:
@@ -173,14 +173,14 @@ def _generate(
         parts, shown = llm.engine.parts, list(llm.notices)
         if k and not parts.drafter.proposes:
             configs = without_drafts(configs)
-            _note(f"the engine drafts nothing with this model and draft: K = 0 is verified, not K = {k}")
+            print_note(f"the engine drafts nothing with this model and draft: K = 0 is verified, not K = {k}")
         prompts = encode_prompts(llm.engine, texts, token_ids, max_tokens)
         verification = Verification(prompts, configs, max_tokens, parts.models.dtype)
-        with _keep_results(verification), _progress("Generating") as report:
+        with _keep_results(verification), progress_bar("Generating", not is_quiet()) as report:
             verification.generate(llm, report, ctrl_c_stops)
         for notice in llm.notices:
             if notice not in shown:
-                _note(notice)
+                print_note(notice)
         found = _Generated(
             verification,
             llm.engine.config.model,
@@ -207,7 +207,7 @@ def _compare(generated: _Generated, checkpoint: Checkpoint, plan: ReferencePlan)
     torch.set_num_threads(generated.threads)
     try:
         with (
-            _progress("Layers in transformers") as report,
+            progress_bar("Layers in transformers", not is_quiet()) as report,
             Reference(checkpoint, verification.dtype, plan, lambda done, total: report(done, total, "")) as reference,
         ):
             verification.compare(reference, plan.method, _notify)
@@ -244,7 +244,7 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
         print(json.dumps(found | to_dict(verification, generated.tokenizer)))
         return
     for note in verification.notes:
-        _note(note)
+        print_note(note)
     dtype = dtype_name(verification.dtype)
     name = "the included pair" if generated.model == shipped_pair()[0] else generated.model
     console = Console(highlight=False, markup=False, emoji=False)
@@ -301,27 +301,5 @@ def _divergences(verification: Verification, tokenizer: Any) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Yield `report(done, total, detail)`: a bar on a terminal, otherwise a line every few seconds."""
-    from spmoe.observe.progress import progress_bar
-
-    terminal, printed_at = sys.stderr.isatty(), -math.inf
-
-    def report(done: int, total: int, detail: str) -> None:
-        nonlocal printed_at
-        bar(done, total)
-        if not terminal and time.monotonic() - printed_at >= _LINE_SECONDS:
-            printed_at = time.monotonic()
-            _notify(f"{label}: {done} of {total}{detail and f'; {detail}'}")
-
-    with progress_bar(label, terminal) as bar:
-        yield report
-
-
 def _notify(text: str) -> None:
     stderr().print(text, soft_wrap=True)
-
-
-def _note(text: str) -> None:
-    _notify(f"note: {text}")
