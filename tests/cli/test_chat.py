@@ -24,7 +24,8 @@ from spmoe.errors import TransferError
 if TYPE_CHECKING:
     from conftest import Invoke, Result
 
-SHORT = ("--max-tokens", 8, "--ignore-eos")
+PLAIN = ("--draft", "none")  # no note about the default draft
+SHORT = (*PLAIN, "--max-tokens", 8, "--ignore-eos")
 
 
 def answers(result: Result) -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def written(*texts: str) -> int:
 @pytest.fixture
 def chat(checkpoints: Path) -> tuple[object, ...]:
     """Return the words of a command that gives short answers."""
-    return ("chat", checkpoints / "target", "--draft", "none", *SHORT)
+    return ("chat", checkpoints / "target", *SHORT)
 
 
 def at_token(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def test_hub_that_does_not_answer_is_left_to_the_download(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    invoke("chat", "some/model", stdin=b"hi\n").refused(1, "local hub cache has no model of that name")
+    invoke("chat", "some/model", stdin=b"hi\n").refused(1, "local hub cache does not hold all of a model")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_unusable_template_is_refused_before_the_first_message(
 ) -> None:
     model = copy_of(checkpoints / "target", tmp_path)
     (model / "chat_template.jinja").write_text(template)
-    invoke("chat", model, stdin=b"").refused(2, *words)
+    invoke("chat", model, *PLAIN, stdin=b"").refused(2, *words)
 
 
 def test_template_from_a_file(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
@@ -359,7 +360,7 @@ def test_message_that_the_template_rejects(checkpoints: Path, tmp_path: Path, in
     assert lengths(result) == [written("hi"), written("hi", first["text"], "again")]
     assert "rejects these messages (no system role)" in result.err
     assert result.code == 2
-    invoke("chat", model, "--system", "brief", stdin=b"").refused(2, "no system role")
+    invoke("chat", model, *PLAIN, "--system", "brief", stdin=b"").refused(2, "no system role")
 
 
 def test_input_that_is_not_text(chat: tuple[object, ...], invoke: Invoke) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from spmoe.models.reference import ReferencePlan
 
 _METHODS = ("auto", "generate", "forward", "layers")
-_LINE_SECONDS = 5.0  # between two lines of progress
 _ADVICE = {
     "near-tie": "near-ties are within rounding: at most {steps} steps of {dtype}; --dtype float32 decides them",
     "different": "the difference is more than rounding: at most {steps} steps of {dtype}; if it remains with --dtype "
