@@ -43,6 +43,16 @@ def _no_progress_bars() -> None:
     logging.set_verbosity_error()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_timed_passes() -> Iterator[None]:
+    """Time no passes when engines are built: notices must not depend on how busy the machine is."""
+    from spmoe.engine import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "compute_times", lambda *engine: None)
+        yield
+
+
 @pytest.fixture
 def fixed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix Triton's interpreter.

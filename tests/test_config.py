@@ -16,11 +16,13 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     MAX_AUTO_DRAFT_TOKENS,
+    SHIPPED_PAIR,
     Cutoff,
     CutoffMode,
     EngineConfig,
     SamplingParams,
     Size,
+    drafter_name,
     format_bytes,
     home,
 )
@@ -28,7 +30,7 @@ from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, 
 from spmoe.predict.policies import require_no_recording
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False)  # one per field
+SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False, 1, None, 0.0, 0.0, 1.0, (), 0, None)  # one per field
 
 
 def refusal(make: Any, *args: Any, **options: Any) -> str:
@@ -204,8 +206,17 @@ def test_sampling_defaults_are_greedy() -> None:
         {"top_p": 1e-300},
         {"min_p": 1.0},
         {"top_k": 10**9},
+        {"top_k": -1},
         {"seed": 0},
         {"seed": 2**63 - 1},
+        {"n": 3, "temperature": 1.0},
+        {"logprobs": 0},
+        {"logprobs": -1},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"repetition_penalty": 1e-3},
+        {"stop_token_ids": (3, 0)},
+        {"min_tokens": 4, "max_tokens": 4},
+        {"logit_bias": {3: -100.0, 0: 100.0}},
         {"max_tokens": np.int64(5), "temperature": np.float32(0.5)},
     ],
 )
@@ -226,7 +237,7 @@ def test_sampling_accepts_the_ends_of_its_ranges(options: dict[str, Any]) -> Non
         ({"temperature": math.nan}, "temperature must be 0 or more, not nan"),
         ({"temperature": math.inf}, "temperature must be 0 or more"),
         ({"temperature": "hot\nhotter"}, "temperature must be a number"),
-        ({"top_k": -1}, "top_k must be 0 (off) or more, not -1"),
+        ({"top_k": -2}, "top_k must be -1 or 0 (off) or more, not -2"),
         ({"top_k": 2.0}, "top_k must be a whole number, not 2.0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
@@ -241,8 +252,27 @@ def test_sampling_accepts_the_ends_of_its_ranges(options: dict[str, Any]) -> Non
         ({"stop": ""}, "a stop string must not be empty"),
         ({"stop": ["a", ""]}, "a stop string must not be empty"),
         ({"stop": ["a", 3]}, "stop must be text or a list of texts"),
-        ({"stop": None}, "stop must be text or a list of texts, not None"),
+        ({"stop": 5}, "stop must be text or a list of texts, not 5"),
         ({"stop": b"ab"}, "stop must be text or a list of texts"),
+        ({"n": 0, "temperature": 1.0}, "n must be at least 1, not 0"),
+        ({"n": 2}, "n must be 1 with temperature 0, not 2"),
+        ({"logprobs": -2}, "logprobs must be -1 (all) or more, not -2"),
+        ({"logprobs": True}, "logprobs must be a whole number, not True"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2, not 2.1"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty must be from -2 to 2, not nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, not 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be above 0, not inf"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, not 5"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of token ids, not [-1]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids, not ['a']"),
+        ({"min_tokens": -1}, "min_tokens must be 0 or more, not -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, 4, not 5"),
+        ({"logit_bias": [1]}, "logit_bias must be a mapping from token ids to numbers, not [1]"),
+        ({"logit_bias": {"a": 1}}, "'a' is not a token id"),
+        ({"logit_bias": {-1: 1}}, "-1 is not a token id"),
+        ({"logit_bias": {1: 101}}, "logit_bias must be from -100 to 100, not 101 for token 1"),
+        ({"logit_bias": {1: "x"}}, "logit_bias must be from -100 to 100, not 'x' for token 1"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias must be from -100 to 100, not nan"),
     ],
 )
 def test_invalid_sampling_is_rejected(options: dict[str, Any], says: str) -> None:
@@ -251,13 +281,21 @@ def test_invalid_sampling_is_rejected(options: dict[str, Any], says: str) -> Non
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [("end", ("end",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ()), ("a\nb", ("a\nb",))],
+    [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ()), ("a\nb", ("a\nb",))],
 )
 def test_stop_strings_are_always_a_tuple(stop: Any, expected: tuple[str, ...]) -> None:
     sampling = SamplingParams(stop=stop)
     assert sampling.stop_strings == expected
     assert sampling.stop == expected
     assert hash(sampling) == hash(SamplingParams(stop=expected))
+
+
+def test_token_ids_of_json_are_read() -> None:
+    """JSON has text keys and lists only."""
+    sampling = SamplingParams(logit_bias={"17": 2}, stop_token_ids=[4, 5])
+    assert (sampling.logit_bias, sampling.stop_token_ids) == ({17: 2.0}, (4, 5))
+    assert hash(sampling) == hash(SamplingParams(stop_token_ids=(4, 5)))
+    assert sampling != SamplingParams(stop_token_ids=(4, 5))
 
 
 # --- engine ---
@@ -281,10 +319,34 @@ def test_engine_defaults() -> None:
     config = EngineConfig.make(model="target")
     assert config == EngineConfig("target")
     assert config.cutoff == Cutoff(CutoffMode.AUTO)
-    assert config.expert_memory == Size(share=0.25)
+    assert (config.expert_memory, config.device_memory) == (None, "auto")
+    assert EngineConfig.make(model="target", device_memory=None).device_memory == "auto"
     assert EngineConfig.make(model="target", draft="small").draft == "small"
     assert EngineConfig.make(model="target", draft=Path("here/small")).draft == str(Path("here/small"))
     assert EngineConfig.make(model="target", cutoff=None).cutoff == Cutoff(CutoffMode.ALL)
+
+
+def test_automatic_draft_is_the_included_one_for_the_included_target(tmp_path: Path) -> None:
+    target, draft = SHIPPED_PAIR / "target", str(SHIPPED_PAIR / "draft")
+    (tmp_path / "link").symlink_to(target)
+    for model in (target, str(target), tmp_path / "link", SHIPPED_PAIR / "draft" / ".." / "target"):
+        config = EngineConfig.make(model=model)
+        assert (config.draft, config.resolved_draft, config.draft_model) == ("auto", draft, draft)
+    for name in ("target", "owner/name", "~nobody/target", "a\0b", str(SHIPPED_PAIR / "draft")):
+        config = EngineConfig.make(model=name)
+        assert (config.resolved_draft, config.draft_model, config.self_draft_scheme) == ("ngram", None, None)
+    config = EngineConfig.make(model=target, draft=None)
+    assert (config.draft, config.resolved_draft, config.draft_model) == (None, None, None)
+    assert drafter_name("auto") == ("auto", "")
+
+
+def test_draft_tokens_are_zero_by_default_without_a_draft() -> None:
+    for draft in (None, "none"):
+        assert EngineConfig.make(model="target", draft=draft).num_speculative_tokens == 0
+        assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=None).num_speculative_tokens == 0
+        assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=4).num_speculative_tokens == 4
+    for options in ({}, {"draft": "auto"}, {"draft": "ngram"}, {"num_speculative_tokens": None}):
+        assert EngineConfig.make(model="target", **options).num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -362,11 +424,9 @@ def test_only_policies_that_need_recorded_routing_are_refused_without_a_recordin
         ({"link_gbps": math.nan}, "link_gbps must be a speed above 0, not nan"),
         ({"link_gbps": "fast"}, "link_gbps must be a number, not 'fast'"),
         ({"expert_memory": "lots"}, "'lots' is not a size; write it as"),
-        ({"expert_memory": None}, "'None' is not a size; write it as"),
         ({"cutoff": "deep"}, "'deep' is not a cutoff; write"),
         ({"device_memory": "lots"}, "'lots' is not a size; write it as"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number, not True"),
-        ({"num_speculative_tokens": None}, "num_speculative_tokens must be a whole number, not None"),
         ({"pin_memory": 1}, "pin_memory must be true or false, not 1"),
         ({"overlap": "yes"}, "overlap must be true or false, not 'yes'"),
         ({"draft": 3}, "draft must be a directory, hub id or name, not 3"),
@@ -406,7 +466,7 @@ def test_drafts_with_and_without_a_checkpoint() -> None:
 def test_positional_and_missing_values_are_named_in_errors() -> None:
     assert refusal(SamplingParams, 16, -1.0) == "temperature must be 0 or more, not -1.0"
     assert refusal(EngineConfig) == "model is missing; give it"
-    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 8 options, and more values were given: ")
+    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 16 options, and more values were given: ")
 
 
 def test_the_first_of_several_problems_is_reported() -> None:
@@ -419,7 +479,7 @@ def test_unknown_options_are_rejected_with_the_known_ones_listed() -> None:
         assert message.startswith("unknown option prefech, zeal; the options are ")
         for field in dataclasses.fields(EngineConfig):  # type: ignore[arg-type]
             assert field.name in message
-    assert refusal(SamplingParams, temprature=1.0).startswith("unknown option temprature; the options are ignore_eos, ")
+    assert refusal(SamplingParams, temprature=1.0).startswith("unknown option temprature; the options are frequency_")
 
 
 @pytest.mark.parametrize(

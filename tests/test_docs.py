@@ -22,7 +22,7 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CARDS = [ROOT / "src" / "spmoe" / "pair" / "README.md", ROOT / "extras" / "fine" / "README.md"]
+CARDS = [ROOT / name / "README.md" for name in ("src/spmoe/pair", "extras/fine", "examples")]
 
 MAX_README_LINES = 170
 MAX_PROSE_COLUMNS = 100
@@ -124,7 +124,20 @@ def test_python_block_runs(block: Block) -> None:
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
+TOML = [block for block in BLOCKS if block.language == "toml"]
+
+
+@pytest.mark.parametrize("block", [block for block in TOML if "configuration.md" in str(block)], ids=str)
+def test_settings_example_is_valid(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "spmoe.toml"
+    file.write_text(block.text)
+    monkeypatch.setattr(sys, "argv", ["spmoe", "run", "--config", str(file), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize("block", [block for block in TOML if "configuration.md" not in str(block)], ids=str)
 def test_scenario_example_is_valid(block: Block, tmp_path: Path) -> None:
     (tmp_path / "extras").symlink_to(ROOT / "extras")
     file = tmp_path / "scenarios" / "example.toml"

@@ -36,6 +36,7 @@ LEAVES = {  # importable from anywhere, each with the packages that it may impor
     "errors": set(),
     "files": {"errors"},
     "observe": {"config", "errors", "files", "types"},
+    "system": {"config", "errors", "files"},
 }
 MODEL_LIBRARIES = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # only models/ may import these
 TIER = {package: tier for tier, packages in enumerate(TIERS) for package in packages}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
 
 import pytest
@@ -40,6 +41,15 @@ def test_minus_handles_draft_positions_missing_in_the_earlier_snapshot() -> None
     since = later.minus(earlier)
     assert since.drafted_at == [2, 2, 1]
     assert since.accepted_at == [1, 1, 0]
+
+
+def test_plus_adds_every_field() -> None:
+    assert distinct(1).plus(distinct(2)) == distinct(3)
+    counters = distinct(1)
+    counters.add(distinct(4))
+    assert counters == distinct(5)
+    short, long = Counters(drafted_at=[5], accepted_at=[2]), Counters(drafted_at=[1, 1], accepted_at=[1, 0])
+    assert short.plus(long).drafted_at == long.plus(short).drafted_at == [6, 1]
 
 
 def test_minus_does_not_change_its_operands() -> None:
@@ -193,6 +203,73 @@ def test_ignore_demand_drops_demand_and_stalls_but_keeps_prefetches() -> None:
     since = ledger.counters.minus(before)
     assert since == Counters(prefetch_used=1, used_bytes=BLOB, wasted_bytes=BLOB)
     assert ledger.counters.held_bytes == 0
+
+
+# --- accounts ---
+
+
+def test_events_belong_to_the_account_that_is_charged() -> None:
+    ledger, first, second = Ledger(BLOB), Counters(), Counters()
+    ledger.hit(1)  # before any request
+    ledger.charge(first)
+    ledger.hit(10)
+    ledger.step(tokens=3, drafted=2, accepted=2)
+    ledger.charge(second)
+    ledger.hit(100)
+    ledger.step(tokens=1, drafted=4, accepted=0)
+    assert ledger.snapshot(first) == first
+    assert (first.hits, first.tokens, first.drafted_at) == (10, 3, [1, 1])
+    ledger.charge(first)
+    ledger.hit(1000)
+    ledger.close_account(second)  # it is not charged
+    ledger.hit(1000)
+    ledger.close_account(first)
+    ledger.hit(5)  # after all requests
+    assert (ledger.snapshot(first).hits, ledger.snapshot(second).hits) == (2010, 100)
+    assert ledger.snapshot(second).drafted_at == [1, 1, 1, 1]
+    assert ledger.snapshot().hits == 1 + 2010 + 100 + 5
+    assert ledger.snapshot() == ledger.counters
+    assert ledger.snapshot() is not ledger.counters
+
+
+def test_snapshot_of_a_charged_account_is_up_to_date_and_final() -> None:
+    ledger, account = Ledger(BLOB), Counters()
+    ledger.charge(account)
+    ledger.prefetch_issued(2)
+    first = ledger.snapshot(account)
+    assert first.prefetch_loads == 2
+    ledger.prefetch_issued(3)
+    assert ledger.snapshot(account) == ledger.snapshot(account)
+    assert ledger.snapshot(account).prefetch_loads == 5, "nothing is counted twice"
+    assert first.prefetch_loads == 2
+
+
+def test_snapshots_may_be_taken_while_another_thread_counts() -> None:
+    """Positions of drafts are two lists: a snapshot between two changes would be torn."""
+    lock = threading.RLock()
+    ledger, account, stop = Ledger(BLOB, lock), Counters(), threading.Event()
+
+    def count() -> None:
+        steps = 0
+        while not stop.is_set():
+            ledger.step(tokens=1, drafted=steps % 60, accepted=steps % 7)
+            with lock:
+                ledger.prefetch_issued()
+            steps += 1
+
+    ledger.charge(account)
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(300):
+            found = ledger.snapshot(account)
+            assert len(found.drafted_at) == len(found.accepted_at)
+            assert sum(found.drafted_at) == found.drafted
+            assert found.issued_bytes == found.prefetch_loads * BLOB
+    finally:
+        stop.set()
+        thread.join()
+    assert ledger.snapshot(account) == ledger.snapshot()
 
 
 # --- clocks ---

@@ -114,7 +114,7 @@ def test_a_policy_may_use_the_cutoff_without_a_draft(
     monkeypatch.setattr(Repeat, "set_cutoff", lambda self, layers: cutoffs.append(layers))
     for cutoff, layers in (("auto", LAYERS), (1, 1)):
         options = {"prefetch": "repeat", "cutoff": cutoff, "expert_memory": "50%", "progress": False}
-        with LLM(str(mixtral_pair.target), **options) as llm:
+        with LLM(str(mixtral_pair.target), None, **options) as llm:
             assert [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)] == expected
             assert llm.engine.prefetching.cutoff == layers == cutoffs[-1]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import typer.main
 
 from spmoe.cli.main import app
+from spmoe.cli.panels import PANELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 COMMON_FROM = 3  # an option that so many commands declare alike is a common option
@@ -32,11 +33,16 @@ page from the code; do not edit it.
 Results go to standard output, progress and notices to standard error. Exit codes: 0 success,
 1 failure, 2 wrong usage. Ctrl-C stops a generation after the current step and keeps its text.
 
+Options may also come [from a file or the environment](configuration.md).
+`spmoe --install-completion` installs completion for the current shell.
+
 | environment variable | meaning |
 | --- | --- |
+| `SPMOE_<OPTION>` | an option of any command, such as `SPMOE_EXPERT_MEMORY=8GiB` |
+| `SPMOE_CONFIG` | a TOML file with options |
 | `SPMOE_HOME` | cache of expert files, profiles and projections; default `~/.cache/spmoe` |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | as in every Hugging Face tool |
-| `OMP_NUM_THREADS` | PyTorch's threads; use 1 for small models of your own |
+| `OMP_NUM_THREADS` | PyTorch's threads on a CPU; default: the fastest number, measured once per model |
 | `SPMOE_DEBUG` | set to 1 for debug messages and tracebacks |
 """
 
@@ -47,6 +53,7 @@ class Option(NamedTuple):
     names: str
     default: str
     help: str
+    panel: str = ""
 
     def row(self) -> str:
         """Return the Markdown row."""
@@ -55,7 +62,7 @@ class Option(NamedTuple):
 
 def option_of(parameter: Any) -> Option:
     """Read one parameter of a command."""
-    help_text = " ".join((parameter.help or "").split()).replace("|", "\\|")
+    help_text = " ".join((parameter.help or "").split()).replace("\\[", "[").replace("|", "\\|")
     default = parameter.default() if callable(parameter.default) else parameter.default
     if parameter.param_type_name == "argument":
         shown = "required" if parameter.required else ""
@@ -67,7 +74,7 @@ def option_of(parameter: Any) -> Option:
         shown = ("on" if default else "off") if parameter.secondary_opts else ""
     else:
         shown = "" if default is None or default == () or default == [] else f"`{default}`"
-    return Option(", ".join(f"`{name}`" for name in names), shown, help_text)
+    return Option(", ".join(f"`{name}`" for name in names), shown, help_text, parameter.rich_help_panel)
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -94,13 +101,17 @@ def render() -> str:
     found = dict(commands())
     counts = Counter(option for command in found.values() for option in options_of(command))
     common = [option for option in counts if counts[option] >= COMMON_FROM]
-    parts = [INTRODUCTION, "## Common options\n", "Each command lists which of them it takes.\n", table(common) + "\n"]
+    parts = [INTRODUCTION, "## Common options\n", "Each command lists which of them it takes.\n"]
+    for panel in ("", *PANELS):
+        if inside := [option for option in common if option.panel == panel]:
+            parts += [f"### {panel}\n"] * bool(panel) + [table(inside) + "\n"]
     for name, command in found.items():
         options = options_of(command)
         own = [option for option in options if option not in common]
         shared = [option.names.split(", ")[0] for option in options if option in common]
         parts.append(f"## spmoe {name}\n")
-        parts += [textwrap.fill(paragraph, 100) + "\n" for paragraph in paragraphs(command.help or "")]
+        text = (command.help or "").replace("\\[", "[")  # brackets are escaped in help texts
+        parts += [textwrap.fill(paragraph, 100) + "\n" for paragraph in paragraphs(text)]
         if own:
             parts.append(table(own) + "\n")
         if shared:

@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spmoe.config import SamplingParams
-    from spmoe.engine.llm import LLM, Completion
+    from spmoe.engine.llm import LLM
+    from spmoe.engine.outputs import CompletionOutput, RequestOutput
 
 try:
     __version__ = version("spmoe")
 except PackageNotFoundError:  # run from a source tree
     __version__ = "0.2.0"
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when they are needed, so that `spmoe --help` is fast."""
-    if name in ("LLM", "Completion"):
-        from spmoe.engine import llm
+    if name == "LLM":
+        from spmoe.engine.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name in ("CompletionOutput", "RequestOutput"):
+        from spmoe.engine import outputs
+
+        return getattr(outputs, name)
     if name == "SamplingParams":
         from spmoe.config import SamplingParams
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
@@ -23,9 +23,15 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO_DRAFT = "auto"  # the shipped draft for the shipped target, else n-grams
 SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
 MAX_SPECULATIVE_TOKENS = 64  # largest K
+DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
+SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
+GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
+DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -179,11 +185,23 @@ def parse_eviction_policy(value: object) -> str:
 
 
 def drafter_name(draft: str | None) -> tuple[str, str]:
-    """Split `--draft` into a drafter's registered name and its argument; any other text is a checkpoint."""
-    if draft is None:
-        return "none", ""
+    """Split `--draft` into a drafter's registered name and its argument; any other text is a checkpoint.
+
+    `auto` stays `auto`, which is no drafter; `default_draft` says what it stands for.
+    """
+    if draft is None or draft == AUTO_DRAFT:
+        return draft or "none", ""
     name, _, argument = draft.partition(":")
     return (name, argument) if name in DRAFTERS and name != "model" else ("model", draft)
+
+
+def default_draft(model: str) -> str:
+    """Return what `--draft auto` stands for: the shipped draft for the shipped target, else `ngram`."""
+    try:
+        shipped = Path(model).expanduser().resolve() == SHIPPED_PAIR / "target"
+    except (OSError, RuntimeError, ValueError):  # not a path
+        shipped = False
+    return str(SHIPPED_PAIR / "draft") if shipped else "ngram"
 
 
 # ---- validation of options
@@ -221,12 +239,35 @@ def _one_of(names: Callable[[], tuple[str, ...]]) -> PlainValidator:
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
+    value = () if value is None else value
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (tuple, list)) else None
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"stop must be text or a list of texts, not {value!r}")
     if not all(texts):
         raise UsageError("a stop string must not be empty")
     return texts
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    value = () if value is None else value
+    if not isinstance(value, (tuple, list)) or not all(_is_whole(token) and token >= 0 for token in value):
+        raise UsageError(f"stop_token_ids must be a list of token ids, not {value!r}")
+    return tuple(int(token) for token in value)
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias must be a mapping from token ids to numbers, not {value!r}")
+    biases = {}
+    for token, bias in value.items():
+        if not (_is_whole(token) or (isinstance(token, str) and token.isdecimal())) or int(token) < 0:
+            raise UsageError(f"logit_bias must be a mapping from token ids to numbers; {token!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float, Real)) or not -100 <= float(bias) <= 100:
+            raise UsageError(f"logit_bias must be from -100 to 100, not {bias!r} for token {token}")
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _path_or_name(value: Any) -> Any:
@@ -243,9 +284,11 @@ def _draft_name(value: Any) -> Any:
 
 
 def _memory_limit(value: Any) -> Any:
-    if value is None or str(value).strip().lower() == "auto":
-        return None if value is None else "auto"
-    return Size.parse(value)
+    return "auto" if value is None or str(value).strip().lower() == "auto" else Size.parse(value)
+
+
+def _optional_size(value: Any) -> Size | None:
+    return None if value is None else Size.parse(value)
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -297,16 +340,33 @@ def _explain(cls: Any, names: list[str], error: ValidationError) -> str:
 
 @_validated
 class SamplingParams:
-    """Sampling and stop options. `temperature=0` is greedy; `top_k=0` and `min_p=0` are off."""
+    """Sampling and stop options, with the names and meanings of vLLM's. `temperature=0` is greedy."""
 
-    max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = 128
+    max_tokens: Annotated[Whole, Field(ge=1, description="at least 1")] = DEFAULT_MAX_TOKENS
     temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False, description="0 or more")] = 0.0
-    top_k: Annotated[Whole, Field(ge=0, description="0 (off) or more")] = 0
+    top_k: Annotated[Whole, Field(ge=-1, description="-1 or 0 (off) or more")] = 0
     top_p: Annotated[Number, Field(gt=0, le=1, description="above 0 and at most 1")] = 1.0
     min_p: Annotated[Number, Field(ge=0, le=1, description="between 0 and 1")] = 0.0
     seed: Annotated[Annotated[Whole, Field(ge=0, lt=2**63)] | None, Field(description="from 0 to 2**63-1")] = None
-    stop: Annotated[str | tuple[str, ...] | list[str], PlainValidator(_stop_strings)] = ()
+    stop: Annotated[str | tuple[str, ...] | list[str] | None, PlainValidator(_stop_strings)] = ()
     ignore_eos: Switch = False
+    n: Annotated[Whole, Field(ge=1, description="at least 1")] = 1  # completions of one prompt
+    # log-probabilities per token: of the chosen one and of this many most likely ones; -1: of all
+    logprobs: Annotated[Annotated[Whole, Field(ge=-1)] | None, Field(description="-1 (all) or more")] = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2, description="from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2, description="from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, allow_inf_nan=False, description="above 0")] = 1.0
+    stop_token_ids: Annotated[tuple[int, ...] | list[int] | None, PlainValidator(_stop_tokens)] = ()
+    min_tokens: Annotated[Whole, Field(ge=0, description="0 or more")] = 0
+    logit_bias: Annotated[Mapping[int, float] | None, PlainValidator(_logit_bias)] = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}")
+        if self.n > 1 and self.greedy:
+            raise UsageError(
+                f"n must be 1 with temperature 0, not {self.n}: all completions would be equal; raise the temperature"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -324,13 +384,16 @@ class EngineConfig:
     """All options of an engine."""
 
     model: Annotated[str, BeforeValidator(_path_or_name), Field(description="a directory or hub id")]
-    draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = None
-    num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = 4
+    draft: Annotated[str | None, BeforeValidator(_draft_name), Field(description="a directory, hub id or name")] = (
+        AUTO_DRAFT  # None: no draft
+    )
+    num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = DEFAULT_DRAFT_TOKENS
     prefetch: Annotated[str, PlainValidator(parse_prefetch_policy)] = "draft-gate"
     cutoff: Annotated[Cutoff, PlainValidator(Cutoff.parse)] = Cutoff(CutoffMode.AUTO)
     projection: Switch = True  # use the linear maps fitted for the pair, if there are any
     eviction: Annotated[str, PlainValidator(parse_eviction_policy)] = "auto"
-    expert_memory: Annotated[Size, PlainValidator(Size.parse)] = Size(share=0.25)
+    # for expert slots; None: what `device_memory` leaves on CUDA, and DEFAULT_EXPERT_MEMORY on the CPU
+    expert_memory: Annotated[Size | None, PlainValidator(_optional_size)] = None
     dtype: Annotated[str, _one_of(lambda: DTYPES)] = "auto"
     max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
     prefill_chunk: Annotated[Whole, Field(ge=1, description="at least 1")] = 512
@@ -338,19 +401,31 @@ class EngineConfig:
         Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None, Field(description="a speed above 0")
     ] = None
     device: Annotated[str, _one_of(lambda: DEVICES)] = "auto"
-    # replaces expert_memory: one limit for everything on the device
-    device_memory: Annotated[Size | Literal["auto"] | None, PlainValidator(_memory_limit)] = None
+    # CUDA: one limit for weights, KV caches, workspace and slots; auto: what is free, less a margin
+    device_memory: Annotated[Size | Literal["auto"], PlainValidator(_memory_limit)] = "auto"
     pin_memory: Switch = True  # keep experts in pinned host memory
     batching: Switch = True  # submit copies that are ready together in one call; off for measuring
     overlap: Switch = True  # overlap copies with compute; off for measuring
     enforce_eager: Switch = False  # no CUDA graphs
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: Switch = True
+    generation_config: Annotated[str, _one_of(lambda: GENERATION_CONFIGS)] = "auto"  # source of sampling defaults
 
     @classmethod
     def make(cls, **options: Any) -> Self:
-        """Build from loosely typed options, as Python users and the command line write them."""
+        """Build from loosely typed options, as Python users and the command line write them.
+
+        Without a number of draft tokens (or with None) it is the default, or 0 if there is no draft.
+        """
+        if options.get("num_speculative_tokens") is None:
+            no_draft = "draft" in options and options["draft"] in (None, "none")
+            options["num_speculative_tokens"] = 0 if no_draft else DEFAULT_DRAFT_TOKENS
         return cls(**options)
+
+    @property
+    def resolved_draft(self) -> str | None:
+        """`draft`, with `auto` resolved; None: no draft."""
+        return default_draft(self.model) if self.draft == AUTO_DRAFT else self.draft
 
     @property
     def eviction_policy(self) -> str:
@@ -365,10 +440,11 @@ class EngineConfig:
     @property
     def self_draft_scheme(self) -> str | None:
         """`int8` or `int4` if the target drafts for itself with quantized experts, else None."""
-        name, scheme = drafter_name(self.draft)
+        name, scheme = drafter_name(self.resolved_draft)
         return scheme if name == "self" and self.num_speculative_tokens else None
 
     @property
     def draft_model(self) -> str | None:
         """Checkpoint of the draft model; None without a draft, and for drafts that need no checkpoint."""
-        return self.draft if self.num_speculative_tokens and drafter_name(self.draft)[0] == "model" else None
+        draft = self.resolved_draft
+        return draft if self.num_speculative_tokens and drafter_name(draft)[0] == "model" else None

@@ -12,6 +12,10 @@ from pathlib import Path
 from spmoe.errors import UsageError, reason
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+SUPPORTED_FORMATS = "in 16 or 32 bits, fp8 or mxfp4"
+GGUF_ADVICE = (
+    f"spmoe reads safetensors checkpoints ({SUPPORTED_FORMATS}): give the original model's directory or hub id"
+)
 
 
 @contextmanager
@@ -48,17 +52,29 @@ def model_directory(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         if path.is_dir():
+            _refuse_gguf_directory(path)
             return path.resolve()
         exists = path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # name too long, unknown user, no permission
         why = getattr(error, "strerror", None) or reason(error)
         shown = name if len(name) <= 100 else f"{name[:97]}..."
         raise UsageError(f"cannot use the path {shown} ({why}); check it") from error
+    if name.lower().endswith(".gguf"):
+        raise UsageError(f"{name} is a GGUF file, which spmoe does not read; {GGUF_ADVICE}")
     if exists:
         raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
     if not _HUB_ID.fullmatch(name):
         raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
     return None
+
+
+def _refuse_gguf_directory(path: Path) -> None:
+    try:
+        names = [entry.name for entry in os.scandir(path)]
+    except OSError:  # reported when the files are read
+        return
+    if any(name.endswith(".gguf") for name in names) and not any(name.endswith(".safetensors") for name in names):
+        raise UsageError(f"{path} holds only GGUF files; {GGUF_ADVICE}")
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmoe.config import SamplingParams
+from spmoe.observe.ledger import Counters
 
 PROMPT_ROWS = 32  # forwards of at least this many rows also report the share of rows routed to each expert
 
@@ -126,6 +127,27 @@ class LayerChunk:
     routing: Routing | None = None
 
 
+class LogitsProcessor(Protocol):
+    """Changes the target's logits before a token is chosen."""
+
+    def applies(self, length: int) -> bool:
+        """Return whether the logits after `length` tokens of prompt and output are changed."""
+        ...
+
+    def process(self, logits: Tensor, tokens: list[int], draft: list[int]) -> Tensor:
+        """Return processed logits. The last row follows `tokens` and `draft`, each earlier row one draft token less."""
+        # [rows, vocabulary] -> [rows, vocabulary] float32
+        ...
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability and rank (1: the most likely) of a generated token, and the most likely tokens, best first."""
+
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
 @dataclass(slots=True)
 class Sequence:
     """One generation request: the prompt's tokens, then every accepted, recovered or bonus token."""
@@ -136,6 +158,9 @@ class Sequence:
     sampling: SamplingParams
     rng: torch.Generator = field(repr=False)
     capacity: int  # positions that its KV caches must be able to hold
+    processors: LogitsProcessor | None = None  # None: the target's logits are used as they are
+    counters: Counters = field(default_factory=Counters)  # its account; the ledger writes it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, if they are asked for
 
 
 @dataclass(frozen=True, slots=True)

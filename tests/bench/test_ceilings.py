@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("link", "source"), [(None, "expert file"), (0.5, "emulated")])
 def test_ceilings_on_cpu(mixtral_pair: Pair, link: float | None, source: str) -> None:
-    with LLM(str(mixtral_pair.target), device="cpu", progress=False, link_gbps=link) as llm:
+    with LLM(str(mixtral_pair.target), None, device="cpu", progress=False, link_gbps=link) as llm:
         before = llm.engine.counters.copy()
         found = measure_ceilings(llm.engine)
         assert llm.engine.counters == before, "the measurement is not counted"
@@ -37,6 +38,11 @@ def test_machine_record_has_hardware_and_versions() -> None:
     assert found["device"] == "cpu"
     assert found["torch"] == torch.__version__
     assert all(found[name] for name in ("spmoe", "transformers", "python", "platform", "processor"))
+    assert found["threads"] == torch.get_num_threads()
+    assert 1 <= found["usable_cores"] <= found["cores"]
+    assert found["memory_bytes"] > 2**28
+    age = datetime.now(UTC) - datetime.fromisoformat(found["date"])
+    assert timedelta(0) <= age < timedelta(minutes=5)
 
 
 def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

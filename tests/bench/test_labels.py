@@ -118,7 +118,7 @@ def test_charts_and_markdown_show_every_label(found: list[BenchConfig]) -> None:
     bars = [
         bar
         for figure in figures
-        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg)
+        for bar in re.findall(r"<text [^>]*text-anchor: start[^>]*>([^<]*)</text>", figure.svg + figure.more)
     ]
     assert sorted(map(unescape, bars)) == sorted(compared.labels.label(one) for _, one in compared.main_rows)
 
@@ -144,7 +144,7 @@ def test_prefetching_without_draft_has_its_own_column() -> None:
     assert compared.cells["next-gate", plain] is rows[1]
     assert compared.cells[PLAIN, plain] is compared.cells[PLAIN, drafted] is rows[0]
     assert ("next-gate", drafted) not in compared.cells
-    assert "| next-gate | 50.0 ms (1.00x) | - |" in markdown_report([WorkloadResults(MACHINE, rows)])
+    assert "| next-gate | 50.0 ms, 1.20x | - |" in markdown_report([WorkloadResults(MACHINE, rows)])
     assert compared.highlighted == "draft-gate"
     assert compared.rank("draft-gate", plain) is None
 
@@ -168,8 +168,8 @@ def test_ablations_of_two_systems_are_two_figures() -> None:
         for name in ("all on", "no batching")
     ]
     text = html_report([WorkloadResults(MACHINE, both)]).split('id="ablation"')[1].split('id="efficiency"')[0]
-    assert text.count("<figcaption>draft-gate, K=4, 25%</figcaption>") == 1
-    assert text.count("<figcaption>draft-gate+next-gate, K=4, 25%</figcaption>") == 1
+    assert text.count("<figcaption>draft-gate, K=4, 25%. ") == 1
+    assert text.count("<figcaption>draft-gate+next-gate, K=4, 25%. ") == 1
 
 
 def test_ablation_label_is_not_repeated() -> None:

@@ -167,13 +167,13 @@ def test_oracle_needs_a_recording(llm: LLM, mixtral_pair: Pair) -> None:
     assert llm.engine.loop.policy is before
     assert llm.engine.config.prefetch == "draft-gate"
     with pytest.raises(UsageError, match="recorded"):
-        LLM(str(mixtral_pair.target), prefetch="oracle", **OPTIONS)
+        LLM(str(mixtral_pair.target), None, prefetch="oracle", **OPTIONS)
 
 
 def test_unknown_policy_and_missing_draft_are_rejected(llm: LLM, mixtral_pair: Pair) -> None:
     with pytest.raises(UsageError, match="prefetch"):
         llm.engine.reconfigure(prefetch="guess", num_speculative_tokens=4)
-    with LLM(str(mixtral_pair.target), **OPTIONS) as alone, pytest.raises(UsageError, match="without a draft"):
+    with LLM(str(mixtral_pair.target), None, **OPTIONS) as alone, pytest.raises(UsageError, match="without a draft"):
         alone.engine.reconfigure(prefetch="on-demand", num_speculative_tokens=1)
 
 

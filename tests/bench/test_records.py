@@ -16,7 +16,7 @@ from spmoe.bench.records import (
 )
 from spmoe.bench.runs import BenchRun, ResidentStep
 from spmoe.config import Size
-from spmoe.engine.llm import Completion
+from spmoe.engine.outputs import CompletionOutput, RequestOutput
 from spmoe.engine.stats import Stats
 from spmoe.observe.ledger import Counters
 
@@ -50,7 +50,9 @@ def make_run(
         draft_tokens=config.draft_tokens,
         emulated_link_gbps=None,
     )
-    return BenchRun(config, prompt, 0, Completion("", ids, "length", stats))
+    return BenchRun(
+        config, prompt, 0, RequestOutput("0", None, [], [CompletionOutput(0, "", ids, "length")], True, stats)
+    )
 
 
 def prefetched(seconds: float = 1.0) -> BenchRun:

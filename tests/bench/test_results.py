@@ -13,10 +13,12 @@ from checkpoints import Pair, byte_tokenizer
 from spmoe.bench.configs import make_configs
 from spmoe.bench.records import config_records, find_stored, machine_record
 from spmoe.bench.results import WorkloadResults, read_results, write_results
-from spmoe.bench.runs import BenchJob, BenchRunner, TimeLeft
+from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
+from spmoe.bench.step_timeline import StepTimeline
 from spmoe.config import Size
 from spmoe.errors import UsageError
+from spmoe.observe.timeline import Activity
 
 PAIRS = [PolicyPair(prefetch="draft-gate"), PolicyPair(prefetch="on-demand", eviction="lru")]
 
@@ -66,8 +68,60 @@ def test_metrics_are_restored_from_stored_runs(job: BenchJob, complete: Workload
     runner = BenchRunner(job, lambda words: None, stored=stored)
     runner.run()
     assert runner.facts is None, "no run was missing, so no engine was loaded"
-    assert config_records(runner) == json.loads(json.dumps(complete.rows))
+    assert config_records(runner) == json.loads(json.dumps(complete.rows)), "timelines too"
     assert machine_record(runner) == complete.machine
+
+
+def test_first_run_of_each_configuration_has_the_timeline_of_a_step(complete: WorkloadResults) -> None:
+    for row in complete.rows:
+        found = [(one["prompt"], one["repeat"]) for one in row["samples"] if "timeline" in one]
+        assert found == [(0, 0)]
+        record = next(one["timeline"] for one in row["samples"] if "timeline" in one)
+        timeline = StepTimeline.from_record(json.loads(json.dumps(record)))
+        kinds = {span.activity for span in timeline.spans}
+        assert {Activity.VERIFY, Activity.LAYER} <= kinds
+        assert (Activity.REQUEST in kinds) == (row["prefetch"] != "on-demand")
+        assert all(0 <= span.start <= span.end <= timeline.seconds + 1e-9 for span in timeline.spans)
+        assert 1 <= timeline.step <= timeline.steps
+
+
+def test_results_of_earlier_versions_are_read(complete: WorkloadResults, tmp_path: Path) -> None:
+    """Files without the date, cores, memory and timelines are shown and resumed."""
+    new = ("date", "cores", "usable_cores", "threads", "memory_bytes")
+    machine = {name: value for name, value in complete.machine.items() if name not in new}
+    assert len(machine) == len(complete.machine) - len(new)
+    rows = [
+        {**row, "samples": [{k: v for k, v in one.items() if k != "timeline"} for one in row["samples"]]}
+        for row in complete.rows
+    ]
+    write_results(tmp_path / "old.jsonl", [WorkloadResults(machine, rows)])
+    (found,) = read_results(tmp_path / "old.jsonl")
+    assert found.rows == json.loads(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tpot_seconds": None}, "tpot_seconds: Input should be a valid dictionary"),
+        ({"prefetch": 3}, "prefetch: Input should be a valid string"),
+        ({"step_seconds": float("nan")}, "step_seconds: Input should be a finite number"),
+        ({"runs": "<b>"}, "runs: Input should be a valid integer"),
+        ({"samples": [{"prompt": 0, "repeat": 0, "tpot_seconds": 1.0, "timeline": {}}]}, "not a timeline"),
+    ],
+)
+def test_wrong_field_is_named(complete: WorkloadResults, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    file = tmp_path / "x.jsonl"
+    write_results(file, [WorkloadResults(complete.machine, [complete.rows[0], {**complete.rows[1], **change}])])
+    with pytest.raises(UsageError, match=rf"line 3 of .* is not a result .*{words}"):
+        read_results(file)
+
+
+def test_missing_field_is_named(complete: WorkloadResults, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    machine = {name: value for name, value in complete.machine.items() if name != "dtype"}
+    write_results(file, [WorkloadResults(machine, complete.rows)])
+    with pytest.raises(UsageError, match=r"the machine record before line 2 of .* \(dtype: Field required\)"):
+        read_results(file)
 
 
 @pytest.mark.parametrize("count", [4, 13])
@@ -76,10 +130,17 @@ def test_resume_makes_only_missing_runs(job: BenchJob, complete: WorkloadResults
     assert found is not None
     messages: list[str] = []
     counts: list[int] = []
-    runner = BenchRunner(job, messages.append, stored=found[1], on_run=lambda: counts.append(len(runner.runs)))
+    reports: list[tuple[int, int]] = []
+
+    def on_progress(done: int, total: int, detail: str = "") -> None:
+        reports.append((done, total))
+
+    on_run = lambda: counts.append(len(runner.runs))  # noqa: E731
+    runner = BenchRunner(job, messages.append, stored=found[1], on_run=on_run, on_progress=on_progress)
     runner.run()
     assert counts == list(range(count + 1, job.total + 1))
-    assert next(words for words in messages if words.startswith("run ")).startswith(f"run {count + 1} of {job.total}: ")
+    assert reports[0] == (count, job.total), "stored runs are done, and the resident step is stored"
+    assert reports[-1] == (job.total, job.total)
     every = {(run.config, run.prompt, run.repeat) for run in runner.runs}
     assert len(every) == len(runner.runs) == job.total
     rows = config_records(runner)
@@ -116,18 +177,6 @@ def test_resume_on_another_machine_is_rejected(job: BenchJob, complete: Workload
     assert found is not None
     with pytest.raises(UsageError, match=r"measured with torch 1\.0.*--json with a new file"):
         BenchRunner(job, lambda words: None, stored=found[1]).run()
-
-
-def test_time_left_is_estimated_from_durations(job: BenchJob) -> None:
-    left = TimeLeft()
-    first, second = job.configs[:2]
-    assert left.text({first: 3}) == ""
-    left.add(first, 10.0)
-    left.add(first, 20.0)
-    assert left.text({first: 2}) == "; 30 s left"
-    left.add(second, 60.0)
-    assert left.text({first: 2, second: 5}) == "; 6 min left"
-    assert left.text({first: 0, job.configs[2]: 1}) == "; 30 s left", "the mean of all runs"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spmoe.bench import scenario
 from spmoe.bench.configs import ABLATIONS, BenchConfig, make_configs
 from spmoe.bench.jobs import Workload, make_job, make_workloads
 from spmoe.bench.scenario import Matrix, PolicyPair, read_scenario, validate
@@ -17,7 +19,7 @@ from spmoe.models.widen import SHAPES
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
+SCENARIOS = sorted((ROOT / "src/spmoe/scenarios").glob("*.toml"))
 QUARTER, HALF = Size(share=0.25), Size(share=0.5)
 AUTO = Cutoff(CutoffMode.AUTO)
 
@@ -252,7 +254,7 @@ def test_shipped_scenario_is_valid(file: Path) -> None:
 
 
 def test_job_of_a_workload() -> None:
-    _, fine = read_scenario(ROOT / "scenarios/paper.toml").matrices(
+    _, fine = read_scenario(ROOT / "src/spmoe/scenarios/paper.toml").matrices(
         validate({"device": "cpu", "budgets": "25%"}, "options")
     )
     first = make_workloads(fine)[0]
@@ -279,14 +281,24 @@ def test_example_of_the_documentation_is_valid(tmp_path: Path) -> None:
 def test_shipped_scenarios_cover_their_purpose() -> None:
     assert {file.stem for file in SCENARIOS} == {"paper", "h200", "ushape", "ablation", "quick"}
     (mixtral, *_), *_ = (
-        make_workloads(matrix) for matrix in read_scenario(ROOT / "scenarios/ushape.toml").matrices({"device": "cpu"})
+        make_workloads(matrix)
+        for matrix in read_scenario(ROOT / "src/spmoe/scenarios/ushape.toml").matrices({"device": "cpu"})
     )
     job = make_job(Workload(mixtral.matrix, None, None, None, None, "sample"), False, {}, {})
     depths = {one.cutoff.layers for one in job.configs if one.cutoff.mode is CutoffMode.FIXED}
     assert depths == set(range(17)), "every number of layers"
     shapes = {
         workload.shape
-        for matrix in read_scenario(ROOT / "scenarios/paper.toml").matrices({})
+        for matrix in read_scenario(ROOT / "src/spmoe/scenarios/paper.toml").matrices({})
         for workload in make_workloads(matrix)
     }
     assert shapes == {"mixtral-8x7b", "phi-3.5-moe", "deepseek-v2-lite"}
+
+
+def test_packaged_scenario_without_the_fine_grained_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has the scenarios but no `extras/fine`."""
+    installed = Path(shutil.copytree(SCENARIOS[0].parent, tmp_path / "site-packages" / "spmoe" / "scenarios"))
+    monkeypatch.setattr(scenario, "PACKAGED", installed)
+    assert read_scenario(installed / "quick.toml").matrices({})
+    with pytest.raises(UsageError, match="extras/fine does not exist; run it from a clone"):
+        read_scenario(installed / "paper.toml").matrices({})

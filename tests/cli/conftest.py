@@ -63,11 +63,12 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def home(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the engine use the shared cache directory and no network."""
+    """Make the engine use the shared cache directory, no network and no options of the user's environment."""
+    for name in [one for one in os.environ if one.startswith("SPMOE_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("SPMOE_HOME", str(shared_home))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.delenv("SPMOE_DEBUG", raising=False)
     return shared_home
 
 

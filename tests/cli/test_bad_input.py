@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Change = Callable[[Path], object]
 PROMPT = ("--prompt", "hello", "--max-tokens", "4")
+PLAIN = ("--draft", "none")  # no note about the default draft
 
 
 def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
@@ -121,7 +122,6 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "no attention heads": ("target", config(num_attention_heads=0), ("cannot be loaded", "config.json")),
     "a size that is no number": ("target", config(hidden_size="wide"), ("config.json", "'hidden_size'")),
     "an activation nobody knows": ("target", config(hidden_act="wobble"), ("cannot be loaded", "wobble")),
-    "a dense model": ("dense", lambda d: None, ("llama", "no experts", "--draft")),
     "an unknown architecture": ("target", config(model_type="wobble"), ("does not know", "'wobble'", "upgrade")),
     "an architecture with code of its own": (
         "target",
@@ -141,6 +141,7 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "a generation config that is not JSON": ("target", write("generation_config.json", "{"), ("not JSON",)),
     "a generation config that is a list": ("target", write("generation_config.json", "[]"), ("JSON object",)),
     "a last token that is a word": ("target", generation_config(eos_token_id="end"), ("eos_token_id", "'end'")),
+    "a negative temperature": ("target", generation_config(temperature=-5.0), ("-5.0", "--generation-config none")),
     "last tokens in a list too deep": ("target", generation_config(eos_token_id=[[1]]), ("eos_token_id", "[[1]]")),
     "a tokenizer that is not JSON": ("target", write("tokenizer.json", "{"), ("tokenizer", "download it again")),
     "a tokenizer without parts": ("target", write("tokenizer.json", "{}"), ("tokenizer", "download it again")),
@@ -162,7 +163,7 @@ def test_run_rejects_damaged_checkpoints(
 
 REJECTED_BY_INFO = ["no weights", "a shard deleted", "truncated weights", "no config", "a config that is not JSON"]
 REJECTED_BY_INFO += ["more experts per token than there are", "no experts per token", "no attention heads"]
-REJECTED_BY_INFO += ["an activation nobody knows", "a dense model", "an unknown architecture", "a quantized checkpoint"]
+REJECTED_BY_INFO += ["an activation nobody knows", "an unknown architecture", "a quantized checkpoint"]
 REJECTED_BY_INFO += ["a size that is no number"]
 
 
@@ -187,7 +188,7 @@ def test_run_rejects_damaged_drafts(damage: str, checkpoints: Path, tmp_path: Pa
     [
         generation_config(eos_token_id=[1, 2, 256]),
         generation_config(eos_token_id=100_000),
-        generation_config(temperature=-5.0, top_p=7.0, max_length="long", wobble=True),
+        generation_config(do_sample=False, temperature=-5.0, top_p=7.0, max_length="long", wobble=True),
         delete("generation_config.json"),
         config(auto_map={"AutoConfig": "wobble.Config"}),  # code that a known architecture does not need
         predict_further_tokens,
@@ -198,6 +199,26 @@ def test_unusual_but_valid_checkpoints_run(change: Change, checkpoints: Path, tm
     model = copy_of(checkpoints / "target", tmp_path)
     change(model)
     assert invoke("run", model, *PROMPT).succeeded().out == expected
+
+
+# ---- models of another kind
+
+
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+def test_dense_model_is_called_dense(command: tuple[str, ...], checkpoints: Path, invoke: Invoke) -> None:
+    result = invoke(command[0], checkpoints / "dense", *command[1:])
+    result.refused(2, "is a dense model (LlamaForCausalLM), without experts", "--draft")
+
+
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+def test_gguf_is_answered_with_the_supported_formats(
+    command: tuple[str, ...], checkpoints: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    words = ("GGUF", "safetensors checkpoints", "fp8 or mxfp4", "original model")
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path / "model-Q4_K_M.gguf", tmp_path, "./absent.gguf", "owner/model.gguf"):
+        invoke(command[0], name, *command[1:]).refused(2, *words)
+    invoke(command[0], checkpoints / "target", "--draft", tmp_path, *command[1:]).refused(2, *words)
 
 
 # ---- model names
@@ -293,8 +314,8 @@ def test_empty_prompts(checkpoints: Path, invoke: Invoke) -> None:
 
 def test_prompt_longer_than_the_context(checkpoints: Path, invoke: Invoke) -> None:
     words = (f"{CONTEXT + 1} tokens", f"holds {CONTEXT}", "shorten")
-    invoke("run", checkpoints / "target", "--prompt", "a" * (CONTEXT + 1)).refused(2, *words)
-    result = invoke("run", checkpoints / "target", "--max-model-len", 9, "--prompt", "a" * 9)
+    invoke("run", checkpoints / "target", *PLAIN, "--prompt", "a" * (CONTEXT + 1)).refused(2, *words)
+    result = invoke("run", checkpoints / "target", *PLAIN, "--max-model-len", 9, "--prompt", "a" * 9)
     result.refused(2, "9 tokens", "holds 9")
 
 
@@ -305,40 +326,17 @@ def test_max_model_len_above_the_models_limit_is_lowered_with_a_note(checkpoints
 
 def test_input_that_is_not_text(checkpoints: Path, invoke: Invoke) -> None:
     for verb in ("run", "chat"):
-        invoke(verb, checkpoints / "target", stdin=b"caf\xe9\n").refused(2, "standard input is not UTF-8")
-    invoke("run", checkpoints / "target", "--prompt", os.fsdecode(b"caf\xe9")).refused(2, "prompt is not text", "UTF-8")
+        invoke(verb, checkpoints / "target", *PLAIN, stdin=b"caf\xe9\n").refused(2, "standard input is not UTF-8")
+    invoke("run", checkpoints / "target", *PLAIN, "--prompt", os.fsdecode(b"caf\xe9")).refused(
+        2, "prompt is not text", "UTF-8"
+    )
 
 
 def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: Invoke) -> None:
     model = copy_of(checkpoints / "target", tmp_path)
     for path in model.glob("tokenizer*"):
         path.unlink()
-    invoke("run", model, *PROMPT).refused(2, "ships no tokenizer", "token ids")
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, ("no chat template", "spmoe run")),
-        ("{% for", ("chat template", "end of template")),
-        ("{{ raise_exception('no roles') }}", ("no roles",)),
-    ],
-)
-def test_chat_without_a_usable_template(
-    template: str | None, words: tuple[str, ...], checkpoints: Path, tmp_path: Path, invoke: Invoke
-) -> None:
-    model = copy_of(checkpoints / "target", tmp_path)
-    path = model / "chat_template.jinja"
-    path.unlink() if template is None else path.write_text(template)
-    invoke("chat", model, stdin=b"hi\n").refused(2, *words)
-
-
-def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invoke) -> None:
-    options = ("--max-model-len", 40, "--max-tokens", 4, "--json")
-    result = invoke("chat", checkpoints / "target", *options, stdin=b"hi\n" + b"a" * 40)
-    assert result.code == 2
-    assert len(result.out.splitlines()) == 1  # the first answer
-    assert result.err.startswith("error: the prompt has")
+    invoke("run", model, *PLAIN, *PROMPT).refused(2, "ships no tokenizer", "token ids")
 
 
 # ---- options
@@ -351,7 +349,12 @@ def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invok
         (("--temperature", "nan"), ("temperature", "nan")),
         (("--temperature", "hot"), ("'--temperature'", "--help")),
         (("--top-p", "0"), ("top_p", "above 0")),
-        (("--top-k", "-1"), ("top_k", "0 (off) or more")),
+        (("--top-k", "-2"), ("top_k", "-1 or 0 (off) or more")),
+        (("--repetition-penalty", "0"), ("repetition_penalty", "above 0")),
+        (("--presence-penalty", "3"), ("presence_penalty", "from -2 to 2")),
+        (("--min-tokens", "9", "--max-tokens", "8"), ("min_tokens", "at most max_tokens, 8")),
+        (("--stop-token-ids", "-1"), ("stop_token_ids", "list of token ids")),
+        (("--generation-config", "foo"), ("generation_config", "auto, none")),
         (("--min-p", "2"), ("min_p", "between 0 and 1")),
         (("--cutoff", "x"), ("'x' is not a cutoff", "just-in-time, all or a number")),
         (("--cutoff", "-1"), ("'-1' is not a cutoff",)),
@@ -472,7 +475,7 @@ def test_standard_output_that_cannot_be_written(checkpoints: Path, invoke: Invok
     for options in ((), ("--json",)):
         with Path("/dev/full").open("wb", buffering=0) as raw:
             full = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
-            result = invoke("run", checkpoints / "target", *PROMPT, *options, stdout=full)
+            result = invoke("run", checkpoints / "target", *PLAIN, *PROMPT, *options, stdout=full)
         result.refused(1, "No space left", "where the output goes")
 
 
@@ -510,7 +513,7 @@ def test_flipped_byte_in_an_expert(draft: str, expert_file: Path, checkpoints: P
     data = bytearray(expert_file.read_bytes())
     data[-10_000] ^= 1  # the last expert
     expert_file.write_bytes(data)
-    options = ("--draft", checkpoints / draft) if draft != "none" else ()
+    options = ("--draft", checkpoints / draft if draft != "none" else "none")
     result = invoke("run", checkpoints / "target", *options, "--prompt", "hello " * 20, "--json")
     result.refused(1, "expert 3 of layer 2", str(expert_file), "checksum", "delete that file")
 
@@ -596,7 +599,7 @@ def own_ctrl_c() -> Iterator[None]:
 def test_ctrl_c_stops_a_run(
     presses: int, draft: str, checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--draft", checkpoints / draft) if draft != "none" else ()
+    options = ("--draft", checkpoints / draft if draft != "none" else "none")
     run = ("run", checkpoints / "target", *options, "--prompt", "hello", "--max-tokens", 60)
     whole = json.loads(invoke(*run, "--json").succeeded().out)
     _at_token(7, lambda: [_press_ctrl_c() for _ in range(presses)], monkeypatch)
@@ -613,21 +616,6 @@ def test_ctrl_c_stops_a_run(
     shown = invoke(*run)
     assert (shown.code, shown.out) == (130, stopped["text"] + "\n")
     assert "hit rate" in shown.err  # the statistics
-
-
-@pytest.mark.usefixtures("own_ctrl_c")
-def test_ctrl_c_stops_an_answer_but_not_the_conversation(
-    checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = ("chat", checkpoints / "target", "--max-tokens", 12, "--json")
-    _at_token(3, _press_ctrl_c, monkeypatch)
-    stopped = invoke(*chat, stdin=b"hi\nthere\n").succeeded()
-    answers = [json.loads(line) for line in stopped.out.splitlines()]
-    assert [answer["finish_reason"] for answer in answers] == ["interrupted", "interrupted"]
-    assert [len(answer["token_ids"]) for answer in answers] == [3, 3]
-    assert stopped.err.count("(stopped)") == 2
-    _at_token(3, lambda: [_press_ctrl_c(), _press_ctrl_c()], monkeypatch)
-    assert invoke(*chat, stdin=b"hi\nthere\n").code == 130  # a second Ctrl-C ends the conversation
 
 
 @pytest.mark.usefixtures("own_ctrl_c")
@@ -671,7 +659,7 @@ def test_ctrl_c_from_outside(checkpoints: Path) -> None:
 
 
 def test_reader_that_closes_the_pipe_early(checkpoints: Path) -> None:
-    with Command("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos") as command:
+    with Command("run", checkpoints / "target", *PLAIN, *PROMPT, "--max-tokens", 400, "--ignore-eos") as command:
         assert command.stdout.read(1)
         command.stdout.close()
         err = command.stderr.read()

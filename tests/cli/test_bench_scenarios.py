@@ -13,6 +13,7 @@ import pytest
 
 from spmoe.bench import runs
 from spmoe.engine import llm
+from spmoe.observe import progress
 
 if TYPE_CHECKING:
     from conftest import Invoke
@@ -65,6 +66,16 @@ def read_groups(file: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     return found
 
 
+def test_scenarios_are_found_by_name(scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmoe.cli.bench.packaged_scenarios", lambda: {"mine": scenario, "quick": scenario})
+    wrong = ("--prompts", "/nowhere")
+    invoke("bench", "--scenario", "mine", *wrong).refused(2, "/nowhere")  # the scenario was read
+    invoke("bench", "--scenario", "mien").refused(2, "no scenario 'mien'", "did you mean mine?", "mine, quick")
+    invoke("bench", "--scenario", "wobble").refused(2, "no scenario 'wobble'", "path of a TOML file", "mine, quick")
+    invoke("bench", "--scenario", "none.toml").refused(2, "cannot read none.toml")
+    invoke("bench", "--scenario", "not/there").refused(2, "cannot read not/there")
+
+
 def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "page.html"
     result = invoke("bench", "--scenario", scenario, "--json", results, "--report", page).succeeded()
@@ -83,7 +94,7 @@ def test_scenario_to_report(scenario: Path, invoke: Invoke, tmp_path: Path) -> N
     assert all(len(row["acceptance_by_position"]) == 2 for row in [*compared, *swept])
     text = page.read_text()
     assert "Best: " in text
-    assert "scenarios/ablation.toml" in text, "the command for the missing section"
+    assert "--scenario ablation" in text, "the command for the missing section"
 
     again = tmp_path / "again.html"
     invoke("report", results, "-o", again).succeeded()
@@ -101,7 +112,7 @@ def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None
     short = tmp_path / "short.txt"
     short.write_text("def f(x):")
     options = (*options, "--expert-memory", "50%", "--resident-step-ms", "0=1,4=4", "--prompts", short)
-    invoke("bench", "--scenario", ROOT / "scenarios" / "quick.toml", *options, "--json", results).succeeded()
+    invoke("bench", "--scenario", ROOT / "src/spmoe/scenarios/quick.toml", *options, "--json", results).succeeded()
     found = read_groups(results)
     assert [machine["matrix"] for machine, _ in found] == [None, "cutoff", "ablation"]
     assert {row["ablation"] for row in found[2][1]} == {
@@ -117,6 +128,7 @@ def test_quick_scenario_has_all_sections(invoke: Invoke, tmp_path: Path) -> None
 def test_resume_after_interrupt(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     original, taken = llm.Generation._take, 0
 
     def take(self: llm.Generation, token: int) -> Iterator[str]:
@@ -138,8 +150,9 @@ def test_resume_after_interrupt(
 
     result = invoke("bench", "--scenario", scenario, "--json", results, "--resume").succeeded()
     assert "3 of 4 runs are in the file already" in result.err
-    assert "run 4 of 4" in result.err
-    assert "run 3 of 4" not in result.err
+    assert "Runs: 3 of 6" in result.err
+    assert "Runs: 4 of 6" in result.err
+    assert "Runs: 2 of 6" not in result.err
     (machine, rows), (_, swept) = read_groups(results)
     assert not machine["interrupted"]
     assert [row["runs"] for row in rows] == [2, 2]
@@ -213,6 +226,10 @@ def test_report_without_results(invoke: Invoke, tmp_path: Path) -> None:
     invoke("report", file, "--markdown").refused(2, "line 1 of", "not JSON")
     file.write_text('{"type": "machine", "format": 3}\n')
     invoke("report", file, "--markdown").refused(2, "no finished configuration")
+    file.write_text('{"type": "machine", "format": 3}\n{"type": "configuration"}\n')
+    invoke("report", file, "--markdown").refused(2, "the machine record before line 2 of", "device: Field required")
+    invoke("report", file, "-o", file).refused(2, "would be overwritten; name another file with -o")
+    assert "configuration" in file.read_text()
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])

@@ -55,12 +55,14 @@ def test_record_and_replay(trace: Path, tmp_path: Path, invoke: Invoke) -> None:
     result = invoke("trace", "replay", trace, *wide, "--expert-memory", "75%", "--chrome", chrome, "--json").succeeded()
     records = [json.loads(line) for line in result.out.splitlines()]
     assert len(records) == 3 * 2 * 2 * 2
-    assert sorted(record["rank"] for record in records) == list(range(1, 25))
+    assert [record["rank"] for record in records] == list(range(1, 25)), "best first"
+    assert [record["tpot_ms"] for record in records] == sorted(record["tpot_ms"] for record in records)
     assert len({(r["prefetch"], r["eviction"], r["num_speculative_tokens"], r["link_gbps"]) for r in records}) == 24
     events = json.loads(chrome.read_text())["traceEvents"]
     assert len({event["pid"] for event in events}) == 2 * 24
     table = invoke("trace", "replay", trace, "--link-gbps", 1).succeeded().out
     assert not [word for word in ("on-demand", "draft-gate", "TPOT ms", "efficiency", "recorded:") if word not in table]
+    assert [line.split()[0] for line in table.splitlines()] == ["rank", "1", "2", "recorded:"]
 
 
 def test_help_names_the_policies_that_only_replays_have(invoke: Invoke) -> None:

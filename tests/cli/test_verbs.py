@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import typer.main
 from cli_checkpoints import CONTEXT, EXPERTS, LAYERS, TOP_K, copy_of, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spmoe
-from spmoe.cli.main import app
 from spmoe.config import format_bytes
 from spmoe.models.shipped import shipped_pair
 
@@ -106,6 +104,42 @@ def test_seed_makes_sampling_repeatable(checkpoints: Path, invoke: Invoke) -> No
     assert answer(invoke, *run, "--seed", 2)["token_ids"] != one
 
 
+def test_penalties_and_stop_tokens(checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
+    run = ("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 24, "--ignore-eos")
+    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
+        plain = answer(invoke, *run, option, 1.9)["token_ids"]
+        assert plain != greedy
+        assert answer(invoke, *run, option, 1.9, "--draft", checkpoints / "draft")["token_ids"] == plain
+    stopped = answer(invoke, *run, "--stop-token-ids", 250, "--stop-token-ids", greedy[3])
+    assert stopped["token_ids"] == greedy[: greedy.index(greedy[3]) + 1]
+    assert stopped["finish_reason"] == "stop"
+    longer = answer(invoke, *run, "--stop-token-ids", greedy[3], "--min-tokens", 12)["token_ids"]
+    assert len(longer) >= 12
+    assert greedy[3] not in longer[:12]
+
+
+def test_options_that_are_not_given_come_from_the_generation_config(
+    checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke
+) -> None:
+    model = copy_of(checkpoints / "target", tmp_path)
+    edit_json(model / "generation_config.json", do_sample=True, temperature=1.5, max_new_tokens=6)
+    run = ("run", model, "--draft", "none", "--prompt", "hello", "--ignore-eos", "--json")
+    sampled = invoke(*run, "--seed", 1).succeeded()
+    assert len(json.loads(sampled.out)["token_ids"]) == 6
+    assert json.loads(sampled.out)["token_ids"] != greedy[:6]
+    assert sampled.err == (
+        "note: from the model's generation_config.json: max_tokens 6, temperature 1.5; --generation-config none turns "
+        "it off\n"
+    )
+    given = invoke(*run, "--temperature", 0, "--max-tokens", 9).succeeded()
+    assert json.loads(given.out)["token_ids"] == greedy[:9]
+    assert given.err == "", "everything that the file sets was given"
+    off = invoke(*run, "--generation-config", "none", "--max-tokens", 9).succeeded()
+    assert json.loads(off.out)["token_ids"] == greedy[:9]
+    invoke(*run, "--generation-config", "vllm").refused(2, "generation_config must be one of auto, none, not 'vllm'")
+    invoke(*run, "--min-tokens", 7).refused(2, "min_tokens must be at most max_tokens, 6, not 7")
+
+
 def test_eos_tokens_of_the_generation_config_end_a_run(
     checkpoints: Path, tmp_path: Path, greedy: list[int], invoke: Invoke
 ) -> None:
@@ -168,25 +202,6 @@ def test_every_output_names_the_emulated_link(checkpoints: Path, invoke: Invoke)
     assert "per expert (emulated link)" in " ".join(measured.out.split())
 
 
-# ---- chat
-
-
-def test_chat_sends_the_whole_conversation(checkpoints: Path, invoke: Invoke) -> None:
-    chat = ("chat", checkpoints / "target", "--max-tokens", 12, "--ignore-eos")
-    lines = invoke(*chat, "--json", stdin=b"hi\nthere\n").succeeded().out.splitlines()
-    first, second = map(json.loads, lines)
-    history = f"user: hi\nassistant: {first['text']}\nuser: there\nassistant: "
-    assert second["usage"]["prompt_tokens"] == len(history.encode())
-    again = answer(invoke, "run", checkpoints / "target", "--prompt", history, "--max-tokens", 12, "--ignore-eos")
-    assert second["token_ids"] == again["token_ids"]
-    assert invoke(*chat, stdin=b"hi\nthere\n").out == f"{first['text']}\n{second['text']}\n"
-
-
-@pytest.mark.parametrize("stdin", [b"", b"\nhi\n"])
-def test_chat_ends_with_its_input_or_at_an_empty_line(stdin: bytes, checkpoints: Path, invoke: Invoke) -> None:
-    assert invoke("chat", checkpoints / "target", stdin=stdin).succeeded().out == ""
-
-
 # ---- info
 
 
@@ -243,37 +258,7 @@ def test_info_with_a_fixed_cutoff_needs_no_profile(checkpoints: Path, own_home: 
     assert not own_home.exists()
 
 
-# ---- help
-
-
-def test_spmoe_without_a_command_shows_help(invoke: Invoke) -> None:
-    alone = invoke().succeeded()
-    assert alone.err == ""
-    assert alone.out == invoke("--help").succeeded().out
-    for verb in ("run", "chat", "info"):
-        assert f"\n  {verb} " in alone.out
-
-
-@pytest.mark.parametrize("verb", [(), ("trace",)], ids=["spmoe", "spmoe trace"])
-def test_help_lists_commands_in_whole_sentences(
-    verb: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    listed = invoke(*verb, "--help").succeeded().out.split("Commands:")[1].split("\n\n")[0].strip().splitlines()
-    assert len(listed) >= 2
-    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
-
-
-def test_every_option_has_a_help_text(invoke: Invoke) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert {"run", "chat", "info"} <= commands.keys()
-    for verb, command in commands.items():
-        assert command.help
-        shown = " ".join(invoke(verb, "--help").succeeded().out.split())
-        for parameter in command.params:
-            assert parameter.help, f"{verb} {parameter.name}"
-            assert parameter.help.split(";")[0][:30] in shown
-            assert parameter.param_type_name == "argument" or parameter.opts[0] in shown
+# ---- the process
 
 
 def test_version(invoke: Invoke) -> None:

@@ -161,7 +161,7 @@ def kv_tensors(kv: Any) -> list[Tensor]:
 
 
 def test_memory_is_counted_for_one_kv_cache_and_the_quantized_experts(pair: Pair) -> None:
-    with build(pair.target, "int4") as llm, LLM(str(pair.target), progress=False) as plain:
+    with build(pair.target, "int4") as llm, LLM(str(pair.target), None, progress=False) as plain:
         runner = runner_of(llm)
         assert llm.engine.parts.memory.kv == plain.engine.parts.memory.kv
         assert llm.engine.parts.memory.resident == plain.engine.parts.memory.resident + runner.resident_bytes
@@ -263,7 +263,7 @@ def test_predicted_routing_is_that_of_its_own_routers(request: pytest.FixtureReq
 
 def test_included_pair_accepts_more_tokens_of_itself_than_of_its_draft() -> None:
     prompt, rates, outputs = sample_text()[6000:6600], {}, set()
-    for draft in (None, "self:int8", "self:int4"):
+    for draft in ("auto", "self:int8", "self:int4"):
         with LLM(draft=draft, dtype="float32", progress=False, cutoff="all") as llm:
             completion = llm.generate(prompt, SamplingParams(max_tokens=64, ignore_eos=True))[0]
             outputs.add(tuple(completion.token_ids))
@@ -271,7 +271,7 @@ def test_included_pair_accepts_more_tokens_of_itself_than_of_its_draft() -> None
     assert len(outputs) == 1, "the output does not depend on the draft"
     assert rates["self:int8"] > 0.95
     assert rates["self:int8"] >= rates["self:int4"] > 0.7
-    assert rates["self:int4"] > rates[None]  # type: ignore[index]
+    assert rates["self:int4"] > rates["auto"]
 
 
 @pytest.mark.gpu

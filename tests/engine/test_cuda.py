@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ def expected() -> list[list[int]]:
     """Return the greedy tokens of the CPU engine without speculation."""
     with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
         return tokens(llm)
+
+
+PROCESSED = replace(GREEDY, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={70: 1.5}, logprobs=2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_speculative_tokens": 0}, {}, {"draft": "ngram"}, {"draft": "self:int8"}], ids=str
+)
+def test_processed_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any]) -> None:
+    with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
+        plain = llm.generate(PROMPTS[0], PROCESSED)[0].outputs[0]
+    with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:
+        found = llm.generate(PROMPTS[0], PROCESSED)[0].outputs[0]
+        assert tokens(llm) == expected(), "a request without processors is not affected"
+    assert found.token_ids == plain.token_ids
+    assert found.cumulative_logprob == pytest.approx(plain.cumulative_logprob, abs=1e-2)
 
 
 @pytest.mark.parametrize(

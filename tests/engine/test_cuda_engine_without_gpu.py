@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,7 @@ def test_eviction_policy_gets_the_share_of_prompt_rows_of_each_expert(
     monkeypatch.setattr(
         DraftInformed, "on_prompt", lambda self, layer, *routed: shown.setdefault(layer, []).append(routed)
     )
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         llm.generate([[(7 * i) % 200 for i in range(length)]], SamplingParams(max_tokens=4, ignore_eos=True))
         layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
     assert len(shown) == (layers if length >= PROMPT_ROWS else 0)
@@ -364,7 +364,7 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
         return verify(self, *args)
 
     monkeypatch.setattr(GreedyVerifier, "verify", read_result)
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         stats = llm.generate(PROMPT, GREEDY)[0].stats
     assert min(steps) > 0
     assert stats.prompt_counters.stall_seconds // 100 == steps[0]
@@ -430,14 +430,14 @@ def test_benchmarks_capture_only_in_warm_up_runs(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmoe.bench.runs.measure_ceilings", lambda engine: None)
-    messages: list[str] = []
+    running: list[str] = []
     captured: dict[str, int] = {}
 
     @contextmanager
     def observer(generation: Generation) -> Iterator[None]:
         before = cuda.recorder.captured
         yield
-        captured[messages[-1]] = captured.get(messages[-1], 0) + cuda.recorder.captured - before
+        captured[running[-1]] = captured.get(running[-1], 0) + cuda.recorder.captured - before
 
     pairs = [PolicyPair(prefetch=name) for name in ("draft-gate", "on-demand", "next-gate", "activation")]
     configs = make_configs([Size(share=0.5)], pairs, [3, 2])
@@ -445,8 +445,11 @@ def test_benchmarks_capture_only_in_warm_up_runs(
     engine |= {"shape": None, "link_gbps": None, "enforce_eager": False, "dtype": "float32"}
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in ("the cat", "a longer prompt")]
     job = BenchJob(engine, configs, prompts, output_len=9, repeat=1, warmup=1, resident={2: 1.0, 3: 1.0})
-    BenchRunner(job, messages.append, observer).run()
-    counted = {message: count for message, count in captured.items() if message.startswith("run")}
+    runner = BenchRunner(
+        job, lambda text: None, observer, on_progress=lambda done, total, detail="": running.append(detail)
+    )
+    runner.run()
+    counted = {run: count for run, count in captured.items() if not run.startswith("warm-up")}
     assert len(counted) == 2 * len(configs)
     assert not any(counted.values()), counted
 
@@ -486,7 +489,7 @@ def test_experts_without_kernels_are_predicted_as_in_eager_forwards(cuda: FakeCu
     prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
-        with LLM(str(mixtral_pair.target), dtype="float32", **options) as llm:  # type: ignore[arg-type]
+        with LLM(str(mixtral_pair.target), None, dtype="float32", **options) as llm:  # type: ignore[arg-type]
             prefetches.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.prefetches_requested)
     assert prefetches[0] == prefetches[1] > COUNT
 
@@ -503,10 +506,30 @@ def test_predictions_use_the_fused_gate_kernel(
 
     monkeypatch.setattr(dense, "norm_and_route_layers", count)
     options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "prefetch": "next-gate"}
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         launches.clear()
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
     assert launches
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+def test_processors_and_logprobs_of_replayed_forwards(cuda: FakeCuda, mixtral_pair: Pair, draft: str) -> None:
+    """Drafts are launched ahead without processors; verification applies them to the graph's logits."""
+    params = replace(GREEDY, repetition_penalty=1.6, frequency_penalty=0.5, logit_bias={65: 2.0}, logprobs=2)
+    outputs = []
+    for k in (0, 3):
+        with LLM(
+            mixtral_pair.target, getattr(mixtral_pair, draft), dtype="float32", progress=False, num_speculative_tokens=k
+        ) as llm:
+            outputs.append(llm.generate(PROMPT, params)[0].outputs[0])
+    plain, speculated = outputs
+    assert plain.token_ids == speculated.token_ids != greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert cuda.recorder.replayed
+    assert plain.logprobs is not None
+    assert speculated.logprobs is not None
+    for one, other in zip(plain.logprobs, speculated.logprobs, strict=True):
+        assert list(one) == list(other)
+        assert [o.logprob for o in one.values()] == pytest.approx([o.logprob for o in other.values()], abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -577,7 +600,7 @@ def test_kernels_read_prompts_in_passes(
     monkeypatch.setattr("spmoe.backends.cuda.run_expert_batch", note_rows)
     prompt = [n * n % 251 for n in range(length)]
     options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False, **options) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         completion = llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))[0]
         assert completion.token_ids == greedy(reference(mixtral_pair.target), prompt, 2)
         count = llm.engine.spec.count
@@ -698,7 +721,7 @@ def test_models_without_rotary_tables_are_not_captured(
 ) -> None:
     monkeypatch.setattr("spmoe.models.rotary.make_table", lambda *args: None)
     target = save(seeded(phimoe, 3), tmp_path, byte_tokenizer())
-    with LLM(str(target), dtype="float32", progress=False, num_speculative_tokens=0) as llm:
+    with LLM(str(target), None, dtype="float32", progress=False, num_speculative_tokens=0) as llm:
         (notice,) = llm.notices
         assert "forwards of the target are not captured as CUDA graphs (cannot copy between" in notice
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import (
     LAYERS,
@@ -25,8 +27,11 @@ from checkpoints import (
     save,
     seeded,
 )
-from spmoe import LLM, Completion, SamplingParams
+from spmoe import LLM, RequestOutput, SamplingParams
+from spmoe.config import EngineConfig
+from spmoe.engine.llm import _CHOSEN
 from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, UsageError
+from spmoe.observe.ledger import Counters
 from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.types import PrefetchRequests
 
@@ -71,10 +76,88 @@ def test_a_prompt_is_text_or_token_ids(llm: LLM, expected: list[int]) -> None:
     ids = byte_tokenizer()(PROMPT)["input_ids"]
     for prompt in (PROMPT, ids, tuple(ids)):
         (completion,) = llm.generate(prompt, TEN)
-        assert isinstance(completion, Completion)
+        assert isinstance(completion, RequestOutput)
         assert completion.token_ids == expected[:10]
         assert completion.text == text_of(expected[:10])
         assert completion.stats.prompt_tokens == len(ids)
+
+
+def test_prompts_may_be_mappings(llm: LLM, expected: list[int]) -> None:
+    ids = byte_tokenizer()(PROMPT)["input_ids"]
+    prompts: list[Any] = [{"prompt": PROMPT}, {"prompt_token_ids": ids}, {"prompt": "shown", "prompt_token_ids": ids}]
+    outputs = llm.generate([*prompts, PROMPT, ids], TEN)
+    assert [output.token_ids for output in outputs] == [expected[:10]] * 5
+    assert [output.prompt for output in outputs] == [PROMPT, None, "shown", PROMPT, None]
+    assert all(output.prompt_token_ids == ids for output in outputs)
+    assert [llm.generate(prompt, TEN)[0].token_ids for prompt in prompts] == [expected[:10]] * 3
+    assert llm.stream(prompts[1], TEN).run().token_ids == expected[:10]
+
+
+def test_a_result_has_the_fields_of_vllm(llm: LLM, expected: list[int]) -> None:
+    first, second = llm.generate([PROMPT, "other"], TEN)
+    assert first.request_id != second.request_id
+    assert first.finished
+    (output,) = first.outputs
+    assert (output.index, output.text, output.token_ids) == (0, text_of(expected[:10]), expected[:10])
+    assert (output.finish_reason, output.stop_reason) == ("length", None)
+    assert (output.logprobs, output.cumulative_logprob) == (None, None)
+    assert (first.text, first.token_ids, first.finish_reason) == (output.text, output.token_ids, output.finish_reason)
+
+
+def test_no_prompts_give_no_results(llm: LLM) -> None:
+    assert llm.generate([]) == llm.generate((), TEN) == llm.generate([], []) == llm.chat([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (5, "prompts must be text, .* or a list of those, not 5"),
+        (None, "prompts must be .*, not None"),
+        (b"abc", "prompts must be .*, not b'abc'"),
+        ({1, 2}, "prompts must be .*, not set"),
+        (iter(["a"]), "prompts must be .*, not list_iterator"),
+        ([1, "a"], "a prompt must be .*, not 1"),
+        (["a", None], "a prompt must be .*, not None"),
+        ([["a"]], "a prompt must be .*, not \\['a'\\]"),
+        ([True], "a prompt must be .*, not True"),
+        ([1.5], "a prompt must be .*, not 1.5"),
+        ({}, "has neither"),
+        ({"text": "a"}, "not text; leave it out"),
+        ({"prompt": 5}, "must be text, not 5"),
+        ({"prompt_token_ids": "abc"}, "must be a list of token ids, not 'abc'"),
+        ({"prompt_token_ids": [1, "a"]}, "must be a list of token ids"),
+        ([{"prompt": "a", "multi_modal_data": {}}], "not multi_modal_data"),
+        (["x" * 10, ["y" * 200]], r"not \['y+\.\.\."),
+    ],
+)
+def test_wrong_types_of_prompts_are_rejected(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        llm.generate(prompts, TEN)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (5, "sampling_params must be SamplingParams or a list of them, not 5"),
+        ({"max_tokens": 5}, "sampling_params must be SamplingParams .* not {'max_tokens': 5}"),
+        ([TEN], "sampling_params has 1 entries, but prompts has 2"),
+        ([], "sampling_params has 0 entries, but prompts has 2"),
+        ([TEN, None], "not a list with None"),
+        (replace(TEN, logit_bias={VOCABULARY: 1.0}), f"logit_bias has token {VOCABULARY}"),
+        (replace(TEN, stop_token_ids=[VOCABULARY]), f"stop_token_ids has token {VOCABULARY}"),
+    ],
+)
+def test_wrong_sampling_params_are_rejected_before_anything_runs(llm: LLM, params: Any, message: str) -> None:
+    before = llm.engine.counters
+    with pytest.raises(UsageError, match=message):
+        llm.generate([PROMPT, "other"], params)
+    assert llm.engine.counters == before
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM, expected: list[int]) -> None:
+    outputs = llm.generate([PROMPT, PROMPT], [replace(TEN, max_tokens=3), replace(TEN, max_tokens=7)])
+    assert [output.token_ids for output in outputs] == [expected[:3], expected[:7]]
 
 
 def test_several_prompts_come_back_in_order(llm: LLM, expected: list[int]) -> None:
@@ -92,18 +175,53 @@ def test_all_prompts_are_checked_before_any_runs(llm: LLM) -> None:
     assert llm.engine.counters == before
 
 
-def test_decoding_is_greedy_by_default(llm: LLM, expected: list[int]) -> None:
-    tokens = llm.generate(PROMPT)[0].token_ids
-    assert tokens[:16] == expected[: len(tokens[:16])]
+def test_decoding_is_greedy_by_default(mixtral_pair: Pair, expected: list[int]) -> None:
+    with build(mixtral_pair, max_model_len=len(PROMPT) + 16) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        tokens = llm.generate(PROMPT)[0].token_ids
+        assert tokens == expected[: len(tokens)]
+        assert "".join(llm.stream(PROMPT)) == text_of(tokens)
 
 
 def test_chat_applies_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
     written = "user: hello\nassistant: "
-    assert llm.chat(messages, TEN).token_ids == llm.generate(written, TEN)[0].token_ids
+    (answer,) = llm.chat(messages, TEN)
+    assert answer.token_ids == llm.generate(written, TEN)[0].token_ids
+    assert answer.prompt == written
     assert "".join(llm.stream_chat(messages, TEN)) == llm.generate(written, TEN)[0].text
     with pytest.raises(PromptError, match="no such role"):
         llm.chat([{"role": "refused", "content": "hello"}], TEN)
+
+
+def test_chat_takes_several_conversations(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("hello", "bye")]
+    separate = [llm.chat(conversation, TEN)[0].token_ids for conversation in conversations]
+    assert [output.token_ids for output in llm.chat(conversations, TEN)] == separate
+    assert separate[0] != separate[1]
+    short = llm.chat(conversations, [replace(TEN, max_tokens=2), TEN])
+    assert [output.token_ids for output in short] == [separate[0][:2], separate[1]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (5, "a conversation must be a list of messages .*, not 5"),
+        ("hello", "a conversation must be a list of messages .*, not 'hello'"),
+        ({"role": "user", "content": "x"}, "a conversation must be a list"),
+        (["hello"], "a conversation must be a list of messages .*, not 'hello'"),
+        ([{"content": "x"}], "a message must be .*, not {'content': 'x'}"),
+        ([[{"role": "user", "content": "x"}], 5], "a conversation must be a list .*, not 5"),
+        ([[]], "the conversation is empty"),
+    ],
+)
+def test_wrong_conversations_are_rejected(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.chat(messages, TEN)
+
+
+def test_the_tokenizer_can_be_had(llm: LLM, expected: list[int]) -> None:
+    assert llm.generate(llm.get_tokenizer()(PROMPT)["input_ids"], TEN)[0].token_ids == expected[:10]
 
 
 def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
@@ -114,7 +232,7 @@ def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     for leftover in target.glob("*.jinja"):
         leftover.unlink()
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
+    with LLM(str(target), None, progress=False) as llm, pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
@@ -122,7 +240,8 @@ def test_chat_needs_a_template(tmp_path: Path, mixtral_pair: Pair) -> None:
     ("prompt", "message"),
     [
         ("", "empty"),
-        ([], "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt_token_ids": []}, "empty"),
         ([1, VOCABULARY], f"vocabulary of {VOCABULARY}"),
         ([-1], f"vocabulary of {VOCABULARY}"),
         ([1] * 256, "256 tokens but the context holds 256"),
@@ -139,7 +258,7 @@ def test_invalid_prompts_are_rejected(llm: LLM, prompt: Any, message: str) -> No
 def test_token_ids_work_without_a_tokenizer(tmp_path: Path, mixtral_pair: Pair, expected: list[int]) -> None:
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(byte_tokenizer()(PROMPT)["input_ids"], TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.text == ""
@@ -203,7 +322,7 @@ def test_eos_of_the_tokenizer_ends_a_generation_too(tmp_path: Path, mixtral_pair
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(expected[at])
     tokenizer.save_pretrained(target)
-    with LLM(str(target), progress=False) as llm:
+    with LLM(str(target), None, progress=False) as llm:
         completion = llm.generate(PROMPT, SamplingParams(max_tokens=16))[0]
     assert (completion.token_ids, completion.finish_reason) == (expected[: at + 1], "stop")
 
@@ -220,6 +339,68 @@ def test_a_stop_string_ends_a_generation(mixtral_pair: Pair, k: int) -> None:
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
         assert stop in text_of(completion.token_ids)
         assert stop not in text_of(completion.token_ids[:-1])
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_stop_token_ends_a_generation(mixtral_pair: Pair, expected: list[int], k: int) -> None:
+    at = next(i for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
+    with build(mixtral_pair, num_speculative_tokens=k) as llm:
+        params = replace(TEN, max_tokens=16, stop_token_ids=[255, expected[at]])
+        output = llm.generate(PROMPT, params)[0].outputs[0]
+        assert output.token_ids == expected[: at + 1]
+        assert output.text == text_of(expected[:at]), "the stop token has no text"
+        assert (output.finish_reason, output.stop_reason) == ("stop", expected[at])
+        later = llm.generate(PROMPT, replace(params, min_tokens=at + 2))[0].outputs[0]
+        assert expected[at] not in later.token_ids[: at + 2]
+        assert len(later.token_ids) >= at + 2
+
+
+def test_the_stop_string_is_reported_and_waits_for_min_tokens(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, replace(TEN, max_tokens=40))[0]
+    stop = next(whole.text[i] for i in range(2, 40) if whole.text[i].isascii())
+    params = replace(TEN, max_tokens=40, stop=["never written", stop])
+    output = llm.generate(PROMPT, params)[0].outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    later = llm.generate(PROMPT, replace(params, min_tokens=len(output.token_ids)))[0].outputs[0]
+    assert len(later.token_ids) > len(output.token_ids)
+    assert later.text.startswith(output.text + stop)
+
+
+# ---- several completions
+
+
+def test_n_completions_differ_and_are_repeatable(llm: LLM) -> None:
+    params = replace(TEN, temperature=1.0, seed=5, n=3)
+    (result,) = llm.generate(PROMPT, params)
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    tokens = [output.token_ids for output in result.outputs]
+    assert len({tuple(one) for one in tokens}) == 3
+    assert [output.token_ids for output in llm.generate(PROMPT, params)[0].outputs] == tokens
+    single = [replace(params, n=1, seed=5 + index) for index in range(3)]
+    assert [one.token_ids for one in llm.generate([PROMPT] * 3, single)] == tokens, "seeds count up"
+    assert result.finished
+    assert result.usage == {"prompt_tokens": len(PROMPT), "completion_tokens": 30, "total_tokens": len(PROMPT) + 30}
+
+
+def test_statistics_of_n_completions(llm: LLM) -> None:
+    before = llm.engine.counters
+    result = llm.generate(PROMPT, replace(TEN, temperature=1.0, seed=5, n=3))[0]
+    stats = result.stats
+    assert (stats.output_tokens, stats.completions) == (30, 3)
+    assert stats.counters.tokens == llm.engine.counters.minus(before).tokens == 30
+    assert stats.prompt_counters.steps == 3
+    assert 0 < stats.ttft_seconds < stats.latency_seconds
+    assert stats.tpot_seconds == pytest.approx(
+        (stats.latency_seconds - stats.ttft_seconds - stats.reread_seconds) / (30 - 3)
+    )
+    data = json.loads(json.dumps(result.to_dict()))
+    assert [one["token_ids"] for one in data["outputs"]] == [one.token_ids for one in result.outputs]
+    assert data["token_ids"] == result.token_ids
+
+
+def test_a_stream_is_one_completion(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="n is 2"):
+        llm.stream(PROMPT, replace(TEN, temperature=1.0, n=2))
 
 
 # ---- streams
@@ -362,6 +543,67 @@ def test_threads_may_share_an_engine(mixtral_pair: Pair) -> None:
         assert no_state_is_left(llm)
 
 
+# ---- statistics of requests that overlap
+
+COUNTS = ("steps", "tokens", "drafted", "accepted", "hits", "late", "demand_loads", "prefetches_requested")
+
+
+def assert_counts_add_up(llm: LLM, before: Counters, results: list[RequestOutput]) -> None:
+    whole = llm.engine.counters.minus(before)
+    for result in results:
+        counters = result.stats.counters
+        assert counters.tokens == len(result.token_ids) == counters.steps + counters.accepted
+        assert counters.asked >= counters.steps * LAYERS * 2
+        assert sum(counters.drafted_at) == counters.drafted
+        assert result.stats.prompt_counters.steps == 1
+    for name in COUNTS:
+        assert sum(getattr(result.stats.counters, name) for result in results) == getattr(whole, name), name
+
+
+def test_each_thread_reports_its_own_counts(mixtral_pair: Pair) -> None:
+    prompts = {PROMPT: 16, "a dog ran": 32, "x": 48}
+    with build(mixtral_pair) as llm:
+        alone = {p: llm.generate(p, replace(TEN, max_tokens=n))[0].stats.counters for p, n in prompts.items()}
+        before, found = llm.engine.counters, dict[str, RequestOutput]()
+        start = threading.Barrier(len(prompts))
+
+        def run(prompt: str, count: int) -> None:
+            start.wait()
+            found[prompt] = llm.generate(prompt, replace(TEN, max_tokens=count))[0]
+
+        threads = [threading.Thread(target=run, args=one) for one in prompts.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_counts_add_up(llm, before, list(found.values()))
+        for prompt, counters in alone.items():
+            ours = found[prompt].stats.counters
+            assert (ours.steps, ours.tokens, ours.drafted) == (counters.steps, counters.tokens, counters.drafted)
+            assert ours.asked == counters.asked
+
+
+def test_interleaved_streams_report_their_own_counts(mixtral_pair: Pair) -> None:
+    with build(mixtral_pair) as llm:
+        before = llm.engine.counters
+        streams = [llm.stream(prompt, replace(TEN, max_tokens=n)) for prompt, n in ((PROMPT, 9), ("x", 21), ("yes", 5))]
+        running = list(streams)
+        while running:
+            running = [stream for stream in running if next(iter(stream), None) is not None]
+            for stream in streams:
+                counters = stream.completion.stats.counters
+                assert counters.steps <= counters.tokens <= counters.steps + counters.accepted
+        assert_counts_add_up(llm, before, [stream.completion for stream in streams])
+
+
+def test_counts_between_requests_belong_to_none(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, TEN)
+    done = stream.run().stats.counters
+    llm.engine.experts.step.begin()
+    llm.engine.experts.ledger.demanded(5)
+    assert stream.completion.stats.counters == done
+
+
 # ---- closing
 
 
@@ -422,8 +664,41 @@ def test_a_failed_build_leaves_no_threads(tmp_path: Path, mixtral_pair: Pair) ->
 
 
 def test_unknown_options_are_rejected(mixtral_pair: Pair) -> None:
-    with pytest.raises(UsageError, match="expert_slots"):
+    with pytest.raises(UsageError, match="unknown option expert_slots; the options are batching, "):
         build(mixtral_pair, expert_slots=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 5}, "model must be a directory or hub id, not 5"),
+        ({"model": ["a"]}, "model must be a directory or hub id"),
+        ({"model": "m", "draft": 5}, "draft must be a directory, hub id or name, not 5"),
+        ({"prefetch": None}, "prefetch must be one of .*, not 'None'"),
+        ({"num_speculative_tokens": "many"}, "num_speculative_tokens must be a whole number or auto, not 'many'"),
+        ({"dtype": torch.float32}, "dtype must be one of .*, not 'torch.float32'"),
+        ({"max_model_len": "long"}, "max_model_len must be a whole number, not 'long'"),
+        ({"expert_memory": [1]}, "is not a size"),
+        ({"pin_memory": "yes"}, "pin_memory must be true or false, not 'yes'"),
+        ({"generation_config": "vllm"}, "generation_config must be one of auto, none, not 'vllm'"),
+    ],
+)
+def test_options_of_wrong_types_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        LLM(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_signature_lists_every_option_with_its_default() -> None:
+    """So that editors complete and check them. The defaults are those of EngineConfig."""
+    parameters = inspect.signature(LLM).parameters.values()
+    signature = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "store"}
+    assert list(signature) == [field.name for field in fields(EngineConfig)]  # type: ignore[arg-type]
+    assert signature.pop("model") is None, "the pair that ships"
+    chosen = {name for name in _CHOSEN if signature[name] is None}
+    given = {name: value for name, value in signature.items() if name not in chosen}
+    assert EngineConfig.make(model="m", **given) == EngineConfig(model="m")
+    assert all(p.annotation not in (p.empty, "Any") for p in parameters)
 
 
 # ---- statistics
@@ -465,11 +740,11 @@ def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -
         assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
         assert 0 <= whole.held_bytes <= 4 * blob
         assert whole.failed_bytes == 0
-        predicting = draft is not None and prefetch == "draft-gate"
-        assert (whole.prefetches_requested > 0) == predicting
+        used = "next-gate" if draft is None and prefetch == "draft-gate" else prefetch
+        assert (whole.prefetches_requested > 0) == (used != "on-demand")
         assert whole.prefetch_loads <= whole.prefetches_requested
-        assert stats.prefetch == ("draft-gate" if predicting else "on-demand")
-        assert stats.cutoff_layers == (LAYERS if predicting else None)
+        assert stats.prefetch == used
+        assert stats.cutoff_layers == (LAYERS if used == "draft-gate" else None)
         assert stats.draft_tokens == (3 if draft else 0)
         assert llm.engine.experts.pool.peak_slots <= 4
 
@@ -497,7 +772,7 @@ def test_statistics_of_a_completion_do_not_change_later(llm: LLM) -> None:
 # ---- drafts that differ from the target
 
 
-def test_a_draft_of_another_width_drafts_but_predicts_no_experts(
+def test_a_draft_of_another_width_drafts_but_the_target_predicts_experts(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int]
 ) -> None:
     draft = save(seeded(mistral, 5, hidden_size=48), tmp_path / "draft", byte_tokenizer())
@@ -505,11 +780,11 @@ def test_a_draft_of_another_width_drafts_but_predicts_no_experts(
         completion = llm.generate(PROMPT, TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.stats.counters.drafted > 0
-        assert completion.stats.counters.prefetches_requested == 0
-        assert completion.stats.prefetch == "on-demand"
+        assert completion.stats.counters.prefetches_requested > 0
+        assert completion.stats.prefetch == "next-gate"
         (notice,) = llm.notices
         assert "48 wide and the target 32" in notice
-        assert "on demand" in notice
+        assert "next-gate is used instead" in notice
     with LLM(
         str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, prefetch="on-demand"
     ) as llm:

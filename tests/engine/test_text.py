@@ -217,3 +217,29 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string(words: list[st
         held = "".join(words[:count])[len(released) :]
         if first_stop("".join(words[:count]), stop) is None:
             assert not held or any(s.startswith(held) for s in stop)
+
+
+# ---- stop strings and a minimum length
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "reason"),
+    [
+        (0, "x", "ab"),
+        (1, "x", "ab"),
+        (2, "x", "ab"),  # its last character comes with the third token
+        (3, "xabc", "ab"),
+        (4, "xabc", "ab"),
+        (5, "xabcab", "yy"),
+        (7, "xabcabyyz", None),
+    ],
+)
+def test_stop_strings_that_end_within_the_minimum_are_text(min_tokens: int, text: str, reason: str | None) -> None:
+    tokens = ["x", "a", "bc", "a", "b", "yy", "z"]
+    stream = TextStream(BytesTokenizer([t.encode() for t in tokens]), [], ["never", "yy", "ab"], min_tokens)
+    for token in range(len(tokens)):
+        stream.push(token)
+        if stream.stopped:
+            break
+    stream.finish()
+    assert (stream.text, stream.stop_reason) == (text, reason)

@@ -23,8 +23,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from spmoe.config import format_bytes
 from spmoe.errors import StoreError
 from spmoe.experts.store import ALIGNMENT, BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.system.cache import delete, list_cache
+from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -143,6 +146,50 @@ def test_progress_is_reported_from_zero_to_all(path: Path) -> None:
     reported: list[tuple[int, int]] = []
     ensure_expert_file(path, spec_of((2, 2)), fill, lambda done, total: reported.append((done, total))).close()
     assert reported == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_announcement_comes_before_anything_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[str] = []
+    ensure_expert_file(path, spec_of(fingerprint="small"), fill, on_start=announced.append).close()
+    assert announced == [], "a small file is written at once"
+    path.unlink()
+    monkeypatch.setattr("spmoe.experts.store.ANNOUNCED_BYTES", 1)
+
+    def check_and_announce(text: str) -> None:
+        assert leftovers(path.parent) == []
+        announced.append(text)
+
+    for _ in range(2):
+        ensure_expert_file(path, spec_of(), fill, on_start=check_and_announce).close()
+    (text,) = announced  # the second call finds the file
+    assert text.startswith(f"writing {format_bytes(spec_of().nbytes)} of experts to {path} (once); ")
+    assert text.endswith("are free there")
+
+
+def test_origin_is_recorded_and_does_not_decide(path: Path) -> None:
+    origin = Origin("owner/name", "/models/name", "abc")
+    ensure_expert_file(path, replace(spec_of(), origins=(origin,)), fill).close()
+    file = ensure_expert_file(path, spec_of(), RecordingFill(fail_at=0))  # not built again
+    file.close()
+    assert file.spec.origins == (origin,)
+
+
+def test_file_without_an_origin_is_read(path: Path) -> None:
+    build(path)
+    rewrite_header(path, lambda header: header["__metadata__"].pop("origin") and None)
+    file = ExpertFile.open(path)
+    file.close()
+    assert (file.spec, file.spec.origins) == (spec_of(), ())
+
+
+def test_open_file_cannot_be_deleted_from_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "experts" / "model-0123456789ab-float32.safetensors"
+    file = ensure_expert_file(path, spec_of(), fill)
+    (entry,) = list_cache(tmp_path)
+    assert delete(entry) == "a running process uses it"
+    file.close()
+    assert delete(entry) is None
+    assert not path.exists()
 
 
 # ---- rebuilding
@@ -329,9 +376,9 @@ def test_one_of_two_processes_builds_and_both_read_the_file(path: Path, tmp_path
 
 
 @contextlib.contextmanager
-def full_disk_error() -> Iterator[None]:
+def full_disk_error() -> Iterator[pytest.ExceptionInfo[StoreError]]:
     with pytest.raises(StoreError, match="disk is full") as caught:
-        yield
+        yield caught
     assert "SPMOE_HOME" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -368,9 +415,12 @@ def test_disk_with_too_little_space_is_not_written_to(path: Path, monkeypatch: p
     usage = shutil.disk_usage(path.parent.parent)
     filling = RecordingFill()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=spec_of().nbytes - 1))
-    with full_disk_error():
-        ensure_expert_file(path, spec_of(), filling)
-    assert filling.keys == []
+    announced: list[str] = []
+    with full_disk_error() as caught:
+        ensure_expert_file(path, spec_of(), filling, on_start=announced.append)
+    for words in (format_bytes(spec_of().nbytes), "1 B missing", "spmoe cache prune", "--dtype bfloat16"):
+        assert words in str(caught.value)
+    assert (filling.keys, announced) == ([], [])
     assert leftovers(path.parent) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=spec_of().nbytes))
     build(path)

@@ -116,7 +116,7 @@ def test_text_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
     Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path)
     expected = reference_tokens(tmp_path, family_checks.PROMPT, 6)
-    with LLM(str(tmp_path), expert_memory="50%", dtype="float32", progress=False) as llm:
+    with LLM(str(tmp_path), None, expert_memory="50%", dtype="float32", progress=False) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         assert llm.generate(family_checks.PROMPT, params)[0].token_ids == expected
 

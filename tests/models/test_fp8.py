@@ -98,7 +98,7 @@ def test_loaded_model_equals_dequantized_checkpoint(family: str, kind: str, tmp_
         assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     expected = reference_tokens(dense, PROMPT, COUNT)
     assert len(set(expected)) > 3
-    with LLM(str(fp8), dtype="float32", device="cpu", expert_memory="50%", progress=False) as llm:
+    with LLM(str(fp8), None, dtype="float32", device="cpu", expert_memory="50%", progress=False) as llm:
         assert llm.generate(PROMPT, SamplingParams(max_tokens=COUNT, ignore_eos=True))[0].token_ids == expected
 
 

@@ -163,7 +163,7 @@ def test_route_matches_the_routers_in_a_forward(
     family: str, mixtral_pair: Pair, qwen_pair: Pair, partly_dense_pair: Pair
 ) -> None:
     pair = {"mixtral": mixtral_pair, "qwen3_moe": qwen_pair, "partly_dense": partly_dense_pair}[family]
-    with LLM(str(pair.target), progress=False, expert_memory="50%") as llm:
+    with LLM(str(pair.target), None, progress=False, expert_memory="50%") as llm:
         target = llm.engine.target
         gates = [decoder_layers(target)[depth].mlp.gate for depth in target.layer_depths]
         residuals: dict[int, Tensor] = {}
@@ -234,7 +234,7 @@ def test_draft_predicts_the_target_upcycled_from_it(tmp_path: Path) -> None:
     runner = ModelRunner(load_dense(Checkpoint.find(str(save(draft, tmp_path / "draft", tokenizer))), torch.float32))
     states: list[Tensor] = []
     runner.forward(TOKENS, runner.new_kv(20), 1, lambda depth, residual: states.append(residual.clone()))
-    with LLM(str(directory), progress=False, expert_memory="100%") as llm:
+    with LLM(str(directory), None, progress=False, expert_memory="100%") as llm:
         gates = [layer.mlp.gate for layer in decoder_layers(llm.engine.target)]
         with collect(gates, inputs=False) as routed:
             llm.engine.target.forward(TOKENS, llm.engine.target.new_kv(20), 1)
@@ -244,7 +244,7 @@ def test_draft_predicts_the_target_upcycled_from_it(tmp_path: Path) -> None:
 
 
 def test_callback_may_call_the_hooked_norms(mixtral_pair: Pair) -> None:
-    with LLM(str(mixtral_pair.target), dtype="float32", progress=False) as llm:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False) as llm:
         target, depths = llm.engine.target, []
 
         def on_hidden_states(depth: int, residual: Tensor) -> None:

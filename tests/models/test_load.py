@@ -29,7 +29,7 @@ from checkpoints import (
     seeded,
 )
 from spmoe import LLM, SamplingParams
-from spmoe.errors import CheckpointError
+from spmoe.errors import CheckpointError, UsageError
 from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import experts_modules
@@ -178,13 +178,28 @@ def test_expert_file_is_built_once(own_checkpoint: Path, spmoe_home: Path) -> No
     path = expert_file_path(checkpoint, torch.float32)
     assert spmoe_home in path.parents
     assert not path.exists()
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         first = llm.generate([1, 2, 3], GREEDY)[0].token_ids
         before = state_of(path)
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         assert llm.generate([1, 2, 3], GREEDY)[0].token_ids == first
     assert state_of(path) == before
     assert list(path.parent.glob("*.partial")) == []
+
+
+def test_conversion_is_announced_once(
+    own_checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.experts.store.ANNOUNCED_BYTES", 1)
+    path = expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32)
+    LLM(str(own_checkpoint), progress=True).close()
+    announced = [line for line in capfd.readouterr().err.splitlines() if "of experts to" in line]
+    assert [f"to {path} (once); " in line for line in announced] == [True]
+    LLM(str(own_checkpoint), progress=True).close()
+    assert "of experts to" not in capfd.readouterr().err
+    path.unlink()
+    LLM(str(own_checkpoint), progress=False).close()
+    assert "of experts to" not in capfd.readouterr().err
 
 
 def test_second_load_reads_no_experts(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +232,7 @@ def test_changed_checkpoint_rebuilds_the_expert_file(own_checkpoint: Path) -> No
     other = seeded(mixtral, 77)
     save(other, own_checkpoint, byte_tokenizer())
     assert expert_file_path(Checkpoint.find(str(own_checkpoint)), torch.float32) == path
-    with LLM(str(own_checkpoint), progress=False) as llm:
+    with LLM(str(own_checkpoint), None, progress=False) as llm:
         tokens = llm.generate([1, 2, 3], GREEDY)[0].token_ids
     assert tokens == greedy(other, [1, 2, 3], 6)
     assert state_of(path) != before
@@ -266,7 +281,7 @@ def test_wrong_number_of_experts_is_rejected(own_checkpoint: Path) -> None:
 
 
 def test_dense_model_is_rejected_as_target(mixtral_pair: Pair) -> None:
-    with pytest.raises(CheckpointError, match="no experts"):
+    with pytest.raises(UsageError, match="dense model"):
         load(mixtral_pair.good, torch.float32)
 
 
@@ -310,7 +325,7 @@ def growth(work):
 
 
 def run(directory):
-    with LLM(directory, expert_memory=int(sys.argv[1]), progress=False) as llm:
+    with LLM(directory, None, expert_memory=int(sys.argv[1]), progress=False) as llm:
         tokens = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
         return {"tokens": tokens, "resident": llm.engine.target.resident_bytes, "slots": llm.engine.slots}
 

@@ -69,7 +69,7 @@ def test_any_two_policies_can_be_joined(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("name", "context", "used", "notice"),
     [
-        ("draft-gate", NO_DRAFT, "on-demand", None),
+        ("draft-gate", NO_DRAFT, "next-gate", None),
         ("draft-gate+next-gate", NO_DRAFT, "next-gate", None),
         ("draft-gate", NGRAM, "next-gate", "no states; next-gate is used instead of draft-gate: the target's own"),
         (
@@ -87,10 +87,15 @@ def test_any_two_policies_can_be_joined(first: str, second: str) -> None:
         (
             "draft-gate",
             replace(FULL, unmet=NO_STATES),
-            "on-demand",
-            "no states; on-demand is used instead of draft-gate: experts are loaded on demand",
+            "next-gate",
+            "no states; next-gate is used instead of draft-gate: the target's own",
         ),
-        ("draft-gate+next-gate", replace(FULL, unmet=NO_STATES), "next-gate", "no states; draft-gate is left out"),
+        (
+            "draft-gate+next-gate",
+            replace(FULL, unmet=NO_STATES),
+            "next-gate",
+            "no states; next-gate is used instead of draft-gate: the target's",
+        ),
         ("draft-gate+next-gate", replace(FULL, unmet=NO_GATES), "draft-gate", "no gates; next-gate is left out"),
         ("next-gate", replace(FULL, unmet=NO_GATES), "on-demand", "no gates; on-demand is used instead of next-gate"),
         ("adaptive", replace(FULL, unmet=NO_GATES), "on-demand", "no gates; on-demand is used instead of adaptive"),

@@ -340,7 +340,8 @@ def test_several_rows_request_an_expert_once_with_its_best_score() -> None:
 def test_timeline_covers_the_last_steps() -> None:
     timeline = Timeline()
     REPLAYER.run(ReplayConfig("draft-gate", cutoff=ALL_LAYERS), timeline)
-    assert {span.activity for span in timeline.spans} == set(Activity)
+    expected = set(Activity) - {Activity.REQUEST}  # queuing requests takes no virtual time
+    assert {span.activity for span in timeline.spans} == expected
     spans = [span for span in timeline.spans if span.activity in (Activity.DRAFT, Activity.VERIFY)]
     assert len(spans) == 2 * 32
     for before, after in pairwise(spans):

@@ -53,7 +53,7 @@ def reference(logits: list[float], sampling: SamplingParams, slack: float = 0.0)
 def warped(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Apply the filters of transformers."""
     chain = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
-    if sampling.top_k:
+    if sampling.top_k > 0:
         chain.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         chain.append(TopPLogitsWarper(sampling.top_p))
@@ -105,7 +105,7 @@ def test_matches_float64_reference(logits: list[float], sampling: SamplingParams
 
 @pytest.mark.parametrize("min_p", [0.0, 0.02, 0.3])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.01])
-@pytest.mark.parametrize("top_k", [0, 1, 7, 200])
+@pytest.mark.parametrize("top_k", [-1, 0, 1, 7, 200])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_matches_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     rng = torch.Generator().manual_seed(11)

@@ -6,7 +6,6 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from spmoe.backends.cuda_runtime import CudaCallError, CudaRuntime
 from spmoe.config import format_bytes
 from spmoe.errors import BudgetError, StoreError
 from spmoe.experts.store import BlobLayout, FillBlob, StoreSpec
+from spmoe.system.host import locked_memory_limit, memory
 from spmoe.types import ExpertKey
 
 
@@ -109,19 +109,12 @@ class DeviceSlots:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can be allocated without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of host memory that can be allocated without swapping, within the container's limit."""
+    found = memory()
+    return found.available if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pin_limit() -> str:
     """Return the limit of `ulimit -l` in words."""
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    limit = locked_memory_limit()
+    return "unlimited" if limit is None else format_bytes(limit)

@@ -10,8 +10,9 @@ import torch
 
 from spmoe.errors import UsageError
 
-_TRIES = 5  # repetitions of a measurement; the fastest counts
+_TRIES = 5  # repetitions of a measurement; the fastest counts, so the first is a warm-up
 _LINK_BYTES = 512 * 2**20  # larger than the host's caches
+_COPY_BYTES = 64 * 2**20
 _MIN_COPY = 16 * 2**20  # the engine submits smaller copies together
 _MEMORY_BYTES = {"cuda": 2 * 2**30, "cpu": 128 * 2**20}
 
@@ -81,10 +82,10 @@ def empty_device_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def link_bandwidth(device: torch.device, copy_bytes: int) -> float:
-    """Measure the bytes per second from pinned host memory to a CUDA device, in copies of about this size."""
+def link_bandwidth(device: torch.device, copy_bytes: int = _COPY_BYTES, *, pinned: bool = True) -> float:
+    """Measure the bytes per second from host memory to a CUDA device, in copies of about this size."""
     copy_bytes = min(max(copy_bytes, _MIN_COPY), _LINK_BYTES // 2)
-    source = torch.empty(_LINK_BYTES // copy_bytes, copy_bytes, dtype=torch.uint8, pin_memory=True)  # [copies, bytes]
+    source = torch.zeros(_LINK_BYTES // copy_bytes, copy_bytes, dtype=torch.uint8, pin_memory=pinned)  # [copies, bytes]
     target = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
 
     def copy() -> None:
@@ -106,13 +107,23 @@ def memory_bandwidth(device: torch.device) -> float:
 
 def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Return the shortest duration of several tries in seconds, with the device idle before and after each."""
-    times = []
-    for _ in range(_TRIES):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return min(times)
+    if device.type != "cuda":
+        return min(_host_seconds(work) for _ in range(_TRIES))
+    with torch.cuda.device(device):
+        return min(_cuda_seconds(work) for _ in range(_TRIES))
+
+
+def _cuda_seconds(work: Callable[[], object]) -> float:
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    started.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return float(started.elapsed_time(ended)) / 1000
+
+
+def _host_seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

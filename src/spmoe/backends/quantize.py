@@ -96,7 +96,7 @@ class QuantizedExperts:
             else:
                 shapes[field.name] = (field.nbytes,)
         fingerprint = f"{spec.fingerprint}-int{scheme.bits}-{scheme.group}-by-group"
-        self.spec = StoreSpec(fingerprint, BlobLayout.of(shapes, torch.uint8), spec.experts)
+        self.spec = StoreSpec(fingerprint, BlobLayout.of(shapes, torch.uint8), spec.experts, spec.origins)
         self._blobs: list[Tensor] = []  # per layer [experts, blob bytes] uint8
         self._layers: list[dict[str, Tensor]] = []  # per layer, views of the blobs' fields: [experts, ...] uint8
         self._use_kernels = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,10 +84,15 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Describe hardware and software, for the record of a measurement."""
     facts = device_facts(device)
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": facts.name,
         "driver": facts.driver,
         "device_memory_bytes": facts.memory_bytes,
         "processor": _processor(),
+        "cores": os.cpu_count(),  # logical ones
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),  # that one operation uses
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # of the host
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

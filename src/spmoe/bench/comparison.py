@@ -11,9 +11,11 @@ from spmoe.bench.configs import ALL_ON, ablated_record
 from spmoe.bench.labels import USUAL_CUTOFF, Labels, Row, is_plain_decoding, workload_names
 from spmoe.bench.results import WorkloadResults
 from spmoe.config import DraftTokens, max_draft_tokens
+from spmoe.registry import ON_DEMAND
 
 _ORACLE = "oracle"  # a lower bound on time, not a competitor
 _HIGHLIGHTED_NAME, _HIGHLIGHTED_POLICY = "SP-MoE", "draft-gate"
+_SLOWER = " (slower)"
 _MIN_SWEEP = 3  # numbers of layers that make a sweep
 
 
@@ -177,8 +179,22 @@ class Comparison:
         """Return plain decoding in a column; the fastest, if there are several."""
         return min((row for row in self._rows_of(column) if is_plain_decoding(row)), key=tpot, default=None)
 
+    def baseline(self, workload: str, memory: str) -> Row:
+        """Return the row that speeds of a workload and memory budget are relative to.
+
+        Plain decoding; else loading on demand; else the slowest configuration.
+        """
+        rows = [row for one, row in self.main_rows if (one, row["expert_memory"]) == (workload, memory)]
+        plain = [row for row in rows if is_plain_decoding(row)]
+        on_demand = [row for row in rows if row["prefetch"] == ON_DEMAND]
+        return min(plain or on_demand or [max(rows, key=tpot)], key=tpot)
+
+    def speed(self, row: Row, workload: str) -> float:
+        """Return the speed of a row relative to the baseline of its budget; above 1 is faster."""
+        return tpot(self.baseline(workload, row["expert_memory"])) / tpot(row)
+
     def speedups(self, system: str, columns: Iterable[Column]) -> list[float]:
-        """Return how many times faster the highlighted system is than another, column by column."""
+        """Return the speed of the highlighted system relative to another, column by column; above 1 is faster."""
         name = self.highlighted
         return [
             tpot(self.cells[system, column]) / tpot(self.cells[name, column])
@@ -191,19 +207,17 @@ class Comparison:
         phrases: list[str] = []
         for name in self.systems:
             if name != self.highlighted and not self.is_oracle(name) and (ratios := self.speedups(name, self.columns)):
-                phrases.append(f"{format_range(ratios)} the speed of {name}")
+                phrases.append(_relative_to(name, ratios))
         if ranks := self.highlighted_ranks(self.columns):
             count = f"{ranks.count(1)} of {len(ranks)} comparison{'s' * (len(ranks) > 1)}"
             phrases.append(f"fastest speculating system in {count}")
-        oracles = [
-            1 / ratio for one in self.systems if self.is_oracle(one) for ratio in self.speedups(one, self.columns)
-        ]
+        oracles = [ratio for one in self.systems if self.is_oracle(one) for ratio in self.speedups(one, self.columns)]
         if oracles:
-            phrases.append(f"{format_range(oracles)} the time of the oracle")
+            phrases.append(_relative_to("the oracle", oracles))
         return phrases
 
     def speedup_table(self, columns: Sequence[Column]) -> list[tuple[str, list[Row | str | None]]]:
-        """Return lines of a speed-up table: each system with its rows, then ranks and ratios to the oracle as text."""
+        """Return lines of a speed-up table: each system with its rows, then ranks and speeds relative to the oracle."""
         lines: list[tuple[str, list[Row | str | None]]] = []
         for system in self.systems:
             rows: list[Row | str | None] = [self.cells.get((system, column)) for column in columns]
@@ -213,12 +227,14 @@ class Comparison:
             ranks = (self.rank(name, column) for column in columns)
             lines.append((f"rank of {name}", [rank and f"{rank[0]} of {rank[1]}" for rank in ranks]))
             if any(self.oracle_row(column) for column in columns):
-                lines.append((f"{name} / oracle", [self._oracle_ratio(name, column) for column in columns]))
+                lines.append(
+                    (f"{name}, relative to the oracle", [self._oracle_ratio(name, column) for column in columns])
+                )
         return lines
 
     def _oracle_ratio(self, system: str, column: Column) -> str | None:
         row, oracle = self.cells.get((system, column)), self.oracle_row(column)
-        return None if row is None or oracle is None else f"{tpot(row) / tpot(oracle):.2f}x"
+        return None if row is None or oracle is None else format_speed(tpot(oracle) / tpot(row))
 
     def _rows_of(self, column: Column) -> list[Row]:
         return [row for (_, other), row in self.cells.items() if other == column]
@@ -255,7 +271,42 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value:.0f} ms"
 
 
+def format_speed(ratio: float) -> str:
+    """Format a relative speed as "1.25x" or, below 1, as "0.80x (slower)"."""
+    text = f"{ratio:.2f}x"
+    return text + _SLOWER if ratio < 1 and text != "1.00x" else text
+
+
 def format_range(ratios: Sequence[float]) -> str:
-    """Format the least and greatest ratio, as "1.10x to 1.50x"."""
-    low, high = min(ratios), max(ratios)
-    return f"{low:.2f}x" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}x to {high:.2f}x"
+    """Format the least and greatest relative speed, as "1.10x to 1.50x" or "0.80x (slower) to 1.50x"."""
+    low, high = format_speed(min(ratios)), format_speed(max(ratios))
+    if low == high:
+        return low
+    return f"{low.removesuffix(_SLOWER) if high.endswith(_SLOWER) else low} to {high}"
+
+
+def _relative_to(name: str, ratios: Sequence[float]) -> str:
+    """Return "1.10x to 1.50x the speed of NAME", with "(slower)" at the end if all ratios are below 1."""
+    text = format_range(ratios)
+    return f"{text.removesuffix(_SLOWER)} the speed of {name}{_SLOWER if text.endswith(_SLOWER) else ''}"
+
+
+def paired_speeds(row: Row, baseline: Row) -> list[float]:
+    """Return the speed relative to a baseline in each pair of runs of one prompt and repeat, in ascending order.
+
+    Paired runs follow each other directly, so that slow changes of the machine cancel out. Empty if the runs are not
+    stored.
+    """
+    own, other = (
+        {(one["prompt"], one["repeat"]): one["tpot_seconds"] for one in row.get("samples", ())}
+        for row in (row, baseline)
+    )
+    return sorted(other[key] / own[key] for key in own.keys() & other.keys() if own[key] and other[key])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile of sorted values, interpolated linearly."""
+    position = share * (len(values) - 1)
+    below = int(position)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (position - below) * (values[above] - values[below])

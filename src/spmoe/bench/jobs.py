@@ -12,7 +12,7 @@ from spmoe.bench.configs import BenchConfig, make_configs
 from spmoe.bench.prompts import PromptSet, find_prompts
 from spmoe.bench.runs import BenchJob, require_context
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
-from spmoe.config import Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
+from spmoe.config import AUTO_DRAFT, Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
 from spmoe.engine.plan import Plan, make_plan
 from spmoe.errors import UsageError
@@ -53,7 +53,7 @@ class Workload:
 
 def make_workloads(matrix: Matrix) -> list[Workload]:
     """Return every workload of a matrix, in the order given."""
-    models, drafts = matrix.models or (None,), matrix.drafts or (None,)
+    models, drafts = matrix.models or (None,), matrix.drafts or (AUTO_DRAFT,)
     combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts)
     return [Workload(matrix, *values) for values in combinations]
 
@@ -89,7 +89,7 @@ def make_job(
 def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
     config = EngineConfig.make(**options)
     drafts = any(k for pair in matrix.policy_pairs for k in pair.draft_tokens or matrix.draft_tokens)
-    if drafts and config.draft is None:
+    if drafts and config.resolved_draft is None:
         raise UsageError("speculation needs a draft; give one with --draft, or use --num-speculative-tokens 0")
     cutoffs: list[Cutoff] = []
     for cutoff in matrix.cutoffs:

@@ -25,17 +25,22 @@ MIN_WINDOW = 16  # tokens
 
 @dataclass
 class LayerMetrics:
-    """Metrics of one MoE layer; all are means over tokens, from 0 to 1."""
+    """Metrics of one MoE layer: means over tokens, from 0 to 1; None if there is no such prediction for the layer."""
 
-    cosine: float = 0.0  # similarity of the draft's and the target's residual stream after attention
-    top1: float = 0.0  # the most likely expert is predicted
-    recall: float = 0.0  # used experts that are among the k predicted
-    recall_plus_one: float = 0.0  # used experts that are among k + 1 predicted
-    union_recall: float = 0.0  # over `span` consecutive tokens: used and predicted / used
-    union_precision: float = 0.0  # over `span` consecutive tokens: used and predicted / predicted
-    next_gate_recall: float = 0.0  # recall from the target's own previous MoE layer; 0 at the first
-    previous_token: float = 0.0  # used experts that the previous token used too
-    largest_load: float = 0.0  # share of tokens that use the most used expert
+    cosine: float | None = None  # similarity of the draft's and the target's residual stream after attention
+    top1: float | None = None  # the most likely expert is predicted
+    recall: float | None = None  # used experts that are among the k predicted
+    recall_plus_one: float | None = None  # used experts that are among k + 1 predicted
+    union_recall: float | None = None  # over `span` consecutive tokens: used and predicted / used
+    union_precision: float | None = None  # over `span` consecutive tokens: used and predicted / predicted
+    next_gate_recall: float | None = None  # recall from the target's own previous MoE layer; None at the first
+    previous_token: float | None = None  # used experts that the previous token used too
+    largest_load: float | None = None  # share of tokens that use the most used expert
+
+    def add(self, **values: float) -> None:
+        """Add the values of one window."""
+        for name, value in values.items():
+            setattr(self, name, (getattr(self, name) or 0.0) + value)
 
 
 @dataclass
@@ -51,9 +56,12 @@ class Predictability:
     layers: list[LayerMetrics] = field(default_factory=list)
 
     def mean(self) -> LayerMetrics:
-        """Return the mean over layers."""
-        names = [f.name for f in fields(LayerMetrics)]
-        return LayerMetrics(**{n: sum(getattr(one, n) for one in self.layers) / len(self.layers) for n in names})
+        """Return the mean of each metric over the layers that have it."""
+        found = LayerMetrics()
+        for name in (f.name for f in fields(LayerMetrics)):
+            values = [value for one in self.layers if (value := getattr(one, name)) is not None]
+            setattr(found, name, sum(values) / len(values) if values else None)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -138,8 +146,8 @@ class _Comparison:
         """Return the means over all windows."""
         n = self._windows
         for layer, one in enumerate(self._metrics):
-            for f in fields(LayerMetrics):
-                setattr(one, f.name, getattr(one, f.name) / n)
+            for name, value in asdict(one).items():
+                setattr(one, name, None if value is None else value / n)
             one.largest_load = float(self._loads[layer].max()) / self._tokens
         return Predictability(
             self._tokens,
@@ -159,23 +167,25 @@ class _Comparison:
         actual = self._target.rank(layer, own)  # [rows, experts], most likely first
         used = top_k_mask(actual, k)  # [rows, experts] bool
         self._loads[layer] += used.sum(0)
-        metrics.previous_token += float((used[1:] & used[:-1]).sum()) / (k * max(1, len(used) - 1))
+        metrics.add(previous_token=float((used[1:] & used[:-1]).sum()) / (k * max(1, len(used) - 1)))
         if layer:
             next_gate = self._target.rank(layer, target_states[self._target.moe[layer - 1].depth])
-            metrics.next_gate_recall += recall(used, top_k_mask(next_gate, k))
+            metrics.add(next_gate_recall=recall(used, top_k_mask(next_gate, k)))
         if self._engine.parts.projection is not None:
             guess = self._engine.parts.projection([layer], guess[None])[0]
         elif self._draft.hidden_size != self._target.hidden_size:
-            return  # the gate cannot read the draft's hidden states; the metrics stay 0
+            return  # the gate cannot read the draft's hidden states
         ranking = self._target.rank(layer, guess)
         predicted = top_k_mask(ranking, k)
-        metrics.cosine += float(cosine_similarity(guess.float(), own.float(), dim=-1).mean())
-        metrics.top1 += float((ranking[:, 0] == actual[:, 0]).float().mean())
-        metrics.recall += recall(used, predicted)
-        metrics.recall_plus_one += recall(used, top_k_mask(ranking, min(k + 1, ranking.shape[-1])))
         used_in_span, predicted_in_span = _union(used, self._span), _union(predicted, self._span)
-        metrics.union_recall += recall(used_in_span, predicted_in_span)
-        metrics.union_precision += recall(predicted_in_span, used_in_span)
+        metrics.add(
+            cosine=float(cosine_similarity(guess.float(), own.float(), dim=-1).mean()),
+            top1=float((ranking[:, 0] == actual[:, 0]).float().mean()),
+            recall=recall(used, predicted),
+            recall_plus_one=recall(used, top_k_mask(ranking, min(k + 1, ranking.shape[-1]))),
+            union_recall=recall(used_in_span, predicted_in_span),
+            union_precision=recall(predicted_in_span, used_in_span),
+        )
 
 
 def draft_depths(engine: Engine, draft: ModelRunner) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from spmoe.bench.ceilings import machine
@@ -15,10 +16,12 @@ from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, PolicyStats, P
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.config import Cutoff, CutoffMode, SamplingParams, Size
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion, Generation
+from spmoe.engine.llm import LLM, Generation
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.profiling import PartTimes, PredictionCounter, Timer, measure_parts
 from spmoe.errors import UsageError
 from spmoe.models.shipped import sample_text
+from spmoe.observe.progress import Report, progress_bar
 from spmoe.predict.cutoff import ENOUGH_STEPS
 from spmoe.registry import ON_DEMAND
 from spmoe.types import Stage
@@ -40,7 +43,8 @@ class Workload:
     prompts: Sequence[list[int]]
     output_len: int
     interruptible: Callable[[Generation], AbstractContextManager[None]] = lambda generation: nullcontext()
-    progress: Callable[[str], None] = lambda message: None
+    notify: Callable[[str], None] = lambda message: None
+    progress: Callable[[str], AbstractContextManager[Report]] = lambda title: progress_bar(title, enabled=False)
 
 
 def make_prompts(engine: Engine, count: int) -> list[list[int]]:
@@ -68,9 +72,8 @@ def measure_profile(llm: LLM, draft_tokens: int, workload: Workload) -> EnginePr
     engine = llm.engine
     if not engine.target.moe:
         raise UsageError(f"{engine.config.model} has no experts, so there is nothing to profile; choose an MoE model")
-    workload.progress("timing passes and loads")
+    workload.notify("timing passes and loads")
     parts = _measure_parts(engine)
-    workload.progress("generating")
     return EngineProfile(
         machine=machine(engine.device),
         subject=_subject(engine),
@@ -121,10 +124,12 @@ def measure_policies(
     llm: LLM, draft_tokens: int, workload: Workload, policies: Sequence[str] = PROFILED_POLICIES
 ) -> tuple[PolicyStats, ...]:
     """Generate every prompt under each policy in turns, after one warm-up turn; skip unavailable policies."""
-    engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, Completion]]]()
+    engine, runs = llm.engine, dict[str, list[tuple[PredictionCounter, RequestOutput]]]()
     isolated = IsolatedConfigs(engine)
-    for turn, prompt in enumerate([workload.prompts[0], *workload.prompts]):
-        for policy in policies:
+    turns = list(product(enumerate([workload.prompts[0], *workload.prompts]), policies))
+    with workload.progress("Generating") as report:
+        for done, ((turn, prompt), policy) in enumerate(turns):
+            report(done, len(turns), policy if turn else f"warm-up: {policy}")
             changes = {"prefetch": policy, "num_speculative_tokens": draft_tokens, "cutoff": Cutoff(CutoffMode.ALL)}
             isolated.select(policy, changes)
             if engine.loop.policy.name != policy:
@@ -135,6 +140,7 @@ def measure_policies(
                 continue
             with counted_predictions(engine) as counter:
                 runs.setdefault(policy, []).append((counter, generate(llm, prompt, workload)))
+        report(len(turns), len(turns))
     return tuple(_policy_stats(engine, policy, draft_tokens, found) for policy, found in runs.items())
 
 
@@ -146,7 +152,7 @@ def counted_predictions(engine: Engine) -> Iterator[PredictionCounter]:
         yield counter
 
 
-def generate(llm: LLM, prompt: list[int], workload: Workload) -> Completion:
+def generate(llm: LLM, prompt: list[int], workload: Workload) -> RequestOutput:
     """Generate greedily, a few tokens beyond the length: a draft that is cut short by the limit has another K."""
     engine, length = llm.engine, workload.output_len
     limit = min(length + _EXTRA_STEPS * (engine.loop.max_draft_tokens + 1), engine.parts.max_model_len - len(prompt))
@@ -174,7 +180,7 @@ class _StepMeans:
     stall_seconds: float
 
     @classmethod
-    def of(cls, runs: Iterable[Completion]) -> _StepMeans:
+    def of(cls, runs: Iterable[RequestOutput]) -> _StepMeans:
         counters = [run.stats.decode_counters for run in runs]
         steps = max(1, sum(one.steps for one in counters))
 
@@ -193,7 +199,7 @@ class _StepMeans:
 
 
 def _policy_stats(
-    engine: Engine, policy: str, draft_tokens: int, runs: Sequence[tuple[PredictionCounter, Completion]]
+    engine: Engine, policy: str, draft_tokens: int, runs: Sequence[tuple[PredictionCounter, RequestOutput]]
 ) -> PolicyStats:
     means, counters = _StepMeans.of(run for _, run in runs), [counter for counter, _ in runs]
     missing_by_layer = [sum(counts) for counts in zip(*(one.missing for one in counters), strict=True)]
@@ -355,7 +361,7 @@ def check_engine(
         if chosen is not None:
             swept = range(layers + 1) if depths is None else [min(depth, layers) for depth in depths]
             runs += [_Run(_SWEPT_POLICY, k, depth) for depth in sorted({*swept, *chosen})]
-        completions = _take_turns(llm, isolated, runs, repeat, workload, f"{memory}, K={k}")
+        completions = _take_turns(llm, isolated, runs, repeat, workload, f"Checking {memory}, K={k}")
         steps = [_checked_step(engine, predictor, memory, run, completions[run]) for run in runs]
         found.steps.extend(steps)
         if chosen is not None:
@@ -374,6 +380,9 @@ class _Run:
     policy: str
     draft_tokens: int
     cutoff: int | None
+
+    def __str__(self) -> str:
+        return self.policy if self.cutoff is None else f"{self.policy}, cutoff {self.cutoff}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -409,25 +418,29 @@ def _automatic_cutoffs(
 
 def _take_turns(
     llm: LLM, isolated: IsolatedConfigs, runs: Sequence[_Run], repeat: int, workload: Workload, title: str
-) -> dict[_Run, list[Completion]]:
+) -> dict[_Run, list[RequestOutput]]:
     """Run every configuration on every prompt, each turn starting with another one, after one warm-up turn."""
-    found: dict[_Run, list[Completion]] = {run: [] for run in runs}
+    found: dict[_Run, list[RequestOutput]] = {run: [] for run in runs}
     turns = [workload.prompts[0], *(prompt for _ in range(repeat) for prompt in workload.prompts)]
-    for turn, prompt in enumerate(turns):
-        workload.progress(f"{title}: " + (f"turn {turn} of {len(turns) - 1}" if turn else "warm-up"))
-        first = turn % len(runs)
-        for run in [*runs[first:], *runs[:first]]:
-            isolated.select(run, run.options)
-            completion = generate(llm, prompt, workload)
-            if turn:
-                found[run].append(completion)
-            else:
-                llm.engine.loop.prepare()
+    done, total = 0, len(turns) * len(runs)
+    with workload.progress(title) as report:
+        for turn, prompt in enumerate(turns):
+            first = turn % len(runs)
+            for run in [*runs[first:], *runs[:first]]:
+                report(done, total, str(run) if turn else f"warm-up: {run}")
+                isolated.select(run, run.options)
+                completion = generate(llm, prompt, workload)
+                done += 1
+                if turn:
+                    found[run].append(completion)
+                else:
+                    llm.engine.loop.prepare()
+        report(done, total)
     return found
 
 
 def _checked_step(
-    engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[Completion]
+    engine: Engine, predictor: Predictor, memory: str, run: _Run, completions: Sequence[RequestOutput]
 ) -> CheckedStep:
     means, layers, k = _StepMeans.of(completions), len(engine.spec.experts), run.draft_tokens
     slots, cutoff = engine.slots, run.cutoff or 0

@@ -82,7 +82,7 @@ def parse_prompts(text: str, path: Path) -> PromptSet:
 
 
 def _from_hub(repository: str, file: str) -> Path:
-    from spmoe.models.checkpoint import dataset_file  # slow: imports the hub client
+    from spmoe.models.hub import dataset_file  # slow: imports the hub client
 
     return dataset_file(repository, file)
 

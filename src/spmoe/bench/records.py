@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy
 
-from spmoe.bench.ceilings import machine
 from spmoe.bench.configs import BenchConfig
 from spmoe.bench.results import FORMAT, WorkloadResults
 from spmoe.bench.runs import BenchJob, BenchRun, BenchRunner, ResidentStep, StoredRuns
-from spmoe.config import DraftTokens
-from spmoe.engine.llm import Completion
+from spmoe.bench.step_timeline import StepTimeline
+from spmoe.config import AUTO_DRAFT, DraftTokens, default_draft
+from spmoe.engine.outputs import CompletionOutput, RequestOutput
 from spmoe.engine.stats import Stats
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
@@ -44,6 +44,7 @@ def make_results(runner: BenchRunner, interrupted: bool) -> WorkloadResults | No
 def workload_record(job: BenchJob) -> dict[str, Any]:
     """Return the fields that all configurations of a job share and that are known before it runs."""
     model, draft = job.engine["model"], job.engine["draft"]
+    draft = default_draft(model) if draft == AUTO_DRAFT else draft
     shipped = (model, draft) == shipped_pair()
     return {
         "model": "shipped pair" if shipped else model,
@@ -69,7 +70,7 @@ def machine_record(runner: BenchRunner) -> dict[str, Any]:
     return {
         "type": "machine",
         "format": FORMAT,
-        **machine(facts.device),
+        **facts.machine,
         "link_bytes_per_second": ceilings.link,
         "link_source": ceilings.link_source,
         "memory_bytes_per_second": ceilings.memory,
@@ -231,6 +232,7 @@ def _sample(run: BenchRun) -> dict[str, Any]:
         "cutoff_layers": stats.cutoff_layers,
         "counters": {name: value for name, value in asdict(decoded).items() if value},
         "tokens": run.completion.token_ids,
+        **({"timeline": run.timeline.to_record()} if run.timeline is not None else {}),
     }
 
 
@@ -325,15 +327,17 @@ def _restore(job: BenchJob, results: WorkloadResults) -> StoredRuns:
         if config is None:
             other_rows.append(row)
             continue
-        numbered += [
-            (sample["order"], BenchRun(config, sample["prompt"], sample["repeat"], _restore_completion(row, sample)))
-            for sample in row["samples"]
-        ]
+        numbered += [(sample["order"], _restore_run(config, row, sample)) for sample in row["samples"]]
     runs = [run for _, run in sorted(numbered, key=lambda one: one[0])]
     return StoredRuns(results.machine, runs, resident, other_rows)
 
 
-def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> Completion:
+def _restore_run(config: BenchConfig, row: Mapping[str, Any], sample: Mapping[str, Any]) -> BenchRun:
+    timeline = StepTimeline.from_record(sample["timeline"]) if sample.get("timeline") is not None else None
+    return BenchRun(config, sample["prompt"], sample["repeat"], _restore_completion(row, sample), None, timeline)
+
+
+def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> RequestOutput:
     """Return a completion with everything that metrics use: the decoding part."""
     known = {one.name for one in fields(Counters)}
     counters = Counters(**{name: value for name, value in sample["counters"].items() if name in known})
@@ -353,4 +357,4 @@ def _restore_completion(row: Mapping[str, Any], sample: Mapping[str, Any]) -> Co
         draft_tokens=row["num_speculative_tokens"],
         emulated_link_gbps=None,
     )
-    return Completion("", sample["tokens"], "length", stats)
+    return RequestOutput("0", None, [], [CompletionOutput(0, "", sample["tokens"], "length")], True, stats)

@@ -1,26 +1,33 @@
 """HTML report: stored results as one self-contained page of charts and tables (needs the extra `report`).
 
 `templates/report.html.j2` has the structure and the text of the page and escapes all values; `Report` computes its
-charts and tables.
+charts and tables. A colour stands for one configuration in all charts, or for one part of a step; fills (solid, pale,
+hatched) distinguish parts within the colour of a configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import ClassVar, NamedTuple
 
 from spmoe.bench.charts import (
-    NUM_COLOURS,
+    SERIES,
     Bar,
+    Fill,
     Line,
     LineChart,
+    Part,
+    TimelineGroup,
     bar_chart,
     css_colours,
     line_chart,
+    ratio_chart,
     require_report_extra,
+    timeline_chart,
 )
 from spmoe.bench.comparison import (
     Column,
@@ -28,21 +35,30 @@ from spmoe.bench.comparison import (
     SweepKey,
     floor_tpot,
     format_range,
+    format_speed,
     is_oracle,
     milliseconds,
+    paired_speeds,
+    quantile,
     resident_tpot,
     tokens_per_step,
     tpot,
 )
 from spmoe.bench.configs import ABLATIONS, ALL_ON, ablated_record
 from spmoe.bench.labels import Row, is_plain_decoding, model_name
+from spmoe.bench.machine_facts import describe_link, describe_machine, measured
 from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, Predictor
 from spmoe.bench.results import WorkloadResults
+from spmoe.bench.timeline_figure import TIMELINE_HEAD, rows_to_draw, stored_timeline, timeline_values, tracks
 from spmoe.config import format_bytes
 from spmoe.errors import UsageError
 
 _IMPLAUSIBLE_EFFICIENCY = 1.05  # more than this means that the machine's speed changed between measurements
-_GREY = 7
+_NEUTRAL = SERIES[-1]  # plain decoding, the oracle, and configurations beyond the other colours
+_MAX_COLUMNS = 10  # of a table, with the names of its rows
+_MIN_PAIRS = 3  # runs of two configurations that tell a difference from noise
+_MAX_BARS = 12  # of a chart; slower configurations are in a second one that is folded
+_MAX_NAMED = 6  # configurations that the summary compares with by name
 
 
 def html_report(results: Sequence[WorkloadResults], profile: EngineProfile | None = None) -> str:
@@ -84,6 +100,22 @@ class Table(NamedTuple):
     highlighted: str | None = None  # name of a row
     facts: bool = False  # text instead of numbers
 
+    def split(self) -> Iterator[Table]:
+        """Yield tables of at most ten columns, each with the names of the rows."""
+        step = _MAX_COLUMNS - 1
+        for start in range(1, max(2, len(self.head)), step):
+            columns = slice(start, start + step)
+            rows = [[row[0], *row[columns]] for row in self.rows]
+            yield self._replace(head=[self.head[0], *self.head[columns]], rows=rows)
+
+
+class Key(NamedTuple):
+    """An entry of a legend."""
+
+    name: str
+    colour: str = "ink"
+    style: str = "solid"  # a Fill; or mark, spread, rule, dashes, upright
+
 
 class Figure(NamedTuple):
     """A chart with the table of its values."""
@@ -91,18 +123,54 @@ class Figure(NamedTuple):
     caption: str
     svg: str
     table: Table
-    legend: Sequence[tuple[str, int]] = ()  # names and colours
+    legend: Sequence[Key] = ()
+    more: str = ""  # chart of further, slower configurations, if there are many
+    num_more: int = 0  # configurations in it
+
+
+_SPREAD = Key("10th to 90th percentile of runs", style="spread")
 
 
 class Report:
     """Charts and tables of a page. Attributes and public methods are what the template uses."""
 
-    stages: ClassVar = [("draft", 0), ("verify (compute)", 2), ("stall (waiting for experts)", 1), ("other", _GREY)]
+    speed_keys: ClassVar = [
+        Key("faster than the baseline"),
+        Key("slower than the baseline", style="hatched"),
+        Key("the baseline, 1x", "rule", "mark"),
+        Key("10th to 90th percentile of paired runs", style="spread"),
+    ]
+    tpot_keys: ClassVar = [
+        Key("floor: max(useful bytes / link bandwidth, compute)"),
+        Key("above the floor: stalls and overhead", style="pale"),
+        Key("floor", style="mark"),
+        _SPREAD,
+    ]
+    stages: ClassVar = [
+        Key("draft", "draft"),
+        Key("verify (compute)", "verify"),
+        Key("stall (waiting for experts)", "stall"),
+        Key("other", "other"),
+    ]
+    hit_keys: ClassVar = [
+        Key("hit: in a slot"),
+        Key("late: its copy was in flight", style="pale"),
+        Key("miss: loaded on demand", "absent", "hatched"),
+    ]
     kinds_of_bytes: ClassVar = [
-        ("loaded on demand", 1),
-        ("prefetched, in time", 2),
-        ("prefetched, late", 4),
-        ("prefetched, wasted", 5),
+        Key("prefetched, in time", "prefetch"),
+        Key("prefetched, late", "late"),
+        Key("loaded on demand", "demand"),
+        Key("prefetched, wasted", "absent", "hatched"),
+    ]
+    efficiency_keys: ClassVar = [Key("floor / measured step"), Key("100 %: perfect overlap", style="mark")]
+    timeline_keys: ClassVar = [
+        Key("draft", "draft"),
+        Key("verify; experts of a layer", "verify"),
+        Key("stall", "stall"),
+        Key("prefetch, and its request", "prefetch"),
+        Key("demand load", "demand"),
+        Key("end of the step", "rule", "mark"),
     ]
 
     def __init__(self, comparison: Comparison, profile: EngineProfile | None) -> None:
@@ -110,10 +178,13 @@ class Report:
         emulated = any(machine["link_source"] == "emulated" for machine in machines)
         self.models = list(dict.fromkeys(model_name(machine) for machine in machines))
         self.device = f"{machines[0]['device']}, {machines[0]['dtype']}" + (", emulated link" if emulated else "")
+        self.measured = measured(machines)
         self.interrupted = any(machine.get("interrupted") for machine in machines)
         self.systems = comparison.systems
         self.highlighted = comparison.highlighted
         self.summary = comparison.summary()
+        if len(self.summary) > _MAX_NAMED:
+            self.summary = [*self.summary[:_MAX_NAMED], "and more below"]
         self.commands = list(dict.fromkeys(str(one["command"]) for one in machines if one.get("command")))
         self.scenarios = {
             str(one["scenario"]): str(one["scenario_text"]) for one in machines if one.get("scenario_text")
@@ -125,6 +196,7 @@ class Report:
         self._label = comparison.labels.label
         self._profile = profile
         self._chart_numbers = count(1)
+        self._colours = _choose_colours(comparison)
 
     @property
     def exactness(self) -> str:
@@ -150,7 +222,8 @@ class Report:
             gains = [(plain, row, column) for row, column in pairs if (plain := found.plain_row(column)) is not None]
             if gains:
                 plain, row, column = max(gains, key=lambda one: tpot(one[0]) / tpot(one[1]))
-                yield f"{tpot(plain) / tpot(row):.2f}x", f"best speed-up over plain decoding ({column})"
+                speed = tpot(plain) / tpot(row)
+                yield format_speed(speed), f"best speed of {name} relative to plain decoding ({column})"
             rates = [row["pipeline_efficiency"] for row, _ in pairs if row["pipeline_efficiency"] is not None]
             if rates:
                 yield _percent(median(rates)), f"median pipeline efficiency of {name} ({len(rates)} comparisons)"
@@ -158,28 +231,60 @@ class Report:
         if accepted:
             yield f"{max(accepted):.2f}", "tokens per speculative step, at most"
 
+    # ---- colours
+
+    def colour_keys(self) -> list[Key]:
+        """Return the legend of the colours that stand for configurations."""
+        keys = [Key(name, colour) for name, colour in self._colours.items() if colour != _NEUTRAL]
+        neutral = [name for name, colour in self._colours.items() if colour == _NEUTRAL]
+        if len(neutral) > 2:
+            neutral = [*neutral[:1], f"and {len(neutral) - 1} others, named in the charts"]
+        return keys + ([Key(", ".join(neutral), _NEUTRAL)] if neutral else [])
+
+    def _colour(self, row: Row) -> str:
+        """Return the colour of a row's configuration; rows of sweeps and ablations have that of their system."""
+        if (name := self._found.labels.system(row)) in self._colours:
+            return self._colours[name]
+        same = (one for _, one in self._found.main_rows if _policies(one) == _policies(row))
+        return next((self._colours[self._found.labels.system(one)] for one in same), SERIES[0])
+
     # ---- systems and budgets
 
     def overview(self) -> Table | None:
-        """Return speed-ups of the highlighted system by workload, if there are several workloads."""
+        """Return relative speeds of the highlighted system by workload, if there are several workloads."""
         workloads = self._found.columns_by_workload()
         if len(workloads) < 2 or self.highlighted is None:
             return None
-        others = [system for system in self.systems if system != self.highlighted]
-        rows = []
-        for workload, columns in workloads.items():
-            ranges = [format_range(one) if (one := self._found.speedups(other, columns)) else "-" for other in others]
-            ranks = self._found.highlighted_ranks(columns)
-            rows.append([workload, *ranges, f"{ranks.count(1)} of {len(ranks)}" if ranks else "-"])
-        return Table(["", *others, "fastest speculating system in"], rows)
+        speeds = [
+            [
+                other,
+                *(
+                    format_range(one) if (one := self._found.speedups(other, columns)) else "-"
+                    for columns in workloads.values()
+                ),
+            ]
+            for other in self.systems
+            if other != self.highlighted
+        ]
+        ranks = [self._found.highlighted_ranks(columns) for columns in workloads.values()]
+        first = [f"{one.count(1)} of {len(one)}" if one else "-" for one in ranks]
+        return Table(["", *workloads], [*speeds, ["fastest speculating system in", *first]])
+
+    @property
+    def baselines(self) -> str:
+        """Names of the configurations that speeds are relative to."""
+        budgets = dict.fromkeys((workload, row["expert_memory"]) for workload, row in self._found.main_rows)
+        names = dict.fromkeys(self._label(self._found.baseline(*budget)) for budget in budgets)
+        return " or ".join(names) + (", as the chart says" if len(names) > 1 else "")
 
     def speedups(self) -> dict[str, list[Table]]:
         """Return the speed-up table of each workload."""
 
         def cell(value: Row | str | None, column: Column) -> str | Cell:
             if isinstance(value, dict):
-                ratio = tpot(value) / self._found.best_tpot(column)
-                return Cell(milliseconds(tpot(value)), f"{ratio:.2f}x", ratio == 1)
+                is_baseline = value is self._found.baseline(column.workload, column.memory)
+                note = "baseline" if is_baseline else format_speed(self._found.speed(value, column.workload))
+                return Cell(milliseconds(tpot(value)), note, tpot(value) == self._found.best_tpot(column))
             return value or "-"
 
         tables = {}
@@ -191,17 +296,61 @@ class Report:
             tables[workload] = [Table(["", *(column.short_name for column in columns)], rows, self.highlighted)]
         return tables
 
+    def speedup_charts(self) -> dict[str, list[Figure]]:
+        """Return charts of the speed relative to the baseline of each budget."""
+
+        def paired(workload: str, row: Row) -> list[float]:
+            return paired_speeds(row, self._found.baseline(workload, row["expert_memory"]))
+
+        def bar(workload: str, row: Row) -> Bar:
+            if row is self._found.baseline(workload, row["expert_memory"]):
+                return Bar(self._label(row), (), "1.00x (baseline)")
+            speed, pairs = self._found.speed(row, workload), paired(workload, row)
+            spread = (quantile(pairs, 0.1), quantile(pairs, 0.9)) if len(pairs) > 1 else None
+            tip = f"{self._label(row)}: {format_speed(speed)}"
+            if spread is not None:
+                tip += f"; {spread[0]:.2f}x to {spread[1]:.2f}x in {len(pairs)} paired runs"
+            fill = Fill.HATCHED if speed < 1 else Fill.SOLID
+            ends = None if spread is None else (log2(spread[0]), log2(spread[1]))
+            return Bar(
+                self._label(row), (Part(log2(speed), self._colour(row), fill, tip),), format_speed(speed), ends, tip=tip
+            )
+
+        def values(workload: str, row: Row) -> list[str]:
+            pairs = paired(workload, row)
+            spread = f"{quantile(pairs, 0.1):.2f}x to {quantile(pairs, 0.9):.2f}x" if len(pairs) > 1 else "-"
+            return [milliseconds(tpot(row)), format_speed(self._found.speed(row, workload)), spread, str(len(pairs))]
+
+        head = ["time per output token", "relative speed", "10 to 90 % of pairs", "pairs"]
+        return self._by_budget("Relative speed", bar, head, values, ratios=True)
+
     def tpot(self) -> dict[str, list[Figure]]:
-        """Return charts of the time per output token."""
+        """Return charts of the time per output token: its floor, and the rest."""
 
-        def bar(row: Row) -> Bar:
-            parts = ((tpot(row), self._colour(row)),)
-            return Bar(self._label(row), parts, milliseconds(tpot(row)), _spread(row), floor_tpot(row))
+        def bar(workload: str, row: Row) -> Bar:
+            label, time, floor = self._label(row), tpot(row), floor_tpot(row)
+            above = max(0.0, time - floor)
+            parts = (
+                Part(time - above, self._colour(row), Fill.SOLID, f"{label}: floor {milliseconds(floor)}"),
+                Part(
+                    above,
+                    self._colour(row),
+                    Fill.PALE,
+                    f"{label}: {milliseconds(above)} above the floor (stalls and overhead)",
+                ),
+            )
+            return Bar(label, parts, _time(row), _spread(row), floor, _time_tip(label, row))
 
-        def values(row: Row) -> list[str]:
-            return [*_quantiles(row), milliseconds(floor_tpot(row)), milliseconds(resident_tpot(row)), str(row["runs"])]
+        def values(workload: str, row: Row) -> list[str]:
+            return [
+                *_quantiles(row),
+                milliseconds(floor_tpot(row)),
+                milliseconds(max(0.0, tpot(row) - floor_tpot(row))),
+                milliseconds(resident_tpot(row)),
+                str(row["runs"]),
+            ]
 
-        head = ["10 %", "median", "90 %", "floor", "all in slots", "runs"]
+        head = ["10 %", "median", "90 %", "floor", "above the floor", "all in slots", "runs"]
         return self._by_budget("Time per output token", bar, head, values)
 
     def time_by_stage(self) -> dict[str, list[Figure]]:
@@ -220,114 +369,183 @@ class Report:
 
         def kinds(row: Row) -> list[float]:
             c = row["counters"]
-            moved = (c["demand_bytes"], c["used_bytes"] - c["late_bytes"], c["late_bytes"], c["wasted_bytes"])
+            moved = (c["used_bytes"] - c["late_bytes"], c["late_bytes"], c["demand_bytes"], c["wasted_bytes"])
             return [max(0, one) / max(1, row["output_tokens"]) for one in moved]
 
         return self._stacked("Bytes moved", self.kinds_of_bytes, kinds, format_bytes)
 
     def hit_rate(self) -> dict[str, list[Figure]]:
-        """Return charts of the hit rate."""
+        """Return charts of hits, late experts and misses."""
 
-        def bar(row: Row) -> Bar:
-            return Bar(self._label(row), ((row["hit_rate"] or 0.0, self._colour(row)),), _percent(row["hit_rate"]))
-
-        def values(row: Row) -> list[str]:
+        def shares(row: Row) -> list[float]:
             counts = [row["counters"][name] for name in ("hits", "late", "demand_loads")]
-            return [*(_percent(one / max(1, sum(counts))) for one in counts), str(sum(counts))]
+            return [one / max(1, sum(counts)) for one in counts]
 
-        head = ["hit", "late", "loaded on demand", "routed experts"]
-        return self._by_budget("Hit rate", bar, head, values, x_max=1.0)
+        def bar(workload: str, row: Row) -> Bar:
+            label, colour = self._label(row), self._colour(row)
+            parts = tuple(
+                Part(share, "absent" if key.colour == "absent" else colour, Fill(key.style), tip)
+                for share, key in zip(shares(row), self.hit_keys, strict=True)
+                if (tip := f"{label}: {_percent(share)} {key.name}")
+            )
+            return Bar(label, parts, _percent(row["hit_rate"]))
+
+        def values(workload: str, row: Row) -> list[str]:
+            routed = sum(row["counters"][name] for name in ("hits", "late", "demand_loads"))
+            return [*map(_percent, shares(row)), str(routed)]
+
+        return self._by_budget("Hit rate", bar, ["hit", "late", "miss", "routed experts"], values, x_max=1.0)
 
     def efficiency(self) -> dict[str, list[Figure]]:
         """Return charts of the pipeline efficiency."""
 
-        def bar(row: Row) -> Bar:
-            rate = row["pipeline_efficiency"] or 0.0
-            return Bar(self._label(row), ((rate, self._colour(row)),), _percent(rate), mark=1.0)
+        def bar(workload: str, row: Row) -> Bar:
+            label, rate = self._label(row), row["pipeline_efficiency"] or 0.0
+            tip = f"{label}: {_percent(rate)} of a step of {milliseconds(row['step_seconds'])}"
+            return Bar(label, (Part(rate, self._colour(row), tip=tip),), _percent(rate), mark=1.0, tip=tip)
 
-        def values(row: Row) -> list[str]:
+        def values(workload: str, row: Row) -> list[str]:
             times = [row["step_seconds"], row["ideal_step_seconds"], row["all_resident_step_seconds"]]
             useful = format_bytes(row["useful_bytes_per_step"])
             return [*map(milliseconds, times), str(row["all_resident_source"]), useful]
 
-        head = ["step", "best possible", "all in slots", "source", "useful bytes per step"]
+        head = ["step", "floor", "all in slots", "source", "useful bytes per step"]
         return self._by_budget("Pipeline efficiency", bar, head, values)
 
     def _stacked(
         self,
         title: str,
-        legend: Sequence[tuple[str, int]],
+        legend: Sequence[Key],
         lengths: Callable[[Row], list[float]],
         text: Callable[[float], str],
     ) -> dict[str, list[Figure]]:
-        def bar(row: Row) -> Bar:
-            parts = [(length, colour) for length, (_, colour) in zip(lengths(row), legend, strict=True)]
-            return Bar(self._label(row), tuple(parts), text(sum(lengths(row))))
+        def bar(workload: str, row: Row) -> Bar:
+            label = self._label(row)
+            parts = tuple(
+                Part(length, key.colour, Fill(key.style), f"{label}: {key.name}, {text(length)}")
+                for length, key in zip(lengths(row), legend, strict=True)
+            )
+            return Bar(label, parts, text(sum(lengths(row))))
 
-        def values(row: Row) -> list[str]:
+        def values(workload: str, row: Row) -> list[str]:
             return [text(length) for length in lengths(row)]
 
-        return self._by_budget(title, bar, [name for name, _ in legend], values)
+        return self._by_budget(title, bar, [key.name for key in legend], values)
 
     def _by_budget(
         self,
         title: str,
-        bar: Callable[[Row], Bar],
+        bar: Callable[[str, Row], Bar],
         head: Sequence[str],
-        values: Callable[[Row], list[str]],
+        values: Callable[[str, Row], list[str]],
         x_max: float | None = None,
+        ratios: bool = False,
     ) -> dict[str, list[Figure]]:
-        """Return, for each workload, a chart per memory budget with a bar per configuration."""
+        """Return, for each workload, a chart per memory budget with a bar per configuration, the fastest first."""
         rows_of: dict[str, dict[str, list[Row]]] = {}
         for workload, row in self._found.main_rows:
             rows_of.setdefault(workload, {}).setdefault(row["expert_memory"], []).append(row)
         figures: dict[str, list[Figure]] = {}
         for workload, budgets in rows_of.items():
-            end = x_max or max(bar(row).end for rows in budgets.values() for row in rows)  # one scale for all budgets
-            for memory, rows in budgets.items():
+            bars = {
+                memory: [(row, bar(workload, row)) for row in sorted(rows, key=tpot)]
+                for memory, rows in budgets.items()
+            }
+            every = [one for drawn in bars.values() for _, one in drawn]  # one scale for all budgets
+            low, high = min(one.start for one in every), x_max or max(one.end for one in every)
+
+            def draw(title: str, drawn: Sequence[Bar], low: float = low, high: float = high) -> str:
+                number = self._chart_id()
+                if ratios:
+                    return ratio_chart(title, drawn, number, (low, high))
+                return bar_chart(title, drawn, high, number)
+
+            for memory, drawn in bars.items():
+                baseline = self._found.baseline(workload, memory)
+                kept = [row is baseline or self._found.labels.system(row) == self.highlighted for row, _ in drawn]
+                first = [one for number, (_, one) in enumerate(drawn) if number < _MAX_BARS or kept[number]]
+                rest = [one for number, (_, one) in enumerate(drawn) if number >= _MAX_BARS and not kept[number]]
                 full_title = ", ".join(part for part in (title, workload, _budget(memory)) if part)
-                svg = bar_chart(full_title, [bar(row) for row in rows], end, self._chart_id())
-                table = Table(["", *head], [[self._label(row), *values(row)] for row in rows])
-                figures.setdefault(workload, []).append(Figure(_budget(memory), svg, table))
+                figures.setdefault(workload, []).append(
+                    Figure(
+                        _budget(memory) + (f"; baseline: {self._label(baseline)}" if ratios else ""),
+                        draw(full_title, first),
+                        Table(["", *head], [[self._label(row), *values(workload, row)] for row, _ in drawn]),
+                        more=draw(f"{full_title}, further configurations", rest) if rest else "",
+                        num_more=len(rest),
+                    )
+                )
         return figures
 
     def _chart_id(self) -> str:
         return f"chart{next(self._chart_numbers)}"
 
-    def _colour(self, row: Row) -> int:
-        """Return the colour of a row's system: 0 for the highlighted one, grey for the oracle and plain decoding."""
-        system = self._found.labels.system(row)
-        if system == self.highlighted:
-            return 0
-        if is_plain_decoding(row) or is_oracle(row):
-            return _GREY
-        names = dict.fromkeys(self._found.labels.system(one) for _, one in self._found.main_rows)
-        return 1 + [name for name in names if name != self.highlighted].index(system) % 6
+    def runs_text(self) -> str:
+        """Return how many runs the main charts' medians and spreads are of."""
+        return _runs_text([row for _, row in self._found.main_rows], self._found.results)
+
+    # ---- one step
+
+    def timelines(self) -> dict[str, list[Figure]]:
+        """Return the timeline of one step of the fastest prefetching configuration and of loading on demand."""
+        figures: dict[str, list[Figure]] = {}
+        for workload in dict.fromkeys(self._found.workloads):
+            rows = [row for one, row in self._found.main_rows if one == workload and stored_timeline(row)]
+            if shown := rows_to_draw(rows):
+                figures[workload] = [self._timeline(workload, shown)]
+        return figures
+
+    def _timeline(self, workload: str, rows: Sequence[Row]) -> Figure:
+        drawn = [(self._label(row), timeline) for row in rows if (timeline := stored_timeline(row)) is not None]
+        groups = [
+            TimelineGroup(f"{name}: {milliseconds(one.seconds)}", 1e3 * one.seconds, tracks(one)) for name, one in drawn
+        ]
+        names = " and ".join(name for name, _ in drawn)
+        title = ", ".join(part for part in ("One step", workload, names, rows[0]["expert_memory"]) if part)
+        table = Table(["", *TIMELINE_HEAD], [[name, *timeline_values(one)] for name, one in drawn])
+        machine = self._found.results[self._found.workloads.index(workload)].machine
+        caption = (
+            f"{_budget(rows[0]['expert_memory'])}; copies over the {describe_link(machine)}. The step of median "
+            "duration in the first counted run of each configuration."
+        )
+        if omitted := sum(one.omitted for _, one in drawn):
+            caption += f" {omitted} of the shortest spans are left out."
+        return Figure(caption, timeline_chart(title, groups, self._chart_id()), table)
 
     # ---- acceptance, cutoff and ablation
 
-    def acceptance(self) -> list[Figure]:
-        """Return a chart of accepted draft tokens by position; empty without speculation."""
-        lines: dict[str, Line] = {}
-        rows = []
+    def acceptance(self) -> dict[str, list[Figure]]:
+        """Return a chart of accepted draft tokens by position for each workload that speculates."""
+        by_workload: dict[str, dict[str, list[float]]] = {}
         for workload, row in self._found.main_rows:
-            shares = row["acceptance_by_position"]
-            name = ", ".join(part for part in (workload, f"K={row['num_speculative_tokens']}") if part)
-            if not shares or name in lines:  # acceptance does not depend on the policy
-                continue
-            points = tuple((position + 1.0, 100 * share) for position, share in enumerate(shares))
-            lines[name] = Line(name, points, len(lines))
-            rows.append([name, *(f"{100 * share:.1f} %" for share in shares)])
-        if not lines:
-            return []
-        width = max(len(row) for row in rows)
-        table = Table(["", *map(str, range(1, width))], [row + [""] * (width - len(row)) for row in rows])
-        legend = [(line.name, line.colour % NUM_COLOURS) for line in lines.values()] if len(lines) > 1 else []
-        chart = LineChart(
-            "Accepted draft tokens", "position in the draft", "% accepted", tuple(lines.values()), 0.0, 100.0
+            if shares := row["acceptance_by_position"]:  # they do not depend on the policy
+                lines = by_workload.setdefault(workload, {})
+                lines.setdefault(f"K={row['num_speculative_tokens']}", [100 * share for share in shares])
+        return {workload: [self._acceptance(workload, lines)] for workload, lines in by_workload.items()}
+
+    def _acceptance(self, workload: str, shares: dict[str, list[float]]) -> Figure:
+        markers = "os^Dv*"
+        lines = tuple(
+            Line(
+                name,
+                tuple((position + 1.0, share) for position, share in enumerate(values)),
+                "draft",
+                tips=tuple(f"{name}, position {n}: {share:.1f} % accepted" for n, share in enumerate(values, 1)),
+                dashed=bool(number % 2),
+                marker=markers[number % len(markers)],
+            )
+            for number, (name, values) in enumerate(shares.items())
         )
+        width = max(len(values) for values in shares.values())
+        rows = [
+            [name, *(f"{share:.1f} %" for share in values), *[""] * (width - len(values))]
+            for name, values in shares.items()
+        ]
+        title = ", ".join(part for part in ("Accepted draft tokens", workload) if part)
+        chart = LineChart(title, "position in the draft", "% accepted", lines, 0.0, 100.0, label_ends=len(lines) > 1)
         caption = "Share of drafts that were accepted up to and including this position."
-        return [Figure(caption, line_chart(chart, self._chart_id()), table, legend)]
+        svg = line_chart(chart, self._chart_id())
+        return Figure(caption, svg, Table(["", *map(str, range(1, width + 1))], rows))
 
     def cutoff_sweeps(self) -> list[Figure]:
         """Return a chart for each sweep over cutoffs."""
@@ -336,23 +554,45 @@ class Report:
     def _cutoff_sweep(self, key: SweepKey, sweep: dict[int, Row]) -> Figure:
         modes = self._found.cutoff_modes.get(key, {})
         automatic, depths = modes.get("auto"), sorted(sweep)
-        points = tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths)
-        lines = [Line("measured", points, 0, (automatic["cutoff_layers"],) if automatic is not None else ())]
+        rows, colour = [sweep[depth] for depth in depths], self._colour(sweep[depths[0]])
+        has_spread = any(_spread(row) for row in rows)
+        ends = [_spread(row) or (tpot(row), tpot(row)) for row in rows] if has_spread else []
+        lines = [
+            Line(
+                "measured (median)",
+                tuple((depth, 1e3 * tpot(sweep[depth])) for depth in depths),
+                colour,
+                (automatic["cutoff_layers"],) if automatic is not None else (),
+                tuple((1e3 * low, 1e3 * high) for low, high in ends),
+                tuple(_time_tip(f"{depth} layers", sweep[depth]) for depth in depths),
+                dashed_colour="rule",
+            )
+        ]
         best = min(depths, key=lambda depth: tpot(sweep[depth]))
         caption = f"{key}. Best: {milliseconds(tpot(sweep[best]))} at {best} layers."
         if automatic is not None:
             caption += f" Auto: {automatic['cutoff_layers']} layers, {milliseconds(tpot(automatic))}."
+        close = [depth for depth in depths if depth != best and not _differs(sweep[depth], sweep[best])]
+        if close and has_spread:
+            caption += f" No clear difference from the best: {', '.join(map(str, close))} layers."
+        caption += f" {_runs_text(rows, self._results_of(key.workload))}"
         if self._profile is not None:
             if (mismatch := _mismatch(self._profile, _machine_of(self._found, key))) is not None:
                 caption += f" Not predicted: the profile is of {mismatch[0]}."
             else:
                 lines += _predicted_line(self._profile, sweep)
-        legend = [("measured", 0), ("predicted from the profile", 1)] if len(lines) > 1 else []
-        rows = [[f"{depth} layers", *_quantiles(sweep[depth])] for depth in depths]
-        rows += [[f"{mode} ({row['cutoff_layers']} layers)", *_quantiles(row)] for mode, row in modes.items()]
+        legend = [Key(lines[0].name, colour, "rule")]
+        legend += [Key(line.name, "rule", "dashes") for line in lines[1:]]
+        legend += [_SPREAD] if has_spread else []
+        legend += [Key("auto: chosen by the latency model", "rule", "upright")] if automatic is not None else []
+        values = [[f"{depth} layers", *_quantiles(sweep[depth]), str(sweep[depth]["runs"])] for depth in depths]
+        values += [
+            [f"{mode} ({row['cutoff_layers']} layers)", *_quantiles(row), str(row["runs"])]
+            for mode, row in modes.items()
+        ]
         title = f"Time per output token by cutoff, {key}"
         svg = line_chart(LineChart(title, "layers prefetched for", "ms per token", tuple(lines)), self._chart_id())
-        return Figure(caption, svg, Table(["", "10 %", "median", "90 %"], rows), legend)
+        return Figure(caption, svg, Table(["", "10 %", "median", "90 %", "runs"], values), legend)
 
     def ablations(self) -> list[Figure]:
         """Return a chart for each configuration that also ran with one part switched off."""
@@ -363,19 +603,38 @@ class Report:
                 rows = {name: row for name, one in wanted.items() for row in results.rows if one.items() <= row.items()}
                 if len(rows) > 1:
                     parts = (workload, self._label(full), full["expert_memory"])
-                    figures.append(self._ablation(", ".join(part for part in parts if part), rows))
+                    name = ", ".join(part for part in parts if part)
+                    figures.append(self._ablation(name, rows, [results]))
         return figures
 
-    def _ablation(self, name: str, rows: dict[str, Row]) -> Figure:
-        reference = tpot(rows[ALL_ON])
+    def _ablation(self, name: str, rows: dict[str, Row], results: Sequence[WorkloadResults]) -> Figure:
+        full, colour = rows[ALL_ON], self._colour(rows[ALL_ON])
+        reference = tpot(full)
         bars, values = [], []
         for ablation, row in rows.items():
             change = "" if ablation == ALL_ON else f" ({100 * (tpot(row) / reference - 1):+.1f} %)"
-            parts = ((tpot(row), 0 if ablation == ALL_ON else 6),)
-            bars.append(Bar(ablation, parts, milliseconds(tpot(row)) + change, _spread(row), reference))
-            values.append([ablation, *_quantiles(row), f"{tpot(row) / reference:.3f}x"])
-        table = Table(["", "10 %", "median", "90 %", "relative to all on"], values)
-        return Figure(name, bar_chart(f"Ablation, {name}", bars, chart_id=self._chart_id()), table)
+            fill, tip = Fill.SOLID if ablation == ALL_ON else Fill.PALE, _time_tip(ablation, row)
+            part = Part(tpot(row), colour, fill, tip)
+            bars.append(Bar(ablation, (part,), milliseconds(tpot(row)) + change, _spread(row), reference, tip))
+            pairs = [] if ablation == ALL_ON else [1 / one for one in reversed(paired_speeds(row, full))]
+            spread = f"{quantile(pairs, 0.1):.3f}x to {quantile(pairs, 0.9):.3f}x" if len(pairs) > 1 else "-"
+            values.append([ablation, *_quantiles(row), f"{tpot(row) / reference:.3f}x", spread, str(row["runs"])])
+        unclear = [one for one, row in rows.items() if one != ALL_ON and not _differs(row, full)]
+        caption = f"{name}. {_runs_text(rows.values(), results)}"
+        if unclear and any(_spread(row) for row in rows.values()):
+            caption += f" No clear difference from all on: {', '.join(unclear)}."
+        legend = [
+            Key(ALL_ON, colour),
+            Key("one part switched off", colour, "pale"),
+            Key(f"time of {ALL_ON}", style="mark"),
+            _SPREAD,
+        ]
+        head = ["", "10 %", "median", "90 %", "time relative to all on", "10 to 90 % of pairs", "runs"]
+        svg = bar_chart(f"Ablation, {name}", bars, chart_id=self._chart_id())
+        return Figure(caption, svg, Table(head, values), legend)
+
+    def _results_of(self, workload: str) -> list[WorkloadResults]:
+        return [self._found.results[self._found.workloads.index(workload)]]
 
     # ---- machine
 
@@ -383,7 +642,7 @@ class Report:
         """Yield a table of facts about all workloads, then one of the facts in which they differ."""
         facts: dict[str, list[str]] = {}
         for one in self._found.results:
-            for name, value in _facts(one.machine).items():
+            for name, value in describe_machine(one.machine).items():
                 facts.setdefault(name, []).append(value)
         equal = [name for name, values in facts.items() if len(set(values)) == 1]
         yield Table(["", ""], [[name, facts[name][0]] for name in equal], facts=True)
@@ -392,34 +651,62 @@ class Report:
             yield Table(["", *names], [[name, *facts[name]] for name in different], facts=True)
 
 
-def _facts(machine: Row) -> dict[str, str]:
-    memory = machine["device_memory_bytes"]
-    versions = f"spmoe {machine['spmoe']}, torch {machine['torch']}, transformers {machine['transformers']}"
+# ---- colours and spreads
+
+
+def _policies(row: Row) -> tuple[object, ...]:
+    return row["system"], row["prefetch"], row["eviction"]
+
+
+def _choose_colours(found: Comparison) -> dict[str, str]:
+    """Return a colour for each configuration: the highlighted one first, then by speed; references are neutral."""
+    rows = {found.labels.system(row): row for _, row in found.main_rows}
+    order = [*(name for name in found.systems if name in rows), *rows]
+    names = list(dict.fromkeys(sorted(order, key=lambda name: name != found.highlighted)))
+    hues = iter(SERIES[:-1])
     return {
-        "device": str(machine["device"]) + (f", {format_bytes(memory)}" if memory else ""),
-        "driver": str(machine["driver"] or "-"),
-        "processor": str(machine["processor"]),
-        "system": str(machine["platform"]),
-        "versions": f"{versions}, Python {machine['python']}",
-        "commit": str(machine["commit"] or "-"),
-        "model": model_name(machine),
-        "experts": f"{machine['experts']} in {machine['layers']} layers, top {machine['top_k']}, "
-        f"{format_bytes(machine['expert_bytes'])} each, {machine['dtype']}",
-        "link bandwidth": f"{machine['link_bytes_per_second'] / 1e9:.3g} GB/s ({machine['link_source']})",
-        "memory bandwidth": f"{machine['memory_bytes_per_second'] / 1e9:.3g} GB/s",
-        "reading the weights of one row": milliseconds(machine["active_read_seconds"]),
-        "reading the draft's weights": milliseconds(machine["draft_read_seconds"]),
-        "prompts": f"{machine['prompts']} ({machine.get('prompt_set')}, {machine.get('prompt_format')}), "
-        f"{machine['repeat']} repeats after {machine['warmup']} warm-up runs, {machine['output_len']} output tokens",
+        name: _NEUTRAL if is_plain_decoding(rows[name]) or is_oracle(rows[name]) else next(hues, _NEUTRAL)
+        for name in names
     }
+
+
+def _differs(row: Row, other: Row) -> bool:
+    """Return whether two configurations differ by more than the spread of their runs."""
+    pairs = paired_speeds(row, other)
+    if len(pairs) >= _MIN_PAIRS:
+        return not quantile(pairs, 0.1) <= 1 <= quantile(pairs, 0.9)
+    own, others = _spread(row), _spread(other)
+    return own is not None and others is not None and (own[1] < others[0] or others[1] < own[0])
+
+
+def _runs_text(rows: Iterable[Row], results: Sequence[WorkloadResults]) -> str:
+    """Return a sentence about the number of runs and what their spread means."""
+    counts = sorted({row["runs"] for row in rows})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    if counts == [1]:
+        return "One run each: there is no spread, and small differences may be noise."
+    if {one.machine["repeat"] for one in results} == {1}:
+        return f"n = {number} runs each, one run of each prompt: error bars show how prompts differ, not noise."
+    return f"n = {number} runs each: all prompts and repeats."
+
+
+def _time(row: Row) -> str:
+    return milliseconds(tpot(row)) + (" (one run)" if row["runs"] == 1 else "")
+
+
+def _time_tip(label: str, row: Row) -> str:
+    low, middle, high = _quantiles(row)
+    runs = "one run" if row["runs"] == 1 else f"10 to 90 %: {low} to {high}, {row['runs']} runs"
+    return f"{label}: {middle} ({runs})"
 
 
 def _quantiles(row: Row) -> list[str]:
     return [milliseconds(row["tpot_seconds"][key]) for key in ("p10", "median", "p90")]
 
 
-def _spread(row: Row) -> tuple[float, float]:
-    return row["tpot_seconds"]["p10"], row["tpot_seconds"]["p90"]
+def _spread(row: Row) -> tuple[float, float] | None:
+    """Return the ends of the error bar of a row's TPOT; None for a single run."""
+    return None if row["runs"] == 1 else (row["tpot_seconds"]["p10"], row["tpot_seconds"]["p90"])
 
 
 def _budget(memory: str) -> str:
@@ -439,7 +726,7 @@ def require_matching_profile(comparison: Comparison, profile: EngineProfile) -> 
     if not machines:
         raise UsageError(
             "these results contain no cutoff sweep to draw the profile's predictions in; leave out --profile, or run "
-            "`spmoe bench --scenario scenarios/ushape.toml`"
+            "`spmoe bench --scenario ushape`"
         )
     mismatches = [found for machine in machines if (found := _mismatch(profile, machine)) is not None]
     if len(mismatches) == len(machines):
@@ -473,4 +760,4 @@ def _predicted_line(profile: EngineProfile, sweep: dict[int, Row]) -> list[Line]
     for depth in range(row["layers"] + 1):
         step = predictor.step(row["prefetch"], k, depth, row["slots"])
         points.append((float(depth), 1e3 * step.seconds / tokens_per_step(row)))
-    return [Line("predicted", tuple(points), 1)]
+    return [Line("predicted from the profile", tuple(points), "rule", dashed=True, marker="s")]

@@ -7,12 +7,10 @@ machine whose speed drifts affects all of them alike. All access of benchmarks t
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +18,16 @@ import torch
 from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.configs import BenchConfig
+from spmoe.bench.step_timeline import StepTimeline
 from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion, Generation
+from spmoe.engine.llm import LLM, Generation
 from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.parts import LearnedState
 from spmoe.errors import BudgetError, PromptError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.observe.progress import Report
 from spmoe.predict.policies import needs_recording
 from spmoe.predict.policies.base import RecordedRouting
 from spmoe.registry import ON_DEMAND
@@ -48,8 +49,9 @@ class BenchRun:
     config: BenchConfig
     prompt: int  # index
     repeat: int  # index
-    completion: Completion
+    completion: RequestOutput
     graph_seconds: float | None = None  # time in CUDA graphs on the device; only measured with all experts in slots
+    timeline: StepTimeline | None = None  # of one step; recorded in the first counted run of each configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class EngineFacts:
     ceilings: Ceilings
     dense_bytes: int  # weights of the target that every row reads
     draft_bytes: int
+    machine: Mapping[str, Any]  # hardware, versions and date
 
     @property
     def active_bytes(self) -> int:
@@ -137,8 +140,9 @@ class IsolatedConfigs:
 class BenchRunner:
     """Runs a job. Results so far are available at any time, also after an interrupt.
 
-    `notify` receives progress messages. `around_generation` is entered around every generation and may stop it, which
-    ends the benchmark like Ctrl-C. `stored` runs are not repeated. `on_run` is called after every run that counts.
+    `notify` receives messages, `on_progress` the number of runs made, of all runs, and the configuration that runs.
+    `around_generation` is entered around every generation and may stop it, which ends the benchmark like Ctrl-C.
+    `stored` runs are not repeated. `on_run` is called after every run that counts.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class BenchRunner:
         around_generation: AroundGeneration = lambda generation: nullcontext(),
         stored: StoredRuns | None = None,
         on_run: Callable[[], None] = lambda: None,
+        on_progress: Report = lambda done, total, detail="": None,
     ) -> None:
         self.job = job
         self.stored = stored
@@ -157,10 +162,10 @@ class BenchRunner:
         self._notify = notify
         self._around_generation = around_generation
         self._on_run = on_run
+        self._on_progress = on_progress
         self._notices: set[str] = set()  # shown already
         self._host_store: HostStore | None = None  # passed from one engine to the next
         self._recordings: dict[tuple[object, ...], RecordedRouting] = {}  # of requests that the oracle runs again
-        self._time_left = TimeLeft()
 
     def run(self) -> None:
         """Load one engine per memory budget and run everything that is missing."""
@@ -179,7 +184,7 @@ class BenchRunner:
 
     def _run_budget(self, llm: LLM, memory: Size) -> None:
         configs = [config for config in self.job.configs if config.memory == memory and self._missing(config)]
-        self._take_turns(llm, configs, self.runs, "run")
+        self._take_turns(llm, configs, self.runs)
         if llm.engine.slots == llm.engine.spec.count and llm.engine.config.link_gbps is None:
             self._run_resident(llm, memory)
 
@@ -206,7 +211,7 @@ class BenchRunner:
         if not configs:
             return
         llm.engine.experts.load_all(llm.engine.spec.experts)
-        self._take_turns(llm, configs, self.resident_runs, "all experts in slots, run")
+        self._take_turns(llm, configs, self.resident_runs)
 
     def _unknown_resident_steps(self) -> list[int]:
         """Return values of K whose all-resident step is neither given nor measured.
@@ -249,8 +254,9 @@ class BenchRunner:
         self._show_notices(llm)
         require_context(job.prompts, job.output_len, engine.parts.max_model_len)
         if self.facts is None:
+            described = machine(engine.device)
             if self.stored is not None:
-                _require_same_machine(self.stored.machine, machine(engine.device))
+                _require_same_machine(self.stored.machine, described)
             self._notify("measuring the link and the memory")
             self.facts = EngineFacts(
                 device=engine.device,
@@ -261,34 +267,42 @@ class BenchRunner:
                 ceilings=measure_ceilings(engine),
                 dense_bytes=engine.target.resident_bytes,
                 draft_bytes=draft.resident_bytes if draft is not None else 0,
+                machine=described,
             )
 
-    def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun], what: str) -> None:
+    def _report(self, doing: str) -> None:
+        """Report progress over the runs that count and those with all experts in slots."""
+        runs_per_config = len(self.job.prompts) * self.job.repeat
+        done = len(self.runs) + len(self.resident_runs)
+        resident = {run.config.draft_tokens for run in self.resident_runs} | set(self._unknown_resident_steps())
+        self._on_progress(done, self.job.total + len(resident) * runs_per_config, doing)
+
+    def _take_turns(self, llm: LLM, configs: list[BenchConfig], runs: list[BenchRun]) -> None:
         job, counted, isolated = self.job, runs is self.runs, IsolatedConfigs(llm.engine)
         if job.warmup and llm.engine.device.type == "cuda":  # kernels are compiled per number of rows
+            self._report("warm-up: prompt lengths")
             isolated.select("prompt lengths", {**configs[0].engine_options, "prefetch": ON_DEMAND})
             for tokens in sorted(job.prompts, key=len, reverse=True):
                 self._complete(llm, tokens, 1)
         for config in configs:
-            self._notify(f"warm-up: {config}")
+            self._report(f"warm-up: {config}")
             self._warm_up(llm, isolated, config)
         self._show_notices(llm)
-        total = job.total if counted else len(configs) * len(job.prompts) * job.repeat
         for turn, (repeat, prompt) in enumerate(product(range(job.repeat), range(len(job.prompts)))):
             first = turn % len(configs)
             for config in configs[first:] + configs[:first]:
                 if counted and (repeat, prompt) not in self._missing(config):
                     continue
-                left = self._time_left.text({one: len(self._missing(one)) for one in job.configs}) if counted else ""
-                where = f"{config}; prompt {prompt + 1}, repeat {repeat + 1}"
-                self._notify(f"{what} {len(runs) + 1} of {total}: {where}{left}")
+                self._report(f"{config}; prompt {prompt + 1}, repeat {repeat + 1}")
                 timed = runs is self.resident_runs and llm.engine.parts.runtime.recorder is not None
                 stop_timing = self._start_timing(llm) if timed else None
-                started = time.perf_counter()
-                completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len)
-                self._time_left.add(config, time.perf_counter() - started)
-                runs.append(BenchRun(config, prompt, repeat, completion, stop_timing() if stop_timing else None))
+                spans: list[Span] | None = [] if counted and repeat == prompt == 0 else None
+                completion = self._generate(llm, isolated, config, job.prompts[prompt], job.output_len, spans)
+                graph_seconds = stop_timing() if stop_timing else None
+                timeline = StepTimeline.of_median_step(spans) if spans else None
+                runs.append(BenchRun(config, prompt, repeat, completion, graph_seconds, timeline))
                 self._on_run()
+        self._report("")
 
     def _start_timing(self, llm: LLM) -> Callable[[], float]:
         """Start to time CUDA graphs on the device; return a function that stops and returns the seconds."""
@@ -313,12 +327,24 @@ class BenchRunner:
         llm.engine.loop.prepare()
 
     def _generate(
-        self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
-    ) -> Completion:
+        self,
+        llm: LLM,
+        isolated: IsolatedConfigs,
+        config: BenchConfig,
+        prompt: list[int],
+        tokens: int,
+        spans: list[Span] | None = None,
+    ) -> RequestOutput:
+        """Complete a prompt under a configuration; add the timeline of the generation to `spans`, if given."""
         if needs_recording(config.prefetch):
             self._provide_recording(llm, isolated, config, prompt, tokens)
         isolated.select(config, config.engine_options)
-        return self._complete(llm, prompt, tokens)
+        if spans is None:
+            return self._complete(llm, prompt, tokens)
+        with llm.engine.experts.timeline.record() as recorded:
+            completion = self._complete(llm, prompt, tokens)
+        spans += recorded
+        return completion
 
     def _provide_recording(
         self, llm: LLM, isolated: IsolatedConfigs, config: BenchConfig, prompt: list[int], tokens: int
@@ -335,7 +361,7 @@ class BenchRunner:
             self._recordings[key] = recording
         llm.engine.recording = self._recordings[key]
 
-    def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> Completion:
+    def _complete(self, llm: LLM, prompt: list[int], tokens: int) -> RequestOutput:
         generation = llm.stream(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
         with self._around_generation(generation):
             completion = generation.run()
@@ -350,29 +376,9 @@ class BenchRunner:
                 self._notify(f"note: {notice}")
 
 
-class TimeLeft:
-    """Estimates the remaining time of a benchmark from the durations of its runs."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[BenchConfig, list[float]] = {}
-
-    def add(self, config: BenchConfig, seconds: float) -> None:
-        """Take the duration of one run into account."""
-        self._seconds.setdefault(config, []).append(seconds)
-
-    def text(self, remaining: Mapping[BenchConfig, int]) -> str:
-        """Return "; 3 min left" for this many runs of each configuration; empty before the first run."""
-        if not self._seconds:
-            return ""
-        overall = fmean(seconds for runs in self._seconds.values() for seconds in runs)
-        total = sum(count * fmean(self._seconds.get(config, [overall])) for config, count in remaining.items())
-        minutes = round(total / 60)
-        return f"; {minutes} min left" if minutes > 1 else f"; {total:.0f} s left"
-
-
 def generate_with_timeline(
     llm: LLM, prompt: str, params: SamplingParams, on_token: Callable[[int], None]
-) -> tuple[Completion, list[Span]]:
+) -> tuple[RequestOutput, list[Span]]:
     """Complete a prompt; return the completion and the timeline of its last steps."""
     timeline = llm.engine.experts.timeline
     timeline.recording = True

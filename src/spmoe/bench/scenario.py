@@ -43,6 +43,7 @@ from spmoe.errors import UsageError
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: every number of layers that the model has
+PACKAGED = Path(__file__).parents[1] / "scenarios"  # scenario files that ship with the package
 SHIPPED = "shipped"  # as a model or draft: the one of the shipped pair
 _DEFAULTS = EngineConfig.make(model="")
 DEFAULT_EVICTION, DEFAULT_CUTOFF = _DEFAULTS.eviction, _DEFAULTS.cutoff
@@ -113,7 +114,12 @@ def _resolve_path(value: str, info: ValidationInfo) -> str:
     if path.exists():
         return str(path.resolve())
     if value.startswith((".", "/", "~")):
-        raise ValueError(f"{path} does not exist; paths are relative to the scenario file")
+        hint = (
+            "run it from a clone, which has it"
+            if info.context.samefile(PACKAGED)
+            else "paths are relative to the scenario file"
+        )
+        raise ValueError(f"{path.resolve()} does not exist; {hint}")
     return value
 
 

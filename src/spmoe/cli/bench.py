@@ -6,13 +6,17 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from spmoe.cli.listed import parse_draft_tokens, parse_list, parse_whole
-from spmoe.cli.options import ctrl_c_stops, require_writable, stderr
+from spmoe.cli.options import EMULATED_LINK_NOTE, ctrl_c_stops, require_writable
+from spmoe.cli.output import is_quiet, stderr
+from spmoe.cli.panels import completion
 from spmoe.config import drafter_name
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.files import model_directory, write_text
@@ -33,7 +37,12 @@ def bench(
         typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the shipped pair."),
     ] = None,
     scenario: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file of what to compare; the options below override it.")
+        str | None,
+        typer.Option(
+            help="What to compare: a TOML file, or the name of a scenario that ships, such as quick. Options override "
+            "it.",
+            autocompletion=completion(lambda: packaged_scenarios()),
+        ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft with the same tokenizer; see spmoe run.")] = None,
     shape: Annotated[
@@ -80,14 +89,13 @@ def bench(
         typer.Option(help="Known duration of a step with all experts in slots, in ms by K, such as 0=12,4=30."),
     ] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON lines to this file; '-': standard output.")
+        str | None, typer.Option("--json", help="Write JSON lines to this file; '-': standard output.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the runs in the --json file and make only the missing ones.")
     ] = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write an HTML page of charts and tables to this file.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page of charts and tables to this file.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Print every column of the table.")] = False,
 ) -> None:
     """Measure every combination of memory, policies and number of draft tokens.
 
@@ -121,7 +129,7 @@ def bench(
     }
     given = {key: value for key, (_, value) in options.items() if value is not None}
     overrides = validate(given, "options", options={key: option for key, (option, _) in options.items()})
-    read = Scenario(None, None, ({},)) if scenario is None else read_scenario(scenario)
+    read = Scenario(None, None, ({},)) if scenario is None else read_scenario(find_scenario(scenario))
     matrices = read.matrices(overrides)
     resident_ms = dict(_list("--resident-step-ms", resident_step_ms, _parse_step_time) or [])
     if resume and json_file in (None, "-"):
@@ -136,10 +144,27 @@ def bench(
 
     labels = {"scenario": read.name, "scenario_text": read.text, "command": shlex.join(["spmoe", *sys.argv[1:]])}
     resident: dict[DraftTokens, float] = {k: ms / 1e3 for k, ms in resident_ms.items()}
-    progress = sys.stderr.isatty()
     workloads = [workload for matrix in matrices for workload in make_workloads(matrix)]
-    jobs = [make_job(workload, progress, resident, labels) for workload in workloads]
-    _BenchCommand(jobs, json_file, resume, report).run()
+    jobs = [make_job(workload, not is_quiet(), resident, labels) for workload in workloads]
+    _BenchCommand(jobs, json_file, resume, report, wide).run()
+
+
+def packaged_scenarios() -> dict[str, Path]:
+    """Return the scenario files that ship with spmoe, by name."""
+    folder = Path(str(files("spmoe") / "scenarios"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find_scenario(name: str) -> Path:
+    """Return the path of a scenario file, given as a path or by the name of one that ships."""
+    path, packaged = Path(name), packaged_scenarios()
+    if name in packaged and not path.is_file():
+        return packaged[name]
+    if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
+        return path
+    close = get_close_matches(name, packaged, 1)
+    hint = f"did you mean {close[0]}?" if close else "give the path of a TOML file, or one of these"
+    raise UsageError(f"there is no scenario {name!r}; {hint} (scenarios that ship: {', '.join(packaged) or 'none'})")
 
 
 def _list(option: str, text: str | None, parse: Callable[[str], T]) -> list[T] | None:
@@ -160,18 +185,20 @@ def _parse_step_time(word: str) -> tuple[int, float]:
 class _BenchCommand:
     """Runs jobs one after the other; shows and saves their results."""
 
-    def __init__(self, jobs: list[BenchJob], json_file: str | None, resume: bool, report: Path | None) -> None:
+    def __init__(
+        self, jobs: list[BenchJob], json_file: str | None, resume: bool, report: Path | None, wide: bool
+    ) -> None:
         from spmoe.bench.results import read_results
 
         self._jobs = jobs
         self._file = Path(json_file) if json_file not in (None, "-") else None
         self._to_stdout = json_file == "-"
         self._report = report
+        self._wide = wide
         exists = self._file is not None and self._file.exists()
         self._earlier: list[WorkloadResults] = read_results(self._file) if resume and exists and self._file else []
         self._done: list[WorkloadResults] = []
         self._saved_at = time.monotonic()
-        self._stderr = stderr()
 
     def run(self) -> None:
         """Run everything; results so far are shown and saved in any case."""
@@ -191,26 +218,28 @@ class _BenchCommand:
         """Run one job; return a forbidden difference of tokens, if there is one."""
         from spmoe.bench.records import find_stored
         from spmoe.bench.runs import BenchRunner
-        from spmoe.engine.llm import threads_for
+        from spmoe.observe.progress import progress_bar
 
         if (link := job.engine["link_gbps"]) is not None:
-            self._notify(f"note: emulated link of {link:g} GB/s; times are not those of this machine's own link")
+            self._notify(f"note: {EMULATED_LINK_NOTE.format(link)}")
         stored = None
         if (found := find_stored(job, self._earlier)) is not None:
             number, stored = found
             del self._earlier[number]
             self._notify(f"{len(stored.runs)} of {job.total} runs are in the file already")
-        runner = BenchRunner(job, self._notify, ctrl_c_stops, stored, lambda: self._save_now_and_then(runner))
         interrupted = False
-        try:
-            with threads_for(job.engine["model"], job.engine["shape"]):
+        with progress_bar("Runs", not is_quiet()) as report:
+            runner = BenchRunner(
+                job, self._notify, ctrl_c_stops, stored, lambda: self._save_now_and_then(runner), report
+            )
+            try:
                 runner.run()
-        except KeyboardInterrupt:
-            interrupted = True
-            self._notify(f"interrupted after {len(runner.runs)} runs")
-        except BaseException:
-            self._add_results(runner, interrupted=True)  # keep the runs that were made
-            raise
+            except KeyboardInterrupt:
+                interrupted = True
+                self._notify(f"interrupted after {len(runner.runs)} runs")
+            except BaseException:
+                self._add_results(runner, interrupted=True)  # keep the runs that were made
+                raise
         difference = self._add_results(runner, interrupted)
         if interrupted:
             raise typer.Exit(130)
@@ -226,7 +255,7 @@ class _BenchCommand:
         if not self._to_stdout:
             from spmoe.cli.bench_table import print_table
 
-            print_table(results.machine, results.rows, legend=len(self._done) == 1)
+            print_table(results.machine, results.rows, legend=len(self._done) == 1, wide=self._wide)
         difference = next((row["difference"] for row in results.rows if row["difference"]), None)
         return difference if results.machine["dtype"] == "float32" else None
 
@@ -259,7 +288,7 @@ class _BenchCommand:
             self._notify(f"report: {self._report}")
 
     def _notify(self, text: str) -> None:
-        self._stderr.print(text, soft_wrap=True)
+        stderr().print(text, soft_wrap=True)
 
 
 def _job_name(job: BenchJob) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -11,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import is_quiet
 from spmoe.config import SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span
 
 if TYPE_CHECKING:
-    from spmoe.engine.llm import Completion
+    from spmoe.engine.outputs import RequestOutput
 
 _MIN_LINK_GBPS = 0.1  # keeps the demo short on a busy machine
 _TIMELINE_STEPS = 3  # steps that the timelines show
@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 class DemoRun(NamedTuple):
     """Completion of one mode and the timeline of its last steps."""
 
-    completion: Completion
+    completion: RequestOutput
     spans: list[Span]
 
 
@@ -51,19 +51,16 @@ def demo(
 
     Uses float32, slots for a quarter of the experts and an emulated link.
     """
-    from spmoe.engine.llm import threads_for
-
     if model is not None and draft is None:
         raise UsageError("the demo needs a draft for this model; give one with --draft")
-    options: dict[str, Any] = {"model": model, "draft": draft, "expert_memory": "25%", "dtype": "float32"}
-    options["progress"] = not as_json and sys.stderr.isatty()
+    options: dict[str, Any] = {"model": model, "draft": draft or "auto", "expert_memory": "25%", "dtype": "float32"}
+    options["progress"] = not is_quiet()
     params = SamplingParams(max_tokens=max_tokens)
-    with threads_for(model):
-        if link_gbps is None:
-            stderr().print("measuring the compute speed of this machine ...")
-            link_gbps = _balanced_link(prompt, params, options)
-        options["link_gbps"] = link_gbps
-        runs = {mode: _run(mode, prompt, params, options) for mode in MODES}
+    if link_gbps is None:
+        stderr().print("measuring the compute speed of this machine ...")
+        link_gbps = _balanced_link(prompt, params, options)
+    options["link_gbps"] = link_gbps
+    runs = {mode: _run(mode, prompt, params, options) for mode in MODES}
     identical = len({tuple(run.completion.token_ids) for run in runs.values()}) == 1
     if as_json:
         completions = {mode: run.completion.to_dict() for mode, run in runs.items()}

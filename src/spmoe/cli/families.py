@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def families(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Model types, such as mixtral. Default: all.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Model types, such as mixtral. Default: all.")
     ] = None,
     as_json: Json = False,
     markdown: Annotated[Path | None, typer.Option(help="Write the table as Markdown to this file.")] = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +10,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, takes_shared_options_except
+from spmoe.cli.options import Json, load, read_text_file, require_draft_model, takes_shared_options_except
+from spmoe.cli.output import is_quiet
 
 if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
 
 
-@takes_shared_options_except("prefetch", "cutoff", "overlap", "projection")  # nothing is fetched ahead
+@takes_shared_options_except(  # nothing is fetched ahead, or sampled
+    "prefetch", "cutoff", "overlap", "projection", "generation_config"
+)
 def fit_predictor(
     engine: dict[str, Any],
     text: Annotated[Path, typer.Option(help="Text file to fit on, similar to the text that the model will generate.")],
@@ -29,14 +31,15 @@ def fit_predictor(
 
     It is stored for this pair. Every command then uses it, unless --no-projection is given.
     """
+    words = read_text_file(text)
+    require_draft_model(engine)
     from spmoe.bench.fit_predictor import fit_predictor as fit
     from spmoe.models.predictors import write_predictor
     from spmoe.observe.progress import progress_bar
 
-    words = read_text_file(text)
     with (
-        load({**engine, "prefetch": "on-demand", "projection": False}, progress=not as_json) as llm,
-        progress_bar("Fitting", not as_json and sys.stderr.isatty()) as report,
+        load({**engine, "prefetch": "on-demand", "projection": False}) as llm,
+        progress_bar("Fitting", not is_quiet()) as report,
     ):
         result = fit(llm.engine, words, window, windows, report)
         draft = llm.engine.parts.draft_checkpoint

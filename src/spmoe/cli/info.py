@@ -25,15 +25,14 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show a model, the division of memory, the profile and the cutoff. Loads no weights without --measure."""
-    from spmoe.engine.llm import threads_for, with_default_pair
+    from spmoe.engine.llm import with_default_pair
     from spmoe.engine.plan import make_plan
 
     engine = with_default_pair(engine)
     if measure:
         with load(engine, progress=not as_json):
             pass
-    with threads_for(engine["model"]):  # profiles are kept per number of threads
-        plan = make_plan(EngineConfig.make(**engine))
+    plan = make_plan(EngineConfig.make(**engine))
     if as_json:
         print(json.dumps(plan.to_dict()))
         return
@@ -53,6 +52,8 @@ def _table(plan: Plan) -> Table:
     millions = target.parameters / 1e6
     size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
     table.add_row("model", f"{target.name} ({target.architecture}, {size} parameters, {target.dtype})")
+    if target.download_bytes:
+        table.add_row("download", f"{target.download_bytes / 1e9:.1f} GB at the first run; nothing was downloaded now")
     experts = f"{target.experts_per_layer} experts, {target.top_k} per token"
     table.add_row("layers", f"{target.decoder_layers}, {target.moe_layers} of them with {experts}")
     kv = f"{format_bytes(target.kv_bytes_per_token)} of KV cache per token"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -15,16 +14,23 @@ from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
+from spmoe.cli.cache import cache
 from spmoe.cli.chat import chat
 from spmoe.cli.demo import demo
+from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
+from spmoe.cli.output import reset_verbosity, set_verbosity
+from spmoe.cli.panels import Command, Group, arranged
+from spmoe.cli.plan import plan
 from spmoe.cli.predictability import predictability
 from spmoe.cli.profile import profile
 from spmoe.cli.report import report
 from spmoe.cli.run import run
+from spmoe.cli.settings import name_source, reset_settings
 from spmoe.cli.trace import trace
+from spmoe.cli.verify import verify
 from spmoe.errors import SpmoeError, UsageError, reason
 
 # the base class of all parsing errors, which typer does not export
@@ -32,27 +38,51 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="spmoe",
+    cls=Group,
     help="Run Mixture-of-Experts language models whose experts do not fit in GPU memory, with exact output.",
     epilog="`spmoe COMMAND --help` lists the options of a command. Without MODEL, the small included pair runs.",
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
-_COMMANDS: dict[Callable[..., None], str] = {  # with the line that `spmoe --help` shows
-    demo: "Show the effect of prefetching on the included pair.",
-    run: "Complete a prompt.",
-    chat: "Talk with a model.",
-    info: "Show a model, its memory and its prefetch cutoff.",
-    predictability: "Measure how well a draft predicts a target's experts.",
-    profile: "Measure the parts of a step on this machine.",
-    fit_predictor: "Fit a projection for a draft of another width.",
-    families: "Test which MoE architectures work here.",
-    bench: "Compare configurations by measurement.",
-    report: "Make an HTML page or tables from bench results.",
+_COMMANDS: dict[str, dict[Callable[..., None] | typer.Typer, str]] = {  # by panel, with the line of `spmoe --help`
+    "Use": {
+        demo: "Show the effect of prefetching on the included pair.",
+        run: "Complete a prompt.",
+        chat: "Talk with a model.",
+    },
+    "Look": {
+        info: "Show a model, its memory and its prefetch cutoff.",
+        plan: "Say what fits where and how fast a model will be.",
+        doctor: "Check this machine: GPU, memory, disks, versions, caches.",
+        verify: "Compare tokens with transformers on a checkpoint.",
+        cache: "List and delete cached files.",
+        families: "Test which MoE architectures work here.",
+    },
+    "Measure": {
+        bench: "Compare configurations by measurement.",
+        report: "Make an HTML page or tables from bench results.",
+        profile: "Measure the parts of a step on this machine.",
+        predictability: "Measure how well a draft predicts a target's experts.",
+        trace: "Record generations and replay them.",
+        fit_predictor: "Fit a projection for a draft of another width.",
+    },
 }
-for command, purpose in _COMMANDS.items():
-    app.command(short_help=purpose)(command)
-app.add_typer(trace, short_help="Record generations and replay them.")
+
+
+def _register(command: Callable[..., None] | typer.Typer, panel: str, purpose: str) -> None:
+    """Add a command, or a group of commands."""
+    if not isinstance(command, typer.Typer):
+        app.command(cls=Command, short_help=purpose, rich_help_panel=panel)(arranged(command))
+        return
+    for one in command.registered_commands:
+        assert one.callback is not None
+        one.cls, one.callback = Command, arranged(one.callback)
+    app.add_typer(command, cls=Group, short_help=purpose, rich_help_panel=panel)
+
+
+for title, commands in _COMMANDS.items():
+    for command, purpose in commands.items():
+        _register(command, title, purpose)
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,17 +97,19 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The same as after COMMAND.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The same as after COMMAND.")] = False,
 ) -> None:
     """Handle the options of spmoe itself."""
+    set_verbosity(verbose=verbose, quiet=quiet)
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main() -> None:
     """Run the command line; report a failure as one line on standard error, without a traceback."""
-    if os.environ.get("SPMOE_DEBUG"):
-        logging.basicConfig(format="%(name)s: %(message)s")
-        logging.getLogger("spmoe").setLevel(logging.DEBUG)
+    reset_verbosity()
+    reset_settings()
     try:
         if sys.stdout is None:
             raise UsageError("standard output is closed; open it or redirect it to a file")
@@ -85,10 +117,12 @@ def main() -> None:
             sys.stdout.reconfigure(errors="backslashreplace")  # print what the terminal's encoding lacks as escapes
         code = app(standalone_mode=False, prog_name="spmoe") or 0
         sys.stdout.flush()  # here, so that a failure is reported below
+    except UsageError as error:
+        code = _fail(name_source(str(error)), error.exit_code)
     except SpmoeError as error:
         code = _fail(str(error), error.exit_code)
     except _BadCommandLine as error:
-        code = _fail(_as_usage(error), 2)
+        code = _fail(name_source(_as_usage(error)), 2)
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         code = _drop_output()
     except OSError as error:
@@ -114,8 +148,8 @@ def _fail(message: str, code: int = 1) -> int:
 
 def _as_usage(error: Any) -> str:
     """Return typer's message about a wrong command line, as one line."""
-    command = error.ctx.command_path if error.ctx is not None else "spmoe"
-    return f"{error.format_message().rstrip('.')}; see `{command} --help`"
+    command, message = error.ctx.command_path if error.ctx is not None else "spmoe", error.format_message()
+    return message if message.endswith("?") else f"{message.rstrip('.')}; see `{command} --help`"
 
 
 def _drop_output() -> int:

@@ -7,16 +7,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from spmoe.config import EngineConfig, SamplingParams, drafter_name
+from spmoe.cli.output import is_quiet, note
+from spmoe.cli.output import stderr as stderr  # commands import it from here
+from spmoe.cli.panels import in_panel
+from spmoe.config import DEFAULT_MAX_TOKENS, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
@@ -35,17 +38,21 @@ def _engine(
         typer.Argument(metavar="MODEL", help="Directory or hub id of an MoE model; default: the small included pair."),
     ] = None,
     draft: Annotated[
-        str | None,
-        typer.Option(help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4' or 'none'."),
-    ] = None,
-    num_speculative_tokens: Annotated[
         str,
+        typer.Option(
+            help="Draft: a model with the same tokenizer, 'ngram', 'self:int8', 'self:int4', 'none', or 'auto': the "
+            "included draft for the included model, 'ngram' for any other."
+        ),
+    ] = "auto",
+    num_speculative_tokens: Annotated[
+        str | None,
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain).",
+            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain); "
+            "default: 4, or 0 with --draft none.",
         ),
-    ] = "4",
+    ] = None,
     prefetch: Annotated[str, typer.Option(help=f"Prefetch policy: {_PREFETCH}.")] = "draft-gate",
     cutoff: Annotated[
         str,
@@ -65,8 +72,12 @@ def _engine(
         str, typer.Option(help=f"Eviction policy: {_EVICTION}, or auto (the one that suits the prefetch policy).")
     ] = "auto",
     expert_memory: Annotated[
-        str, typer.Option(help="Memory for expert slots: a size (6GiB) or a share of all experts (25%).")
-    ] = "25%",
+        str | None,
+        typer.Option(
+            help="Memory for expert slots: a size (6GiB) or a share of all experts (25%); default: what "
+            "--device-memory leaves on CUDA, 25% on the CPU."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Data type to run in: float32, bfloat16, float16 or auto (the checkpoint's).")
     ] = "auto",
@@ -81,12 +92,12 @@ def _engine(
         str, typer.Option(help="Device: cpu (experts on disk), cuda (experts in host memory) or auto.")
     ] = "auto",
     device_memory: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="CUDA: limit for weights, KV cache, workspace and expert slots together: a size, or auto (95% of "
-            "the free memory); replaces --expert-memory."
+            help="CUDA: limit for weights, KV cache, workspace and expert slots together: a size, a share of the free "
+            "memory, or auto (95% of it)."
         ),
-    ] = None,
+    ] = "auto",
     pin_memory: Annotated[
         bool,
         typer.Option(
@@ -103,35 +114,78 @@ def _engine(
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Overlap copies with compute; off for measuring.")
     ] = True,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling options that are not given: auto (from the model's generation_config.json) or none (greedy)."
+        ),
+    ] = "auto",
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
-    for name in (config.model, config.draft if drafter_name(config.draft)[0] == "model" else None):
+    draft_name = config.resolved_draft
+    for name in (config.model, draft_name if drafter_name(draft_name)[0] == "model" else None):
         if name:
             model_directory(name)
-    return options
+    return {**options, "num_speculative_tokens": config.num_speculative_tokens}
 
 
 def _sampling(
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=f"Maximum number of tokens to generate; default: {DEFAULT_MAX_TOKENS}.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token. Default: 0.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 or -1: from all.")] = None,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens whose probabilities sum up to this; 1: all.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities sum up to this; 1: all."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens less likely than this share of the most likely token; 0: none.")
-    ] = 0.0,
+        float | None, typer.Option(help="Drop tokens less likely than this share of the most likely token; 0: none.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtract this from the logits of tokens that the output has; -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="Subtract this from a token's logit for each time that the output has it; -2 to 2."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty on tokens that prompt or output has; 1: off, above 1: less likely.")
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Generate at least this many tokens before an end or stop token.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable; default: random.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Stop at this token id; may be given several times.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
-) -> SamplingParams:
-    return SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
+) -> dict[str, Any]:
+    given = {name: value for name, value in locals().items() if value is not None and value is not False}
+    SamplingParams(**given)  # checked before torch is imported
+    return given
+
+
+def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+    """Return the model's default sampling parameters with the given options instead; print what the model sets."""
+    defaults, plain = llm.get_default_sampling_params(), SamplingParams()
+    params = replace(defaults, **given)
+    names = [f.name for f in fields(plain) if f.name not in given]
+    own = [f"{name} {getattr(defaults, name)}" for name in names if getattr(defaults, name) != getattr(plain, name)]
+    if own:
+        note = f"note: from the model's generation_config.json: {', '.join(own)}; --generation-config none turns it off"
+        stderr().print(note, soft_wrap=True)
+    return params
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to standard output.")]
 
 _GROUPS: dict[str, Callable[..., Any]] = {"engine": _engine, "params": _sampling}
+_GROUP_PANELS = {"engine": "Model", "params": "Sampling"}  # of options that the table of panels does not list
 
 
 def takes_shared_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -150,7 +204,10 @@ def takes_shared_options_except(*names: str) -> Callable[[Callable[..., None]], 
 def _expand(command: Callable[..., None], without: Sequence[str]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
-        name: {p.name: p for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()}
+        name: {
+            p.name: in_panel(p, _GROUP_PANELS[name])
+            for p in inspect.signature(_GROUPS[name], eval_str=True).parameters.values()
+        }
         for name in own
         if name in _GROUPS
     }
@@ -172,29 +229,31 @@ def _expand(command: Callable[..., None], without: Sequence[str]) -> Callable[..
     return wrapper
 
 
-def stderr() -> Console:
-    """Return a console on standard error, for notes, tables and progress."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
-
-
 @contextmanager
-def load(engine: dict[str, Any], *, progress: bool) -> Iterator[LLM]:
-    """Build an engine, print its notices, and close it at the end."""
+def load(engine: dict[str, Any], *, progress: bool = True) -> Iterator[LLM]:
+    """Build an engine with progress on standard error, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
-            from spmoe.engine.llm import LLM, threads_for
+            from spmoe.engine.llm import LLM
 
-            held.enter_context(threads_for(engine["model"]))
-            llm = held.enter_context(LLM(**engine, progress=progress and sys.stderr.isatty()))
+            llm = held.enter_context(LLM(**engine, progress=progress and not is_quiet()))
         except KeyboardInterrupt:
             stderr().print("interrupted while loading")
             raise
         notes = list(llm.notices)
         if (link := llm.engine.config.link_gbps) is not None:
             notes.insert(0, EMULATED_LINK_NOTE.format(link))
-        for note in notes:
-            stderr().print(f"note: {note}", soft_wrap=True)
+        for text in notes:
+            note(text)
         yield llm
+
+
+def require_draft_model(engine: dict[str, Any]) -> None:
+    """Raise UsageError, before anything is loaded, if the options name no draft that is a model."""
+    model = engine["model"] or str(SHIPPED_PAIR / "target")
+    config = EngineConfig.make(**{**engine, "model": model})
+    if config.draft_model is None and config.self_draft_scheme is None:
+        raise UsageError("this command needs a draft model; give one with --draft")
 
 
 def read_text(prompt: str) -> str:

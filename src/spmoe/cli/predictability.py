@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spmoe.cli.options import Json, load, read_text_file, require_writable, takes_shared_options_except
+from spmoe.cli.options import (
+    Json,
+    load,
+    read_text_file,
+    require_draft_model,
+    require_writable,
+    takes_shared_options_except,
+)
+from spmoe.cli.output import is_quiet
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 
@@ -33,13 +40,13 @@ _COLUMNS = {
 _LEGEND = (
     "cosine: similarity of the draft's and the target's hidden states; top-1: the most likely expert is predicted; "
     "recall: share of the k used experts that are among the k (or k+1) predicted; union: recall and precision over "
-    "several tokens together; next gate: recall when predicted from the target's own previous MoE layer; previous "
-    "token: share of used experts that the previous token used too; largest load: share of tokens that use the most "
-    "used expert"
+    "several tokens together; next gate: recall when predicted from the target's own previous MoE layer (the first "
+    "layer has none); previous token: share of used experts that the previous token used too; largest load: share of "
+    "tokens that use the most used expert"
 )
 
 
-@takes_shared_options_except("prefetch", "cutoff", "overlap")  # nothing is fetched ahead
+@takes_shared_options_except("prefetch", "cutoff", "overlap", "generation_config")  # nothing is fetched ahead
 def predictability(
     engine: dict[str, Any],
     text: Annotated[
@@ -62,6 +69,7 @@ def predictability(
             f"--plot writes SVG, not {plot.suffix or 'this format'}; name the file {plot.with_suffix('.svg')}"
         )
     require_writable(plot)
+    require_draft_model(engine)
     if plot is not None:
         from spmoe.bench.charts import require_report_extra
 
@@ -73,8 +81,8 @@ def predictability(
     words = read_text_file(text) if text is not None else sample_text()
     # predictions are only measured here, so prefetching would cost time for nothing
     with (
-        load({**engine, "prefetch": "on-demand"}, progress=not as_json) as llm,
-        progress_bar("Comparing", not as_json and sys.stderr.isatty()) as report,
+        load({**engine, "prefetch": "on-demand"}) as llm,
+        progress_bar("Comparing", not is_quiet()) as report,
     ):
         result = measure_predictability(llm.engine, words, window, windows, span, report)
     if plot is not None:
@@ -98,19 +106,23 @@ def _table(result: Predictability) -> Table:
         table.add_column(heading, justify="right", width=max(5, *map(len, heading.split())))
     rows = [(str(layer), metrics) for layer, metrics in enumerate(result.layers)]
     for name, metrics in [*rows, ("mean", result.mean())]:
-        table.add_row(name, *(f"{100 * getattr(metrics, column):.1f}" for column in _COLUMNS))
+        table.add_row(name, *(_percent(getattr(metrics, column)) for column in _COLUMNS))
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def _write_plot(path: Path, result: Predictability) -> None:
     from spmoe.bench.charts import Line, LineChart, svg_document
 
     shown = ("top1", "recall", "recall_plus_one", "union_recall", "next_gate_recall", "previous_token")
-    lines = tuple(
-        Line(
-            _COLUMNS[name], tuple((layer, 100 * getattr(one, name)) for layer, one in enumerate(result.layers)), colour
-        )
-        for colour, name in enumerate(shown)
-    )
+
+    def points(name: str) -> tuple[tuple[float, float], ...]:
+        values = ((layer, getattr(one, name)) for layer, one in enumerate(result.layers))
+        return tuple((float(layer), 100 * value) for layer, value in values if value is not None)
+
+    lines = tuple(Line(_COLUMNS[name], found, colour) for colour, name in enumerate(shown) if (found := points(name)))
     chart = LineChart("Prediction of the target's experts", "MoE layer", "%", lines, y_min=0.0, y_max=100.0)
     write_text(path, svg_document([chart]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
+from spmoe.cli.output import is_quiet
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
 from spmoe.files import write_text
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _MIN_BUILT_K = 8  # K that the engine is built for at least: CUDA graphs then exist for every number of rows timed
 
 
-@takes_shared_options_except("prefetch")  # every policy of the model is measured
+@takes_shared_options_except("prefetch", "generation_config")  # every policy of the model is measured
 def profile(
     engine: dict[str, Any],
     num_speculative_tokens: Annotated[
@@ -115,20 +117,21 @@ def profile(
 def _load(engine: dict[str, Any], memory: Size, lengths: list[int]) -> Any:
     from spmoe.engine.llm import with_default_pair
 
-    drafts = with_default_pair(engine)["draft"] not in (None, "none") and max(lengths) > 0
+    drafts = EngineConfig.make(**with_default_pair(engine)).draft is not None and max(lengths) > 0
     k = max(_MIN_BUILT_K, *lengths) if drafts else 0
-    return load({**engine, "expert_memory": memory, "num_speculative_tokens": k}, progress=True)
+    return load({**engine, "expert_memory": memory, "num_speculative_tokens": k})
 
 
 def _workload(llm: LLM, max_prompts: int, output_len: int) -> Workload:
     from spmoe.bench.profile_runs import Workload, make_prompts
+    from spmoe.observe.progress import progress_bar
 
-    console = stderr()
     return Workload(
         make_prompts(llm.engine, max_prompts),
         output_len,
         ctrl_c_stops,
-        lambda message: console.print(message, soft_wrap=True),
+        lambda message: stderr().print(message, soft_wrap=True),
+        partial(progress_bar, enabled=not is_quiet()),
     )
 
 
@@ -185,12 +188,15 @@ def _show(profile: EngineProfile, check: Check | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
-    for table in (*_profile_tables(profile), *(_check_tables(check) if check is not None else ())):
+    tables = (*_profile_tables(profile), *(_check_tables(check) if check is not None else ()))
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
         console.print(table.title or "", soft_wrap=True)
         table.title = None
         console.print(table)
-        console.print()
     if check is not None:
+        console.print()
         for name, title in _ERRORS.items():
             errors = check.errors[name]
             console.print(

@@ -35,6 +35,8 @@ def report(
         raise UsageError("no output file given; use -o report.html, or --markdown for tables on standard output")
     if profile is not None and markdown:
         raise UsageError("--profile is drawn into charts, which --markdown does not have; leave out one of them")
+    if output is not None and any(output.exists() and file.exists() and output.samefile(file) for file in results):
+        raise UsageError(f"{output} contains the results and would be overwritten; name another file with -o")
     require_writable(output)
     from spmoe.bench.charts import require_report_extra
     from spmoe.bench.profile import read_engine_profile

@@ -16,11 +16,12 @@ from spmoe.cli.options import (
     load,
     read_text,
     require_writable,
+    sampling_params,
     stderr,
     stream_text,
     takes_shared_options,
 )
-from spmoe.config import SamplingParams, format_bytes
+from spmoe.config import format_bytes
 
 if TYPE_CHECKING:
     from spmoe.engine.stats import Stats
@@ -29,18 +30,18 @@ if TYPE_CHECKING:
 @takes_shared_options
 def run(
     engine: dict[str, Any],
-    params: SamplingParams,
+    params: dict[str, Any],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to complete; '-' reads standard input.")] = "-",
     chrome: Annotated[
         Path | None, typer.Option(help="Write a timeline to this file, as Chrome trace events (for Perfetto).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Complete a prompt and print statistics. Ctrl-C stops early and keeps the text."""
+    """Complete a prompt, from --prompt or standard input, and print statistics. Ctrl-C stops and keeps the text."""
     require_writable(chrome)
     text = read_text(prompt)
-    with load(engine, progress=not as_json) as llm:
-        generation = llm.stream(text, params)
+    with load(engine) as llm:
+        generation = llm.stream(text, sampling_params(llm, params))
         llm.engine.experts.timeline.recording = chrome is not None
         with suppress(KeyboardInterrupt), ctrl_c_stops(generation):
             stream_text(generation, quiet=as_json)

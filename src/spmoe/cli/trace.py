@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +16,13 @@ from rich.table import Table
 
 from spmoe.cli.listed import parse_gbps, parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
+from spmoe.cli.output import is_quiet, note
 from spmoe.config import Cutoff, SamplingParams, Size, parse_num_speculative_tokens
 from spmoe.errors import UsageError
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import Generation
+    from spmoe.observe.timeline import Timeline
     from spmoe.replay.replay import ReplayConfig, ReplayResult
     from spmoe.replay.trace import Trace
 
@@ -40,10 +41,10 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write the routing to a file.")
-@takes_shared_options_except("enforce_eager")  # it is always on
+@takes_shared_options_except("enforce_eager", "generation_config")  # the former is always on; traces are greedy
 def record_trace(
     engine: dict[str, Any],
-    params: SamplingParams,
+    params: dict[str, Any],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the trace to.")],
     prompts: Annotated[
         str, typer.Option(help="Prompts: a file (text, or JSON lines), a dataset of the hub, or 'sample'.")
@@ -77,10 +78,10 @@ def record_trace(
         stopped = generation.stopped
 
     with (
-        load({**engine, "enforce_eager": True}, progress=not as_json) as llm,
-        progress_bar("Recording", not as_json and sys.stderr.isatty()) as report,
+        load({**engine, "enforce_eager": True}) as llm,
+        progress_bar("Recording", not is_quiet()) as report,
     ):
-        recorded = record(llm, list(texts), params, stop_on_ctrl_c, report)
+        recorded = record(llm, list(texts), SamplingParams(**params), stop_on_ctrl_c, report)
     recorded.save(output)
     size = output.stat().st_size
     facts = {"file": str(output), "bytes": size, "steps": len(recorded), "verified_steps": recorded.verified}
@@ -91,7 +92,7 @@ def record_trace(
         message = "interrupted; " * stopped + f"wrote {counts} to {output} ({size / 1e6:.1f} MB)"
         stderr().print(message, soft_wrap=True)
         if not recorded.shape.link_bytes_per_second:  # it is measured only for policies that predict from a draft
-            stderr().print("note: the link was not measured in this run; replay it with --link-gbps", soft_wrap=True)
+            note("the link was not measured in this run; replay it with --link-gbps")
     if stopped:
         raise typer.Exit(130)
 
@@ -141,11 +142,12 @@ def replay_trace(
         int | None, typer.Option(min=1, help="Number of processes; default: one per usable core.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per configuration, one per line.")
+        bool, typer.Option("--json", help="Print one JSON object per configuration, one per line, best first.")
     ] = False,
 ) -> None:
-    """Replay a trace on a virtual clock, for every combination of the options. No model is loaded."""
+    """Replay a trace on a virtual clock, for every combination of the options, best first. No model is loaded."""
     from spmoe.observe.chrome import write_chrome
+    from spmoe.observe.progress import progress_bar
     from spmoe.replay.policies import eviction_of
     from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
     from spmoe.replay.trace import Trace
@@ -176,22 +178,28 @@ def replay_trace(
     replayer = Replayer(recorded, times)
     for config in configs:
         replayer.require(config)
-    replayed = list(replay_all(replayer, configs, workers or usable_cores(), draw=chrome is not None))
+    replayed: list[tuple[ReplayResult, Timeline | None]] = []
+    with progress_bar("Replaying", not is_quiet()) as report:
+        for one in replay_all(replayer, configs, workers or usable_cores(), draw=chrome is not None):
+            report(len(replayed), len(configs))
+            replayed.append(one)
+        report(len(replayed), len(configs))
     results = [result for result, _ in replayed]
     if chrome is not None:
         write_chrome(chrome, {_label(result.config): line.spans for result, line in replayed if line is not None})
-    ranks = rank(results)
+    ranked = sorted(zip(rank(results), results, strict=True), key=lambda one: one[0])
     if as_json:
-        for result, place in zip(results, ranks, strict=True):
+        for place, result in ranked:
             print(json.dumps({**result.to_dict(), "rank": place}))
     else:
-        table, console = _table(results, ranks), Console(highlight=False, markup=False, emoji=False)
+        table, console = _table(ranked), Console(highlight=False, markup=False, emoji=False)
         console.width = max(console.width, Console(width=1000).measure(table).maximum)  # never wrap a row
         console.print(table)
-        console.print(_recorded_line(recorded), soft_wrap=True)
+        if live := _recorded_line(recorded):
+            console.print(live, soft_wrap=True)
 
 
-def _table(results: list[ReplayResult], ranks: list[int]) -> Table:
+def _table(ranked: list[tuple[int, ReplayResult]]) -> Table:
     columns = (
         "rank", "prefetch", "eviction", "K", "cutoff", "slots", "GB/s", "step ms", "TPOT ms", "stall ms", "loads/token",
         "MB/token", "hits", "used", "late", "wasted", "link busy", "efficiency",
@@ -199,7 +207,7 @@ def _table(results: list[ReplayResult], ranks: list[int]) -> Table:
     table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
-    for result, place in zip(results, ranks, strict=True):
+    for place, result in ranked:
         d = result.to_dict()
         prefetches = d["prefetch_loads_per_step"] > 0
         table.add_row(

@@ -18,6 +18,7 @@ from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.registry import DRAFTERS
 from spmoe.verify.filters import draw, probabilities
+from spmoe.verify.logits import process_logits
 
 FIRST_PASS_CHUNKS = 2  # a step's first prediction should not wait for a whole pass; later passes use one cheaper call
 
@@ -101,7 +102,7 @@ class DraftModel(Drafter):
             if position:
                 observer = self._observer(types.Stage.DRAFT, observers, 1)
                 logits = self.runner.forward(tokens[-1:], kv, 1, observer=observer)
-            tokens.append(self._choose(logits, sequence, probs))
+            tokens.append(self._choose(logits, sequence, tokens, probs))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
@@ -122,13 +123,14 @@ class DraftModel(Drafter):
         # this model has no embedding for tokens of a target's padded vocabulary; any token keeps positions right
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
-    def _choose(self, logits: Tensor, sequence: types.Sequence, probs: list[Tensor]) -> int:
-        """Choose a token as the target would; when sampling, append its distribution to `probs`."""
+    def _choose(self, logits: Tensor, sequence: types.Sequence, drafted: list[int], probs: list[Tensor]) -> int:
+        """Choose the token after `drafted` as the target would; when sampling, append its distribution to `probs`."""
         missing = self._vocab_size - logits.shape[-1]
-        logits = pad(logits, (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
+        logits = pad(logits[-1:], (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
+        logits = process_logits(logits, sequence, drafted)
         if sequence.sampling.greedy:
             return int(logits[-1].argmax())
-        probs.append(probabilities(logits[-1:], sequence.sampling)[0])
+        probs.append(probabilities(logits, sequence.sampling)[0])
         return draw(probs[-1], sequence.rng)
 
     def _greedy_passes(self, k: int, observers: Observers) -> tuple[list[LayerObserver | None], int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,25 +11,35 @@ import torch
 
 from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.backends.graphs import CaptureContext
-from spmoe.config import EngineConfig, drafter_name
+from spmoe.config import EngineConfig, Size, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.engine.engine import Engine, configure_experts
 from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
+from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
-from spmoe.errors import CheckpointError
+from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times
+from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
-from spmoe.models.loaded import load_target, wide_shape
+from spmoe.models.loaded import (
+    LoadedModels,
+    draft_skeleton,
+    find_target,
+    load_target,
+    quantized_experts,
+    wide_shape,
+)
 from spmoe.models.predictors import read_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 from spmoe.observe.clock import RealClock
 from spmoe.observe.timeline import Timeline
+from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.registry import DRAFTERS
@@ -44,18 +55,21 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     """
     require_no_recording(config.prefetch)
     device, notices = choose_device(config.device), list[str]()
-    checkpoint = Checkpoint.find(config.model)
+    checkpoint = find_target(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
     tokenizer = load_tokenizer(checkpoint.directory)
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
     wide_shape(config, device)  # raises an error before anything is loaded
-    models = load_target(config, checkpoint, device)
+    with _out_of_memory(f"the weights of {config.model} without its experts"):
+        models = load_target(config, checkpoint, device)
     target, spec = models.target, models.spec
-    slot_count(config, spec, target.top_k)  # raises an error before the draft is loaded
+    max_length = max_sequence_length(config, target)
     drafter_class = _drafter_class(config, target, notices)
-    sources = DraftSources(drafter_name(config.draft)[1], draft_checkpoint, models, config.progress)
-    draft = drafter_class.load_runner(sources)
+    _require_memory(config, models, draft_checkpoint, max_length)
+    sources = DraftSources(drafter_name(config.resolved_draft)[1], draft_checkpoint, models, config.progress)
+    with _out_of_memory(f"the draft {config.resolved_draft}"):
+        draft = drafter_class.load_runner(sources)
     if (notice := drafter_class.notice(sources, draft)) is not None:
         notices.append(notice)
     if draft is not None and draft.max_positions < target.max_positions:
@@ -63,18 +77,20 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
             f"the draft reads {draft.max_positions} positions and the target {target.max_positions}; beyond the "
             "former it decodes without speculation"
         )
-    max_length = max_sequence_length(config, target)
     if config.max_model_len is not None and config.max_model_len > max_length:
         notices.append(f"the model reads {max_length} positions, so --max-model-len {config.max_model_len} is lowered")
     projection = _find_projection(config, checkpoint, draft_checkpoint, target, draft, notices)
     runners = [runner for runner in (target, draft) if runner is not None]
     extra_bytes = projection.nbytes if projection is not None else 0
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes)
-    if memory.limit is not None:
+    notices += memory.notices
+    if isinstance(config.device_memory, Size) and memory.limit is not None:
         limit_memory(device, memory.limit)
 
-    runtime = make_runtime(config, models, memory.slots, store)
+    with _out_of_memory(f"{memory.slots} expert slots"):
+        runtime = make_runtime(config, models, memory.slots, store)
     notices += runtime.notices
+    threads = IntraOpThreads()
     clock, timeline, transfer = RealClock(), Timeline(), runtime.transfer
     if config.link_gbps is not None:
         transfer = ThrottledTransfer(transfer, spec.layout.nbytes, config.link_gbps, clock, timeline)
@@ -85,6 +101,16 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     )
     configure_experts(experts, config)
     try:
+        if device.type == "cpu":
+            times = compute_times(
+                config, checkpoint, draft_checkpoint, target, draft, runtime.slots, spec.layout.nbytes
+            )
+            if times is not None:
+                threads = IntraOpThreads(times.threads, times.prompt_threads)
+                inputs = cutoff_inputs(
+                    spec, target.top_k, memory.slots, usual_draft_tokens(config.num_speculative_tokens)
+                )
+                notices += _warn_of_slow_draft(config, times, inputs, spec.layout.nbytes)
         target_kv: MutableMapping[int, KvState] = {}
         context = DraftContext(draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv)
         drafter = drafter_class.build(context)
@@ -95,19 +121,72 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         all_resident = runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None
         parts = EngineParts(
             models, tokenizer, draft_checkpoint, drafter, projection, runtime, experts, memory, max_length, clock,
-            target_kv, all_resident,
+            target_kv, threads, all_resident,
         )  # fmt: skip
         parts.load_residents()
         return Engine(config, parts, LearnedState({config.eviction_policy: eviction}), notices)
     except BaseException:
         experts.close()
         runtime.close()
+        threads.close()
         raise
+
+
+@contextmanager
+def _out_of_memory(part: str) -> Iterator[None]:
+    """Turn the device's out-of-memory error into one line that names the part."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the device ran out of memory while loading {part}; end other programs that use the device, lower "
+            "--device-memory, use --draft ngram, or use a device with more memory"
+        ) from error
+
+
+def _require_memory(
+    config: EngineConfig, models: LoadedModels, draft_checkpoint: Checkpoint | None, max_length: int
+) -> None:
+    """Raise BudgetError, before the draft is loaded, if the memory cannot be divided."""
+    target, spec = models.target, models.spec
+    if models.device.type == "cpu":
+        slot_count(config, spec, target.top_k)
+        return
+    if config.shape is not None:  # a widened draft is made when it is loaded
+        return
+    runners: list[ModelRunner] = [target]
+    if draft_checkpoint is not None:
+        runners.append(draft_skeleton(draft_checkpoint))
+    scheme = config.self_draft_scheme
+    extra_bytes = quantized_experts(spec, target.moe, scheme).nbytes if scheme is not None else 0
+    divide_memory(config, models.device, runners, spec, target.top_k, max_length, extra_bytes, models.dtype)
+
+
+def _warn_of_slow_draft(
+    config: EngineConfig, times: ComputeTimes, inputs: CutoffInputs, expert_bytes: int
+) -> list[str]:
+    """Return a warning if a draft pass takes longer than a step without speculation, on a CPU.
+
+    Loads count only where their speed is known, over an emulated link.
+    """
+    if times.draft_seconds is None:
+        return []
+    load, k = 0.0 if config.link_gbps is None else expert_bytes / (config.link_gbps * 1e9), inputs.draft_tokens
+    plain, step = (replace(inputs, draft_tokens=n).missing_per_layer * inputs.layers * load for n in (0, k))
+    notice = slow_draft_notice(
+        str(config.resolved_draft), k, times.draft_seconds, times.verify_seconds + step, times.plain_seconds + plain
+    )
+    return [] if notice is None else [notice]
 
 
 def _drafter_class(config: EngineConfig, target: Target, notices: list[str]) -> type[Drafter]:
     """Return the drafter's class; that of `none` if K is 0 or the target's state cannot be rolled back."""
-    name, _ = drafter_name(config.draft if config.num_speculative_tokens else None)
+    name, _ = drafter_name(config.resolved_draft if config.num_speculative_tokens else None)
+    if config.draft is None and config.num_speculative_tokens:
+        notices.append(
+            f"--num-speculative-tokens {config.num_speculative_tokens} has no effect without a draft; give --draft "
+            "ngram or another one, or leave -k out"
+        )
     if name != "none" and not target.inspection.resumes:
         notices.append(
             f"{config.model} keeps a state that does not take several tokens at once, or cannot be rolled back; it "

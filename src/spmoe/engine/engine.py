@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmoe.backends.devices import limit_memory
-from spmoe.config import EngineConfig
+from spmoe.config import EngineConfig, Size
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
@@ -29,6 +29,7 @@ from spmoe.predict.draft_length import DraftLength
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
+from spmoe.types import Sequence
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "overlap"})
 
@@ -70,8 +71,8 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """Counts since the engine was built."""
-        return self.parts.experts.ledger.counters
+        """Counts since the engine was built: a snapshot."""
+        return self.parts.experts.ledger.snapshot()
 
     @property
     def slots(self) -> int:
@@ -82,6 +83,12 @@ class Engine:
     def active_drafter(self) -> Drafter:
         """The drafter, or none while K is 0."""
         return self.parts.drafter if self.config.max_draft_tokens else NoDraft()
+
+    def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
+        """Run one step, on the calling thread, with the engine's number of intra-op threads; see `Loop.step`."""
+        reads_prompt = sequence.id not in self.parts.target_kv
+        with self.parts.threads.in_force(len(sequence.tokens) if reads_prompt else 1):
+            return self.loop.step(sequence, max_new_tokens)
 
     # ---- configuration
 
@@ -142,13 +149,14 @@ class Engine:
         """Write learned profiles, and release everything. Idempotent."""
         self._keep_profile()
         for file, profile in self._new_profiles.items():
-            write_profile(file, profile)
+            write_profile(file, profile, self.parts.origins)
         with suppress(RuntimeError):  # of a device that is broken
             self.parts.runtime.backend.synchronize()  # a launched draft may still use memory that is freed below
         self.experts.close()
         self.parts.runtime.close()
-        if self.parts.memory.limit is not None:
+        if isinstance(self.config.device_memory, Size):
             limit_memory(self.device, None)
+        self.parts.threads.close()
 
     def _make_prefetching(self) -> Prefetching:
         recorded = None if self.recording is None else lambda: self.recording or []

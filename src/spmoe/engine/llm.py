@@ -1,75 +1,101 @@
-"""The Python interface: `LLM`, `Generation` and `Completion`."""
+"""The Python interface: `LLM` and `Generation`."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 
 from spmoe import types
-from spmoe.config import EngineConfig, SamplingParams
+from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
+from spmoe.engine.outputs import INTERRUPTED, CompletionOutput, Logprob, RequestOutput
+from spmoe.engine.prompts import (
+    Message,
+    ParsedPrompt,
+    Prompt,
+    parse_conversation,
+    parse_conversations,
+    parse_params,
+    parse_prompt,
+    parse_prompts,
+)
+from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
+from spmoe.files import model_directory
 from spmoe.models.shipped import shipped_pair
+from spmoe.observe.ledger import Counters
+from spmoe.verify.logits import LogitsProcessors
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Result of one prompt."""
-
-    text: str
-    token_ids: list[int]  # generated tokens, with the final EOS
-    finish_reason: str  # "stop", "length" or "interrupted"
-    stats: Stats
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Token counts, under the names of OpenAI's API."""
-        prompt, output = self.stats.prompt_tokens, self.stats.output_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "usage": self.usage,
-            "stats": self.stats.to_dict(),
-        }
+_MAX_SEED = 2**63
+_CHOSEN = ("num_speculative_tokens", "expert_memory", "device_memory")  # None: EngineConfig chooses the default
 
 
 class LLM:
     """An MoE model whose experts are loaded on demand, with an optional draft. A context manager; else call `close`.
 
-    Without a model, the small pair that ships with the package runs. Options are those of `EngineConfig`. `store`:
-    experts that a closed engine has left in host memory; see `spmoe.engine.build.build`.
+    Without a model, the small pair that ships with the package runs. Options are those of `EngineConfig`, which
+    documents them and their defaults. `store`: experts that a closed engine has left in host memory; see
+    `spmoe.engine.build.build`.
     """
 
     def __init__(
-        self, model: str | None = None, draft: str | None = None, *, store: HostStore | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        draft: str | os.PathLike[str] | None = "auto",
+        *,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
+        prefetch: str = "draft-gate",
+        cutoff: str | int | Cutoff = "auto",
+        projection: bool = True,
+        eviction: str = "auto",
+        expert_memory: str | int | Size | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        max_model_len: int | None = None,
+        prefill_chunk: int = 512,
+        link_gbps: float | None = None,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        device_memory: str | int | Size | None = "auto",
+        pin_memory: bool = True,
+        batching: bool = True,
+        overlap: bool = True,
+        enforce_eager: bool = False,
+        shape: str | None = None,
+        progress: bool = True,
+        generation_config: Literal["auto", "none"] = "auto",
+        store: HostStore | None = None,
+        **unknown: Never,  # so that a misspelt option is answered with the list of options
     ) -> None:
-        config = EngineConfig.make(**with_default_pair({"model": model, "draft": draft, **options}))
+        given = {name: value for name, value in locals().items() if name not in ("self", "store", "unknown")}
+        options = {name: value for name, value in given.items() if value is not None or name not in _CHOSEN}
+        config = EngineConfig.make(**with_default_pair({**options, **unknown}))
+        directory = model_directory(config.model)  # None: a hub id
+        defaults = None if directory is None else _sampling_defaults(config, directory)  # before anything is loaded
         self.engine: Engine = build(config, store)
         self._lock = threading.Lock()
-        self._next_id = 0
+        self._sequence_ids, self._request_ids = count(1), count()
         self._ended: deque[types.Sequence] = deque()  # their KV caches are to be released
         self._closed = False
+        try:
+            defaults = defaults or _sampling_defaults(config, self.engine.parts.models.checkpoint.directory)
+        except BaseException:
+            self.close()
+            raise
+        self._default_params, notices = defaults
+        self.engine.notices.extend(notices)
 
     def __enter__(self) -> Self:
         return self
@@ -82,36 +108,45 @@ class LLM:
         """Differences between the options and the running engine, and their reasons."""
         return self.engine.notices
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Complete each prompt, one after the other. A prompt is text or token ids."""
-        single = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
-        batch: Any = [prompts] if single else prompts
-        generations = [self.stream(prompt, params) for prompt in batch]  # checks every prompt before any runs
-        return [generation.run() for generation in generations]
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt, one after the other. There is one SamplingParams for all, or one per prompt.
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        A prompt is text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
+        """
+        return self._generate(parse_prompts(prompts), sampling_params)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
         """Return a completion to iterate over, which yields text as it is generated."""
-        return Generation(self, self._encode(prompt), params or SamplingParams())
+        return self._stream(parse_prompt(prompt), sampling_params)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation of `{"role": ..., "content": ...}` messages."""
-        return self.stream_chat(messages, params).run()
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation of `{"role": ..., "content": ...}` messages, or each of a list of conversations."""
+        conversations = parse_conversations(messages)
+        return self._generate([self._apply_chat_template(one) for one in conversations], sampling_params)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
-        """Return an answer to a conversation, to iterate over."""
-        tokenizer = self._tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise UsageError(f"{self.engine.config.model} has no chat template; use `spmoe run` or LLM.generate")
-        try:
-            ids = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generation:
+        """Return an answer to one conversation, to iterate over."""
+        return self._stream(self._apply_chat_template(parse_conversation(messages)), sampling_params)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, of `transformers`; raise UsageError if the model ships none."""
+        if self.engine.parts.tokenizer is None:
+            raise UsageError(
+                f"{self.engine.config.model} ships no tokenizer; add its tokenizer.json, or give LLM.generate token ids"
             )
-        except Exception as error:  # templates raise their own errors through jinja
-            raise PromptError(
-                f"the chat template of {self.engine.config.model} rejects these messages ({reason(error)}); change "
-                "them, or use `spmoe run` or LLM.generate"
-            ) from error
-        return self.stream(ids, params)
+        return self.engine.parts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests that give none: those of generation_config.json, unless that is off."""
+        return self._default_params
 
     def close(self) -> None:
         """Release slots, threads and files. Idempotent."""
@@ -119,40 +154,93 @@ class LLM:
             self._closed = True
             self.engine.close()
 
-    def _tokenizer(self) -> Any:
-        if self.engine.parts.tokenizer is None:
-            raise UsageError(
-                f"{self.engine.config.model} ships no tokenizer; add its tokenizer.json, or give LLM.generate token ids"
-            )
-        return self.engine.parts.tokenizer
+    def _generate(self, prompts: list[ParsedPrompt], sampling_params: Any) -> list[RequestOutput]:
+        params = parse_params(sampling_params, len(prompts), self._default_params)
+        requests = [self._request(*one) for one in zip(prompts, params, strict=True)]  # checks all before any runs
+        return [_combined([generation.run() for generation in request]) for request in requests]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise PromptError("the prompt is empty; give at least one character")
-            if any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise PromptError("the prompt is not text: it has bytes that are not UTF-8; convert it to UTF-8")
-            ids: list[int] = self._tokenizer()(prompt)["input_ids"]
+    def _stream(self, prompt: ParsedPrompt, sampling_params: Any) -> Generation:
+        (params,) = parse_params(sampling_params, 1, self._default_params)
+        if params.n != 1:
+            raise UsageError(f"a stream is one completion, but n is {params.n}; set it to 1, or use LLM.generate")
+        return self._request(prompt, params)[0]
+
+    def _request(self, prompt: ParsedPrompt, params: SamplingParams) -> list[Generation]:
+        """Check a request and return its `n` completions, not started; seeds count up from the given one."""
+        token_ids = self._token_ids(prompt)
+        self._check_params(params)
+        request_id = str(next(self._request_ids))
+        seeds = [None if params.seed is None else (params.seed + index) % _MAX_SEED for index in range(params.n)]
+        return [
+            Generation(self, token_ids, replace(params, seed=seed), prompt.text, request_id, index)
+            for index, seed in enumerate(seeds)
+        ]
+
+    def _token_ids(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            ids = prompt.token_ids
         else:
-            ids = list(prompt)
+            text = prompt.text or ""
+            if not text:
+                raise PromptError("the prompt is empty; give at least one character")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise PromptError("the prompt is not text: it has bytes that are not UTF-8; convert it to UTF-8")
+            ids = self.get_tokenizer()(text)["input_ids"]
         limit, vocabulary = self.engine.parts.max_model_len, self.engine.target.vocab_size
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
         if len(ids) >= limit:
             raise PromptError(f"the prompt has {len(ids)} tokens but the context holds {limit}; shorten the prompt")
-        if not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
+        if not all(0 <= i < vocabulary for i in ids):
             raise PromptError(f"the prompt has token ids outside the model's vocabulary of {vocabulary}; remove them")
-        return ids
+        return list(ids)
 
-    def _new_sequence(self, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> types.Sequence:
+    def _check_params(self, params: SamplingParams) -> None:
+        vocabulary = self.engine.target.vocab_size
+        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
+            for token in tokens:
+                if token >= vocabulary:
+                    raise UsageError(f"{name} has token {token}, outside the model's vocabulary of {vocabulary}")
+        if self.engine.parts.tokenizer is None and params.stop_strings:
+            raise UsageError(
+                f"{self.engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
+            )
+
+    def _apply_chat_template(self, messages: list[Message]) -> ParsedPrompt:
+        tokenizer, name = self.get_tokenizer(), self.engine.config.model
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError(f"{name} has no chat template; use `spmoe run` or LLM.generate")
+        if not messages:
+            raise PromptError("the conversation is empty; give at least one message")
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # templates raise their own errors through jinja
+            raise PromptError(
+                f"the chat template of {name} rejects these messages ({reason(error)}); change them, or use "
+                "`spmoe run` or LLM.generate"
+            ) from error
+        return ParsedPrompt(text, ids)
+
+    def _new_sequence(
+        self, prompt: list[int], params: SamplingParams, max_new_tokens: int, counters: Counters | None = None
+    ) -> types.Sequence:
         rng = torch.Generator()
         if params.seed is None:
             rng.seed()
         else:
             rng.manual_seed(params.seed)
-        with self._lock:
-            self._next_id += 1
-            return types.Sequence(self._next_id, list(prompt), len(prompt), params, rng, len(prompt) + max_new_tokens)
+        ends = eos_tokens(self.engine) | {*(params.stop_token_ids or ())}
+        return types.Sequence(
+            next(self._sequence_ids),
+            list(prompt),
+            len(prompt),
+            params,
+            rng,
+            capacity=len(prompt) + max_new_tokens,
+            processors=LogitsProcessors.of(params, ends, len(prompt), self.engine.target.vocab_size),
+            counters=counters or Counters(),
+        )
 
     def _step(self, sequence: types.Sequence, max_new_tokens: int) -> list[int]:
         with self._lock:
@@ -160,7 +248,7 @@ class LLM:
                 raise SpmoeError("the engine is closed")
             self._release_ended()
             try:
-                return self.engine.loop.step(sequence, max_new_tokens)
+                return self.engine.step(sequence, max_new_tokens)
             except torch.OutOfMemoryError as error:
                 raise BudgetError(
                     f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
@@ -187,23 +275,37 @@ class LLM:
 class Generation:
     """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C."""
 
-    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: list[int],
+        params: SamplingParams,
+        prompt_text: str | None = None,
+        request_id: str = "0",
+        index: int = 0,
+    ) -> None:
         self.token_ids: list[int] = []
-        self.finish_reason = "interrupted"
+        self.finish_reason = INTERRUPTED
+        self._stop_reason: int | str | None = None
         self._llm = llm
         self._engine = llm.engine
         self._params = params
         self._max_new_tokens = min(params.max_tokens, self._engine.parts.max_model_len - len(prompt))
         self._prompt = prompt
-        self._eos = frozenset() if params.ignore_eos else _eos_tokens(self._engine)
+        self._prompt_text = prompt_text
+        self._request_id = request_id
+        self._index = index
+        self._eos = frozenset() if params.ignore_eos else eos_tokens(self._engine)
+        self._stop_tokens = frozenset(params.stop_token_ids or ())
         tokenizer = self._engine.parts.tokenizer
-        if tokenizer is None and params.stop_strings:
-            raise UsageError(
-                f"{self._engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
-            )
-        self._text = TextStream(tokenizer, prompt, params.stop_strings) if tokenizer is not None else None
+        self._text = (
+            TextStream(tokenizer, prompt, params.stop_strings, params.min_tokens) if tokenizer is not None else None
+        )
+        self._raw_logprobs: list[types.TokenLogprobs] = []  # of the sequence
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
         self._started = self._first = self._ended = 0.0
-        self._before = self._after_prompt = self._engine.counters.copy()
+        self._counters, self._prompt_counters = Counters(), Counters()
         self._stop = False
         self._pieces = self._generate()
 
@@ -219,23 +321,23 @@ class Generation:
         """Whether `stop` was called, even if the generation had ended by then."""
         return self._stop
 
-    def run(self) -> Completion:
+    def run(self) -> RequestOutput:
         """Generate to the end."""
         for _ in self:
             pass
         return self.completion
 
     @property
-    def completion(self) -> Completion:
+    def completion(self) -> RequestOutput:
         """The result so far."""
-        engine = self._engine
+        engine, wanted = self._engine, self._params.logprobs is not None
         stats = Stats(
             prompt_tokens=len(self._prompt),
             output_tokens=len(self.token_ids),
             ttft_seconds=self._first - self._started,
             latency_seconds=self._ended - self._started,
-            counters=engine.counters.minus(self._before),
-            prompt_counters=self._after_prompt.minus(self._before),
+            counters=engine.experts.ledger.snapshot(self._counters),
+            prompt_counters=self._prompt_counters,
             held_bytes=engine.counters.held_bytes,
             slots=engine.slots,
             peak_slots=engine.experts.pool.peak_slots,
@@ -245,24 +347,34 @@ class Generation:
             draft_tokens="auto" if engine.loop.draft_length is not None else engine.loop.max_draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
         )
-        return Completion(self._text.text if self._text else "", list(self.token_ids), self.finish_reason, stats)
+        output = CompletionOutput(
+            self._index,
+            self._text.text if self._text else "",
+            list(self.token_ids),
+            self.finish_reason,
+            self._stop_reason,
+            self._cumulative_logprob if wanted else None,
+            list(self._logprobs) if wanted else None,
+        )
+        finished = self.finish_reason != INTERRUPTED
+        return RequestOutput(self._request_id, self._prompt_text, list(self._prompt), [output], finished, stats)
 
     def _generate(self) -> Iterator[str]:
         clock = self._engine.parts.clock
         self._engine.learn_cutoff()
-        self._before = self._after_prompt = self._engine.counters.copy()
         self._started = self._first = self._ended = clock.now()
-        sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens)
+        sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens, self._counters)
+        self._raw_logprobs = sequence.logprobs
         try:
-            while self.finish_reason == "interrupted" and not self._stop:
+            while self.finish_reason == INTERRUPTED and not self._stop:
                 new = self._llm._step(sequence, self._max_new_tokens - len(self.token_ids))
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
-                    self._after_prompt = self._engine.counters.copy()
+                    self._prompt_counters = self._engine.experts.ledger.snapshot(self._counters)
                 for token in new:
                     yield from self._take(token)
-                    if self.finish_reason != "interrupted":
+                    if self.finish_reason != INTERRUPTED:
                         break
             if rest := self._flush():
                 yield rest
@@ -272,50 +384,67 @@ class Generation:
 
     def _take(self, token: int) -> Iterator[str]:
         """Append one token, yield its text, and set the finish reason if it is the last."""
+        if self._params.logprobs is not None:
+            self._take_logprobs(token, self._raw_logprobs[len(self.token_ids)])
         self.token_ids.append(token)
-        ended = token in self._eos
+        ended = token in self._eos or token in self._stop_tokens
         if self._text is not None and not ended and (piece := self._text.push(token)):
             yield piece
-        if ended or (self._text is not None and self._text.stopped):
+        if ended:
             self.finish_reason = "stop"
+            self._stop_reason = None if token in self._eos else token
+        elif self._text is not None and self._text.stopped:
+            self.finish_reason, self._stop_reason = "stop", self._text.stop_reason
         elif len(self.token_ids) >= self._max_new_tokens:
             self.finish_reason = "length"
-        if self.finish_reason != "interrupted" and (rest := self._flush()):
+        if self.finish_reason != INTERRUPTED and (rest := self._flush()):
             yield rest
+
+    def _take_logprobs(self, token: int, found: types.TokenLogprobs) -> None:
+        self._cumulative_logprob += found.logprob
+        ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top.items(), start=1)}
+        ranked = {token: (found.logprob, found.rank)} | {one: ranked[one] for one in ranked if one != token}
+        tokenizer = self._engine.parts.tokenizer
+        decoded = {one: None if tokenizer is None else tokenizer.decode([one]) for one in ranked}
+        self._logprobs.append({one: Logprob(value, rank, decoded[one]) for one, (value, rank) in ranked.items()})
 
     def _flush(self) -> str:
         return self._text.finish() if self._text is not None else ""
 
 
+def _sampling_defaults(config: EngineConfig, directory: Path) -> tuple[SamplingParams, list[str]]:
+    """Return the parameters of requests that give none, and notices."""
+    if config.generation_config == "none":
+        return SamplingParams(), []
+    params, unsupported = default_sampling_params(directory)
+    if not unsupported:
+        return params, []
+    names = ", ".join(unsupported)
+    return params, [
+        f"generation_config.json of {config.model} sets {names}, which spmoe does not support; the output is that of "
+        "the model without it"
+    ]
+
+
+def _combined(parts: list[RequestOutput]) -> RequestOutput:
+    """Return the completions of one prompt as one result."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        outputs=[output for part in parts for output in part.outputs],
+        finished=all(part.finished for part in parts),
+        stats=Stats.combined([part.stats for part in parts]),
+    )
+
+
 def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options; without a model, with the small pair that ships with the package."""
-    if options["model"] is not None:
-        return {**options, "model": str(options["model"])}
-    model, draft = shipped_pair()
-    return {**options, "model": model, "draft": options["draft"] or draft}
+    """Return the options; without a model, with the target of the small pair that ships with the package."""
+    return options if options["model"] is not None else {**options, "model": shipped_pair()[0]}
 
 
-def threads_for(model: str | None, shape: str | None = None) -> AbstractContextManager[None]:
-    """Limit PyTorch to one thread for the small pair that ships, unless it is widened or OMP_NUM_THREADS is set.
-
-    The setting is the whole process's, so only the command line uses it.
-    """
-    small = model in (None, shipped_pair()[0]) and shape is None
-    return _one_thread() if small and "OMP_NUM_THREADS" not in os.environ else nullcontext()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run small matrix products on one thread: several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _eos_tokens(engine: Engine) -> frozenset[int]:
+def eos_tokens(engine: Engine) -> frozenset[int]:
+    """Return the tokens that end a text, as the model and its tokenizer declare them."""
     declared = engine.target.model.generation_config.eos_token_id
     found = set(declared) if isinstance(declared, (list, tuple)) else {declared}
     if engine.parts.tokenizer is not None:

@@ -20,6 +20,7 @@ from spmoe.predict.draft_length import FIRST, DraftLength
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.rejection import RejectionVerifier
 
 
@@ -71,6 +72,7 @@ class Loop:
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; return at most `max_new_tokens` new tokens."""
+        self._experts.ledger.charge(sequence.counters)
         started, loads = self._clock.now(), self._experts.ledger.counters.useful_loads
         self._experts.step.begin(sequence.id, self.policy.on_routed)
         self._experts.scheduler.request(self.policy.begin_step(sequence.id))
@@ -102,6 +104,7 @@ class Loop:
         """Drop a request's state, however it ended."""
         self._experts.step.end()
         self._experts.run_ahead.invalidate()
+        self._experts.ledger.close_account(sequence.counters)
         if (kv := self._target_kv.pop(sequence.id, None)) is not None:
             self.target.release_kv(kv)
         self.drafter.release(sequence.id)
@@ -172,9 +175,17 @@ class Loop:
 
     def _judge(self, sequence: Sequence, draft: Draft, output: ForwardResult) -> VerifyResult:
         """Wait for the device; decide how many draft tokens the target accepts."""
-        if sequence.sampling.greedy:
-            return GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, output.logits)
-        return RejectionVerifier().verify(sequence, draft, output.logits)
+        logits = process_logits(output.logits, sequence, draft.tokens)
+        if not sequence.sampling.greedy:
+            result = RejectionVerifier().verify(sequence, draft, logits)
+        elif logits is output.logits:
+            result = GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, logits)
+        else:  # the device has found the argmax of other logits
+            result = GreedyVerifier().verify(sequence, draft, logits)
+        if (count := sequence.sampling.logprobs) is not None:
+            new = [*draft.tokens[: result.accepted], result.next_token]
+            sequence.logprobs += token_logprobs(output.logits, new, count)
+        return result
 
     def _accept(self, sequence: Sequence, draft: Draft, result: VerifyResult) -> list[int]:
         """Append the accepted tokens and the next one; roll both KV caches back to them."""

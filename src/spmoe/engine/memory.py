@@ -6,21 +6,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from spmoe.backends.base import kernel_row_limit
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
-from spmoe.config import EngineConfig, format_bytes
+from spmoe.config import DEFAULT_EXPERT_MEMORY, EngineConfig, Size, drafter_name, format_bytes
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner, kv_capacity
+from spmoe.predict.draft_length import FIRST
+from spmoe.predict.latency import expected_experts
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
 _DEFAULT_CONTEXT = 8192  # tokens that KV memory is planned for without --max-model-len
+_MIN_CONTEXT = 2048  # fewer are only planned for on request, or if the model reads fewer
+_INT4_BITS = 4.5  # bits per weight of `--draft self:int4`, with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class MemoryPlan:
     workspace: int
     context: int  # tokens
     limit: int | None  # upper bound of all of it; None: not limited
+    notices: tuple[str, ...] = ()  # for the user: compromises
 
 
 def max_sequence_length(config: EngineConfig, target: ModelRunner) -> int:
@@ -50,29 +55,122 @@ def divide_memory(
     max_length: int,
     extra_bytes: int = 0,
     dtype: torch.dtype | None = None,
+    available: int | None = None,
 ) -> MemoryPlan:
-    """Divide a device's memory; expert slots get the expert memory or, under a device limit, the rest.
+    """Divide a device's memory; expert slots get the expert memory or, on CUDA without it, the rest.
 
-    `max_length`: longest sequence in tokens, which sizes RoPE tables. `extra_bytes`: further resident weights, such as
-    a fitted projection. `dtype`: the one that runs, for runners on the meta device; default: each model's own.
+    `runners`: the target and, if there is one, the draft. `max_length`: longest sequence in tokens, which sizes RoPE
+    tables. `extra_bytes`: further resident weights of the draft, such as a fitted projection. `dtype`: the one that
+    runs, for runners on the meta device; default: each model's own. `available`: bytes free on the CUDA device before
+    anything is loaded; default: the device is asked.
     """
-    if device.type == "cpu" and config.device_memory is not None:
-        raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
-    weights = sum(weight_bytes(runner, dtype) for runner in runners) + extra_bytes
-    context = min(min(runner.max_positions for runner in runners), config.max_model_len or _DEFAULT_CONTEXT)
+    if top_k < 1:
+        raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
+    weights = [weight_bytes(runner, dtype) for runner in runners]
+    resident = sum(weights) + extra_bytes
+    longest = min(min(runner.max_positions for runner in runners), config.max_model_len or _DEFAULT_CONTEXT)
     kv_bytes_per_token = sum(kv_token_bytes(runner, dtype) for runner in runners)
-    kv = kv_bytes_per_token * (kv_capacity(context) if device.type == "cuda" else context)
-    workspace, limit, allowed = 0, None, None
-    if device.type == "cuda":
-        models = {runner.model for runner in runners}
-        tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
-        workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
-        if config.device_memory is not None:
-            free = free_memory(device) + min(weights, allocated_memory(device))  # weights may be loaded already
-            limit = round(_AUTO_SHARE * free) if config.device_memory == "auto" else config.device_memory.of(free)
-            allowed = limit - weights - kv - workspace
-    slots = slot_count(config, spec, top_k, allowed)
-    return MemoryPlan(slots, spec.layout.nbytes, weights, kv, workspace, context, limit)
+    if device.type == "cpu":
+        if isinstance(config.device_memory, Size):
+            raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
+        slots = slot_count(config, spec, top_k)
+        return MemoryPlan(slots, spec.layout.nbytes, resident, kv_bytes_per_token * longest, 0, longest, None)
+    models = {runner.model for runner in runners}
+    tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
+    workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
+    if available is None:  # weights may be loaded already
+        available = free_memory(device) + min(resident, allocated_memory(device))
+    limit = round(_AUTO_SHARE * available) if config.device_memory == "auto" else config.device_memory.of(available)
+    contexts = [longest] if config.max_model_len is not None else [*_contexts(longest)]
+    blob, asked = spec.layout.nbytes, None if config.expert_memory is None else slot_count(config, spec, top_k)
+    enough = _enough_slots(config, spec, top_k) if asked is None else asked
+    for context in contexts:
+        kv = kv_bytes_per_token * kv_capacity(context)
+        left = limit - resident - workspace - kv
+        slots = min(spec.count, max(0, left) // blob)
+        if slots >= enough:
+            break
+    least = top_k if asked is None else asked
+    if slots < least:
+        draft = sum(weights[1:]) + extra_bytes
+        parts = {
+            f"the target {config.model} without its experts": weights[0],
+            f"the draft {config.resolved_draft}": draft,
+            f"KV caches for {context} tokens": kv,
+            "workspace": workspace,
+            f"{least} expert slots": least * blob,
+        }
+        item_bytes = (dtype or runners[0].model.dtype).itemsize
+        remedies = _remedies(config, spec, draft, item_bytes, sum(parts.values()), limit, slots * blob)
+        raise BudgetError(_does_not_fit(parts, limit, config, available, remedies))
+    notices = []
+    if context < longest:
+        notices.append(
+            f"memory is short, so KV caches are planned for {context} tokens instead of {longest}; --max-model-len "
+            "sets another number"
+        )
+    if asked is None and slots < enough:
+        notices.append(
+            f"memory is short: {slots} expert slots are left, and steps run well from {enough}; use a smaller draft, "
+            "--draft ngram or a device with more memory"
+        )
+    slots = slots if asked is None else asked
+    return MemoryPlan(slots, blob, resident, kv, workspace, context, limit, tuple(notices))
+
+
+def _contexts(longest: int) -> Iterator[int]:
+    """Yield the numbers of tokens to plan KV caches for, the preferred one first: KV caches have powers of two."""
+    yield longest
+    context = 1 << (longest - 1).bit_length() - 1
+    while context >= _MIN_CONTEXT:
+        yield context
+        context //= 2
+
+
+def _enough_slots(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
+    """Return how many slots a step runs well with: one layer computes while the experts of the next one arrive."""
+    k = FIRST if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+    rows = 1 + (k if config.resolved_draft is not None else 0)
+    needed = expected_experts(max(spec.experts), min(top_k, max(spec.experts)), rows)
+    return min(spec.count, max(top_k, 2 * math.ceil(needed)))
+
+
+def _does_not_fit(
+    parts: dict[str, int], limit: int, config: EngineConfig, available: int, remedies: Sequence[str]
+) -> str:
+    """Return the message about parts that exceed the limit, the largest first."""
+    listed = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda one: -one[1]) if size
+    )
+    total = sum(parts.values())
+    free = f" of {format_bytes(available)} that are free" if config.device_memory == "auto" else ""
+    return (
+        f"{format_bytes(total)} of device memory are needed ({listed}), but --device-memory {config.device_memory} "
+        f"allows {format_bytes(limit)}{free}, {format_bytes(total - limit)} too little; {', or '.join(remedies)}"
+    )
+
+
+def _remedies(
+    config: EngineConfig, spec: StoreSpec, draft_bytes: int, item_bytes: int, needed: int, limit: int, fitting: int
+) -> list[str]:
+    """Return what the user can change; `needed`: bytes of everything, `fitting`: bytes of slots that would fit."""
+    found = []
+    kind, _ = drafter_name(config.resolved_draft if config.num_speculative_tokens else None)
+    int4_bytes = spec.nbytes * _INT4_BITS / (8 * item_bytes)
+    if draft_bytes and kind == "model":
+        int4_fits = needed - draft_bytes + int4_bytes <= limit
+        found.append(f"use a smaller draft, {'--draft self:int4, ' if int4_fits else ''}--draft ngram")
+    elif draft_bytes and kind == "self":
+        found.append("use --draft ngram" if config.self_draft_scheme == "int4" else "use --draft self:int4 or ngram")
+    if item_bytes > 2:
+        found.append("run in --dtype bfloat16")
+    if config.max_model_len is not None and config.max_model_len > _MIN_CONTEXT:
+        found.append("lower --max-model-len")
+    if config.expert_memory is not None and fitting:
+        found.append(f"lower --expert-memory to {math.floor(fitting / 2**20)}MiB")
+    if isinstance(config.device_memory, Size):
+        found.append(f"raise --device-memory to {math.ceil(needed / 2**20)}MiB")
+    return found or ["free memory on the device, or use a larger one"]
 
 
 def weight_bytes(runner: ModelRunner, dtype: torch.dtype | None = None) -> int:
@@ -89,25 +187,21 @@ def kv_token_bytes(runner: ModelRunner, dtype: torch.dtype | None = None) -> int
     return runner.inspection.kv_bytes_per_token * (dtype or own).itemsize // own.itemsize
 
 
-def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int, allowed: int | None = None) -> int:
-    """Return how many experts fit into `allowed` bytes, else into the expert memory; at most all of them.
+def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
+    """Return how many experts fit into the expert memory (default: a share); at most all of them.
 
     Raises BudgetError if one token's experts of a layer do not fit at once.
     """
     blob = spec.layout.nbytes
     if top_k < 1:
         raise CheckpointError(f"config.json of {config.model} sends a token to no expert at all; correct it")
-    count = min(spec.count, (config.expert_memory.of(spec.nbytes) if allowed is None else allowed) // blob)
+    memory = config.expert_memory or Size.parse(DEFAULT_EXPERT_MEMORY)
+    count = min(spec.count, memory.of(spec.nbytes) // blob)
     if count < top_k:
         share = math.ceil(1000 * top_k / spec.count) / 10
         least = f"{math.ceil(top_k * blob / 2**10)}KiB"
-        if allowed is not None:
-            raise BudgetError(
-                f"--device-memory {config.device_memory} leaves {format_bytes(max(0, allowed))} for experts of "
-                f"{format_bytes(blob)}, but one token needs {top_k} of a layer at once; give {least} more"
-            )
         raise BudgetError(
-            f"--expert-memory {config.expert_memory} holds {count} experts of {format_bytes(blob)}, but one token "
+            f"--expert-memory {memory} holds {count} experts of {format_bytes(blob)}, but one token "
             f"needs {top_k} of a layer at once; give at least {least} or {share}%"
         )
     return count

@@ -11,10 +11,12 @@ from spmoe.config import DraftTokens
 from spmoe.draft.base import Drafter
 from spmoe.engine.memory import MemoryPlan
 from spmoe.engine.runtime import ExpertRuntime
+from spmoe.engine.threads import IntraOpThreads
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.experts import Experts
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
+from spmoe.models.load import origin_of
 from spmoe.models.loaded import LoadedModels
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
@@ -22,6 +24,7 @@ from spmoe.predict.cutoff import Profile
 from spmoe.predict.draft_length import DraftLength
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
+from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
 
 
@@ -52,6 +55,7 @@ class EngineParts:
     max_model_len: int
     clock: Clock
     target_kv: MutableMapping[int, KvState]  # by sequence id
+    threads: IntraOpThreads
     all_resident: bool  # every expert has a slot for good, and kernels find it without asking the host
 
     def load_residents(self) -> None:
@@ -60,3 +64,8 @@ class EngineParts:
             self.experts.load_all(self.models.spec.experts)
             self.runtime.backend.synchronize()
             self.runtime.cuda.keep_resident(self.experts.pool.slots_by_key())
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Target and draft checkpoint, to be recorded in files that are measured or made from them."""
+        return tuple(origin_of(one) for one in (self.models.checkpoint, self.draft_checkpoint) if one is not None)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.backends.devices import choose_device
-from spmoe.config import CutoffMode, DraftTokens, EngineConfig
+from spmoe.config import AUTO_DRAFT, CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
-from spmoe.engine.prefetching import DraftSide, policy_context
+from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, load_errors
-from spmoe.models.experts_seam import experts_modules, take_over
-from spmoe.models.load import expert_file_path, load_dense_skeleton, load_skeleton, store_spec
-from spmoe.models.loaded import quantized_experts
+from spmoe.models.load import expert_file_path, load_skeleton, store_spec
+from spmoe.models.loaded import draft_skeleton, quantized_experts
 from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -44,6 +43,7 @@ class TargetFacts:
     all_experts_bytes: int
     expert_file: str
     expert_file_exists: bool
+    download_bytes: int  # of files that are still on the hub; 0: everything is here
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +81,32 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        memory = {
-            "slots": self.memory.slots,
-            "slots_bytes": self.memory.slots * self.memory.slot_bytes,
-            "resident_bytes": self.memory.resident,
-            "kv_bytes": self.memory.kv,
-            "workspace_bytes": self.memory.workspace,
-            "context": self.memory.context,
-            "limit_bytes": self.memory.limit,
-        }
-        return {"link": "real" if self.emulated_link_gbps is None else "emulated", **asdict(self), "memory": memory}
+        link = "real" if self.emulated_link_gbps is None else "emulated"
+        return {"link": link, **asdict(self), "memory": memory_dict(self.memory)}
+
+
+def memory_dict(memory: MemoryPlan) -> dict[str, Any]:
+    """Return a division of memory as plain values, for JSON."""
+    return {
+        "slots": memory.slots,
+        "slots_bytes": memory.slots * memory.slot_bytes,
+        "resident_bytes": memory.resident,
+        "kv_bytes": memory.kv,
+        "workspace_bytes": memory.workspace,
+        "context": memory.context,
+        "limit_bytes": memory.limit,
+    }
 
 
 def make_plan(config: EngineConfig) -> Plan:
     """Plan an engine without loading weights."""
-    checkpoint, device = Checkpoint.find(config.model), choose_device(config.device)
+    checkpoint, device = Checkpoint.find(config.model, weights=False), choose_device(config.device)
     dtype = checkpoint.dtype(config.dtype)
     with load_errors(checkpoint):
         target = Target(load_skeleton(checkpoint))
     spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
-    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
-    draft = _draft_runner(draft_checkpoint) if draft_checkpoint is not None else None
+    draft_checkpoint = Checkpoint.find(config.draft_model, weights=False) if config.draft_model else None
+    draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
     extra_bytes = 0
@@ -113,8 +118,9 @@ def make_plan(config: EngineConfig) -> Plan:
     max_length = max_sequence_length(config, target)
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes, dtype)
 
-    drafting = config.draft is not None and config.max_draft_tokens > 0
-    side = DraftSide(drafting, draft, routes_experts=config.self_draft_scheme is not None)
+    drafting = config.resolved_draft is not None and config.max_draft_tokens > 0
+    by_default = config.draft == AUTO_DRAFT
+    side = DraftSide(drafting, draft, config.self_draft_scheme is not None, by_default)
     policy = plan_policy(config.prefetch, policy_context(target, spec.experts, side, projection_file is not None))
     profile, cutoff_layers = None, None
     if policy.uses_cutoff:
@@ -141,27 +147,22 @@ def make_plan(config: EngineConfig) -> Plan:
         all_experts_bytes=spec.nbytes,
         expert_file=str(expert_file),
         expert_file_exists=expert_file.exists(),
+        download_bytes=checkpoint.download_bytes,
     )
     draft_facts = None
-    if config.draft is not None and config.max_draft_tokens:
+    if config.resolved_draft is not None and config.max_draft_tokens:
         draft_facts = DraftFacts(
-            name=config.draft,
+            name=config.resolved_draft,
             architecture=_draft_architecture(config, draft),
             num_speculative_tokens=config.num_speculative_tokens,
             resident_bytes=(weight_bytes(draft, dtype) if draft is not None else 0) + extra_bytes,
             projection_file=str(projection_file) if projection_file is not None else None,
         )
     asked = str(config.cutoff) if policy.uses_cutoff else None
-    prefetch = PrefetchFacts(policy.name, list(policy.notices), asked, cutoff_layers, profile)
+    chosen = default_draft_notice(config, policy.name, device.type) if drafting else None
+    notices = [*([chosen] if chosen is not None else []), *memory.notices, *policy.notices]
+    prefetch = PrefetchFacts(policy.name, notices, asked, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
-
-
-def _draft_runner(checkpoint: Checkpoint) -> ModelRunner:
-    with load_errors(checkpoint):
-        model = load_dense_skeleton(checkpoint)
-        if any(True for _ in experts_modules(model)):
-            take_over(model)  # transformers' own experts cannot run without weights
-        return ModelRunner(model)
 
 
 def _projection_file(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None) -> Path | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spmoe.config import CutoffMode, EngineConfig
+from spmoe.config import AUTO_DRAFT, CutoffMode, EngineConfig, drafter_name
 from spmoe.draft.base import Drafter
 from spmoe.engine.loop import Loop
 from spmoe.engine.parts import EngineParts, LearnedState
@@ -16,6 +16,7 @@ from spmoe.engine.profiling import (
     profile_path,
     profile_settings,
     read_profile,
+    slow_draft_notice,
     usual_draft_tokens,
     write_profile,
 )
@@ -61,6 +62,7 @@ class DraftSide:
     drafting: bool  # whether tokens are drafted at all
     runner: ModelRunner | None  # None: no model drafts
     routes_experts: bool  # whether the draft's own routers name the target's experts
+    by_default: bool = False  # whether `--draft auto` chose it: then `default_draft_notice` says what predicts experts
 
 
 def make_prefetching(
@@ -75,7 +77,7 @@ def make_prefetching(
     `recorded` returns the routing recorded for the request that runs; None if there is none.
     """
     spec = parts.models.spec
-    draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts)
+    draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts, config.draft == AUTO_DRAFT)
     context = policy_context(parts.models.target, spec.experts, draft, parts.projection, recorded)
     plan = plan_policy(config.prefetch, context)
     cutoff = _Cutoff()
@@ -89,9 +91,23 @@ def make_prefetching(
             policy.set_cutoff(cutoff.layers)
     # more bytes than the slots hold would evict prefetches of the same step before they are used
     budget = parts.memory.slots * spec.layout.nbytes if policy.uses_step_budget else None
+    notices = (*plan.notices, *cutoff.notices)
+    if drafter.proposes and (notice := default_draft_notice(config, plan.name, parts.models.device.type)) is not None:
+        notices = (notice, *notices)
     return Prefetching(
-        policy, config, cutoff.layers, budget, plan.notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
+        policy, config, cutoff.layers, budget, notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
     )
+
+
+def default_draft_notice(config: EngineConfig, policy: str, device_type: str) -> str | None:
+    """Return the notice of a draft without a model that `--draft auto` chose; None for any other draft."""
+    name, _ = drafter_name(config.resolved_draft)
+    if config.draft != AUTO_DRAFT or name == "model" or not config.num_speculative_tokens:
+        return None
+    better = "--draft DIR, a model with the same tokenizer"
+    if device_type != "cpu":  # on a CPU, quantized experts are slower than the target's own
+        better += ", or --draft self:int4"
+    return f"no --draft given: drafting with {name}, prefetching with {policy}; {better}, predicts experts earlier"
 
 
 def policy_context(
@@ -130,6 +146,7 @@ class _Cutoff:
     profile: Profile | None = None
     file: Path | None = None
     since: Counters = field(default_factory=Counters)
+    notices: tuple[str, ...] = ()
 
 
 def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState, draft: ModelRunner | None) -> _Cutoff:
@@ -143,9 +160,15 @@ def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState
     if profile is None:
         wait = parts.runtime.backend.synchronize
         profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
-        write_profile(file, profile)
+        write_profile(file, profile, parts.origins)
     since = parts.experts.ledger.counters.minus(counts)
-    return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since)
+    notices: list[str | None] = []
+    if parts.models.device.type != "cpu":  # there, passes are measured for any policy; see `compute_times`
+        drafted = profile.draft_layers * profile.draft_seconds_per_layer
+        verified = inputs.layers * profile.verify_seconds_per_layer
+        notices.append(slow_draft_notice(str(config.resolved_draft), usual, drafted, verified, verified))
+    found = tuple(notice for notice in notices if notice is not None)
+    return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since, found)
 
 
 def _unmet_by_target(target: Target) -> dict[Need, str]:
@@ -167,7 +190,8 @@ def _unmet_by_draft(
     if draft.routes_experts:
         return {}
     if runner is None:
-        return {Need.DRAFT_STATES: "a draft without a model has no hidden states to predict experts from"}
+        reason = "" if draft.by_default else "a draft without a model has no hidden states to predict experts from"
+        return {Need.DRAFT_STATES: reason}
     if not target.gated:
         return {Need.DRAFT_STATES: "the target's gates cannot be called alone"}
     if not runner.has_hidden_states:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from spmoe.config import DraftTokens, EngineConfig, home
+from spmoe.engine.threads import engine_threads
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
 from spmoe.files import atomic_write
@@ -34,12 +35,14 @@ from spmoe.predict.cutoff import CutoffInputs, Profile
 from spmoe.predict.draft_length import FIRST
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
+from spmoe.system.origin import Origin, origins_to_json
 from spmoe.types import DraftOutcome, ExpertKey, LayerChunk, PrefetchRequests, Residency, Routing, Stage
 
 PASSES = 5  # timed passes of the short measurement, after one warm-up pass
 LONG_PASSES = 9  # of the longer one
 LOAD_TRIES = 7
 VERIFY_ROWS = (1, 2, 3, 5, 9)
+_SLOW_DRAFT = 1.25  # draft pass / target pass from which on a warning is given: measurements vary
 
 
 # ---- the cached profile
@@ -61,7 +64,7 @@ def profile_settings(
     """Return everything that a profile depends on besides the machine; part of the cache key."""
     return {
         "target": checkpoint.fingerprint,
-        "draft": config.draft if draft is None else draft.fingerprint,
+        "draft": config.resolved_draft if draft is None else draft.fingerprint,
         "dtype": config.dtype,
         "link_gbps": config.link_gbps,
         "device": config.device,
@@ -72,6 +75,7 @@ def profile_settings(
         "eviction": config.eviction_policy,
         "batching": config.batching,
         "overlap": config.overlap,
+        "threads": engine_threads(config, checkpoint, draft),
         **asdict(inputs),
         **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }
@@ -79,7 +83,7 @@ def profile_settings(
 
 def profile_path(settings: Mapping[str, Any]) -> Path:
     """Return the file that caches the profile of these settings on this machine."""
-    machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
+    machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__]
     text = json.dumps([machine, dict(settings)], sort_keys=True, default=str)
     return home() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
@@ -88,6 +92,7 @@ def read_profile(path: Path) -> Profile | None:
     """Read a cached profile; None if there is none or if it is damaged."""
     try:
         values = json.loads(path.read_text())
+        values.pop("origin", None)
         learned = values.pop("missing_per_layer", None)
         numbers = values.values() if learned is None else [*values.values(), learned]
         valid = all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers)
@@ -96,14 +101,37 @@ def read_profile(path: Path) -> Profile | None:
         return None
 
 
-def write_profile(path: Path, profile: Profile) -> None:
-    """Cache a profile; an unwritable directory is ignored, since the profile can be measured again."""
+def write_profile(path: Path, profile: Profile, origins: Sequence[Origin]) -> None:
+    """Cache a profile and the checkpoints that it was measured with.
+
+    An unwritable directory is ignored, since the profile can be measured again.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(profile), indent=2))
+            temporary.write_text(json.dumps({**asdict(profile), "origin": origins_to_json(origins)}, indent=2))
     except OSError:
         pass
+
+
+# ---- drafts that cost more than they can gain
+
+
+def slow_draft_notice(
+    draft: str, k: int, draft_seconds: float, verify_seconds: float, plain_seconds: float
+) -> str | None:
+    """Return a warning if a draft pass takes longer than a pass of the target, with the best case of speculation.
+
+    `verify_seconds`: K + 1 rows; `plain_seconds`: a step without speculation.
+    """
+    if k < 1 or draft_seconds <= _SLOW_DRAFT * plain_seconds:
+        return None
+    ratio = (k * draft_seconds + verify_seconds) / ((k + 1) * plain_seconds)
+    return (
+        f"one pass of the draft {draft} takes {draft_seconds / plain_seconds:.1f} times as long as one of the target "
+        f"({1e3 * draft_seconds:.3g} ms, {1e3 * plain_seconds:.3g} ms): even if every draft token is accepted, a token "
+        f"takes {ratio:.1f} times as long as with -k 0; use -k 0, --draft ngram or a smaller draft"
+    )
 
 
 # ---- timers

@@ -15,6 +15,7 @@ from spmoe.experts.store import ensure_expert_file
 from spmoe.experts.transfer import FileTransfer, Transfer
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
+from spmoe.observe.announce import announcer
 from spmoe.observe.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def make_runtime(
         return _cuda_runtime(config, models, slot_count, store)
     path = expert_file_path(models.checkpoint, models.dtype)
     with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
-        file = ensure_expert_file(path, models.spec, fill, report)
+        file = ensure_expert_file(path, models.spec, fill, report, announcer(config.progress))
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except SpmoeError:

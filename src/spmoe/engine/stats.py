@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmoe.config import DraftTokens
@@ -27,18 +28,37 @@ class Stats:
     prefetch: str
     draft_tokens: DraftTokens  # K
     emulated_link_gbps: float | None
+    completions: int = 1  # that have a token at least
+    reread_seconds: float = 0.0  # part of the latency: the prompt was read again for the completions after the first
+
+    @classmethod
+    def combined(cls, parts: Sequence[Stats]) -> Stats:
+        """Return the statistics of completions of one prompt that ran one after the other."""
+        first, *others = parts
+        counters, prompt_counters = first.counters, first.prompt_counters
+        for one in others:
+            counters, prompt_counters = counters.plus(one.counters), prompt_counters.plus(one.prompt_counters)
+        return replace(
+            parts[-1],
+            output_tokens=sum(one.output_tokens for one in parts),
+            ttft_seconds=first.ttft_seconds,
+            latency_seconds=sum(one.latency_seconds for one in parts),
+            counters=counters,
+            prompt_counters=prompt_counters,
+            completions=sum(one.output_tokens > 0 for one in parts),
+            reread_seconds=sum(one.ttft_seconds for one in others),
+        )
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Time per output token after the first; None for fewer than two tokens."""
-        if self.output_tokens < 2:
-            return None
-        return self.decode_seconds / (self.output_tokens - 1)
+        """Time per output token after the first of each completion; None if there is no such token."""
+        later = self.output_tokens - self.completions
+        return self.decode_seconds / later if later > 0 else None
 
     @property
     def decode_seconds(self) -> float:
-        """Time after the first token."""
-        return self.latency_seconds - self.ttft_seconds
+        """Time after the first token of each completion."""
+        return self.latency_seconds - self.ttft_seconds - self.reread_seconds
 
     @property
     def decode_counters(self) -> Counters:

@@ -9,18 +9,27 @@ from typing import Any
 class TextStream:
     """Detokenizes one sequence incrementally; released text is final.
 
-    Text that may be the start of a stop string, and incomplete characters, are held back until that is decided.
+    Text that may be the start of a stop string, and incomplete characters, are held back until that is decided. A stop
+    string ends the text only if its last character comes after the first `min_tokens` tokens.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
         self.text = ""  # all released text
-        self.stopped = False
+        self.stop_reason: str | None = None  # the stop string that was found
+        self._prompt_ids = min(6, len(prompt))
+        self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._stop = stop
-        self._ids = list(prompt[-6:])  # context: a token's text can depend on the tokens before it
+        # context: a token's text can depend on the tokens before it
+        self._ids = list(prompt[len(prompt) - self._prompt_ids :])
         self._decoded = len(self._ids)  # ids whose text is in `_held` or released
         self._context = 0  # first id that decoding still needs
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_reason is not None
 
     def push(self, token: int) -> str:
         """Append a token; return the text that it releases."""
@@ -56,10 +65,10 @@ class TextStream:
     def _release(self, new: str) -> str:
         """Append new text; return it up to a stop string, or up to a possible start of one."""
         self._held += new
-        found = [start for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            released, self._held = self._held[: min(found)], ""
+        found = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if found and len(self._ids) - self._prompt_ids > self._min_tokens:
+            start, self.stop_reason = min(found, key=lambda one: one[0])
+            released, self._held = self._held[:start], ""
         else:
             overlap = max((_overlap(self._held, stop) for stop in self._stop), default=0)
             end = len(self._held) - overlap

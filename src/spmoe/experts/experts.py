@@ -45,7 +45,8 @@ class Experts:
         timeline: Timeline | None = None,
     ) -> Experts:
         """Connect slots, transfer and eviction policy. `threaded`: a worker thread submits prefetch requests."""
-        timeline, ledger, lock = timeline or Timeline(), Ledger(blob_bytes), threading.RLock()
+        timeline, lock = timeline or Timeline(), threading.RLock()
+        ledger = Ledger(blob_bytes, lock)
         pool = ExpertPool(slots, transfer, eviction, blob_bytes, clock, ledger, timeline, lock)
         scheduler = PrefetchScheduler(pool, lock, ledger, clock, timeline, threaded)
         run_ahead = RunAhead(transfer, scheduler)

@@ -126,10 +126,11 @@ class PrefetchScheduler:
         """Queue prefetch requests and start to submit them."""
         if not len(requests):
             return
+        count, started = len(requests), self._clock.now() if self._timeline.recording else None
         with self._lock:
             if self._pool.closed:
                 return
-            self._ledger.requested(len(requests))
+            self._ledger.requested(count)
             if not (timely := requests.deadlines > self._layer).all():
                 self._ledger.stale(int(np.count_nonzero(~timely)))
                 requests = requests.where(timely)
@@ -138,6 +139,8 @@ class PrefetchScheduler:
             for request in requests.where(requests.fetch & ~resident):
                 self._queue.put(request)
             drafting = self._layer < 0
+        if started is not None:
+            self._timeline.add(Activity.REQUEST, started, self._clock.now(), f"{count}")
         if not len(self._queue):
             return
         if not self.overlap and not drafting:

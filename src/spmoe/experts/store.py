@@ -8,6 +8,7 @@ process sees either no file or a complete one.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -15,21 +16,22 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
 from spmoe.files import atomic_write
+from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
+from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
 
-FORMAT = "spmoe-experts-1"
+ANNOUNCED_BYTES = 2**20  # smaller files are written at once
 ALIGNMENT = 4096  # bytes; start of blobs in the file
 _FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
 
@@ -81,6 +83,7 @@ class StoreSpec:
     fingerprint: str
     layout: BlobLayout
     experts: tuple[int, ...]  # per layer
+    origins: tuple[Origin, ...] = field(default=(), compare=False)  # for `spmoe cache`; empty: not recorded
 
     @property
     def count(self) -> int:
@@ -100,10 +103,10 @@ class StoreSpec:
 class ExpertFile:
     """Open expert file: offsets and checksums of blobs. A `Transfer` reads them."""
 
-    def __init__(self, path: Path, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
+    def __init__(self, path: Path, fd: int, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
         self.path = path
         self.spec = spec
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = fd  # closed by `close`
         self._data_start = data_start
         self._checksums = checksums
         self._checked = bytearray(spec.count)
@@ -113,26 +116,15 @@ class ExpertFile:
     def open(cls, path: Path) -> Self:
         """Open a file; raise StoreError if it is incomplete or not an expert file."""
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > 1 << 30:
-                    raise ValueError("header too long")
-                header = json.loads(file.read(length))
-            meta = header["__metadata__"]
-            if meta["format"] != FORMAT:
-                raise ValueError(f"format {meta['format']}")
-            layout = BlobLayout.from_json(json.loads(meta["layout"]))
-            spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])))
-            sums = meta["crc32"]
-            checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
-            if len(checksums) != spec.count:
-                raise ValueError("wrong number of checksums")
-            expected = 8 + length + spec.nbytes
-            if (actual := path.stat().st_size) != expected:
-                raise ValueError(f"{actual} bytes instead of {expected}")
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                mark_in_use(fd)
+                return cls(path, fd, *_read_header(fd))
+            except BaseException:
+                os.close(fd)
+                raise
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise StoreError(f"{path} is not a usable expert file ({error}); delete it to have it rebuilt") from error
-        return cls(path, spec, 8 + length, checksums)
 
     def offset(self, key: ExpertKey) -> int:
         """Return the byte offset of an expert's blob in the file."""
@@ -163,25 +155,33 @@ FillBlob = Callable[[ExpertKey, dict[str, Tensor]], None]  # writes an expert's 
 
 
 def ensure_expert_file(
-    path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None] = lambda done, total: None
+    path: Path,
+    spec: StoreSpec,
+    fill: FillBlob,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_start: Callable[[str], None] = lambda announcement: None,
 ) -> ExpertFile:
     """Open the expert file at `path`; build it first if it is missing, damaged or of another spec.
 
-    One process builds, others wait for it. `on_progress` receives the experts written and their total.
+    One process builds, others wait for it. `on_start` receives the size, the place and the free space before a file
+    worth mentioning is written, `on_progress` the experts written and their total.
     """
     with _storage_errors(path, spec):
         if file := _open_if_current(path, spec):
             return file
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with build_lock(path):
             if file := _open_if_current(path, spec):
                 return file
-            for leftover in path.parent.glob(f".{path.name}.*.partial"):
+            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
                 leftover.unlink(missing_ok=True)
-            _require_space(path, spec)
+            free = _require_space(path, spec)
+            if spec.nbytes >= ANNOUNCED_BYTES:
+                size, space = format_bytes(spec.nbytes), format_bytes(free)
+                on_start(f"writing {size} of experts to {path} (once); {space} are free there")
             with atomic_write(path) as partial:
                 _write(partial, spec, fill, on_progress)
-    return ExpertFile.open(path)
+            return ExpertFile.open(path)
 
 
 def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
@@ -217,13 +217,36 @@ def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[i
         os.fsync(file.fileno())
 
 
+def _read_header(fd: int) -> tuple[StoreSpec, int, list[int]]:
+    """Return the spec, the offset of the first blob and the checksums; raise ValueError if the file is damaged."""
+    with open(fd, "rb", closefd=False) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("header too long")
+        meta = json.loads(file.read(length))["__metadata__"]
+    if meta["format"] != EXPERTS_FORMAT:
+        raise ValueError(f"format {meta['format']}")
+    layout = BlobLayout.from_json(json.loads(meta["layout"]))
+    origins = parse_origins(json.loads(meta.get("origin", "[]")))
+    spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), origins)
+    sums = meta["crc32"]
+    checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+    if len(checksums) != spec.count:
+        raise ValueError("wrong number of checksums")
+    expected = 8 + length + spec.nbytes
+    if (actual := os.fstat(fd).st_size) != expected:
+        raise ValueError(f"{actual} bytes instead of {expected}")
+    return spec, 8 + length, checksums
+
+
 def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
     """Return a safetensors header; its length does not depend on the checksums."""
     size = spec.layout.nbytes
     header: dict[str, Any] = {
         "__metadata__": {
-            "format": FORMAT,
+            "format": EXPERTS_FORMAT,
             "fingerprint": spec.fingerprint,
+            "origin": json.dumps(origins_to_json(spec.origins)),
             "layout": json.dumps(asdict(spec.layout)),
             "experts": json.dumps(spec.experts),
             "crc32": "".join(f"{c:08x}" for c in checksums),
@@ -245,10 +268,12 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _require_space(path: Path, spec: StoreSpec) -> None:
+def _require_space(path: Path, spec: StoreSpec) -> int:
+    """Return the free bytes where the file will be; raise OSError if they do not suffice."""
     free = shutil.disk_usage(path.parent).free
-    if free < spec.nbytes:
-        raise OSError(errno.ENOSPC, f"{format_bytes(free)} free")
+    if (missing := spec.nbytes - free) > 0:
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} free, {format_bytes(missing)} missing")
+    return free
 
 
 @contextmanager
@@ -258,9 +283,12 @@ def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            elsewhere = "or point SPMOE_HOME at another disk"
+            if spec.layout.dtype == "float32":
+                elsewhere = "point SPMOE_HOME at another disk, or pass --dtype bfloat16, which halves the size"
             raise StoreError(
                 f"the disk is full: {path.parent} needs {format_bytes(spec.nbytes)} for the expert file "
-                f"({error.strerror}); free some space or point SPMOE_HOME at another disk"
+                f"({error.strerror}); delete cached files (`spmoe cache prune`, `spmoe cache rm`), {elsewhere}"
             ) from error
         raise StoreError(
             f"cannot write the expert file {path} ({error.strerror or error}); point SPMOE_HOME at a writable directory"

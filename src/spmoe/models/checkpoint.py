@@ -1,26 +1,27 @@
-"""Checkpoints and hub files: find a model by directory or hub id, and check its files before anything is loaded."""
+"""Checkpoints: find a model by directory or hub id, and check its files before anything is loaded."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
-from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
+from spmoe.errors import CheckpointError, SpmoeError, reason
 from spmoe.files import model_directory
+from spmoe.models.headers import INDEX, StoredTensor, read_header, weight_files
+from spmoe.models.hub import cached_model, download, remote_files
+from spmoe.system.origin import fingerprint
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
 DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
 
 
@@ -34,24 +35,41 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of a model, checked but not loaded."""
+    """The files of a model, checked but not loaded. The weights of a hub model may not be here yet."""
 
     name: str  # directory or hub id, as the user wrote it
-    directory: Path
+    directory: Path  # of config.json, and of the weights that are here
     config: Any = field(repr=False)
-    files: dict[str, Path] = field(repr=False)  # tensor name -> safetensors file
+    tensors: dict[str, StoredTensor] = field(repr=False)  # by name, from the files' headers
     fingerprint: str  # hash of config.json and of the files' names, sizes and times
     quantization: Quantization | None = None  # None: weights are stored in 16 or 32 bits
+    download_bytes: int = 0  # of files that are still on the hub; 0: everything is here
 
     @classmethod
-    def find(cls, name: str) -> Checkpoint:
-        """Find and check a local directory or a hub id."""
-        directory = _resolve(name)
+    def find(cls, name: str, *, weights: bool = True) -> Checkpoint:
+        """Find and check a local directory or a hub id. A hub model that is not cached is downloaded.
+
+        Without `weights`, only configuration files and tensor headers are fetched, and the model cannot be loaded.
+        """
+        directory = model_directory(name) or (download(name) if weights else cached_model(name))
+        if directory is None:
+            remote = remote_files(name)
+            with _readable(remote.directory):
+                config, quantization = _read_config(name, remote.directory)
+                _check_generation_config(remote.directory)
+            return cls(
+                name, remote.directory, config, remote.tensors, remote.fingerprint, quantization, remote.download_bytes
+            )
         with _readable(directory):
             config, quantization = _read_config(name, directory)
             _check_generation_config(directory)
-            files = _tensor_files(directory)
-            return cls(name, directory, config, files, _fingerprint(directory, set(files.values())), quantization)
+            tensors = _read_headers(directory)
+            return cls(name, directory, config, tensors, fingerprint(directory), quantization)
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Path of the safetensors file of every tensor, by name."""
+        return {name: self.directory / tensor.file for name, tensor in self.tensors.items()}
 
     def dtype(self, wanted: str) -> torch.dtype:
         """Return the dtype to run in; `auto` takes the declared dtype, else that of the weights."""
@@ -68,29 +86,7 @@ class Checkpoint:
 
     def _stored_dtype(self) -> torch.dtype | None:
         """Return the dtype of the first floating-point tensor with at least 16 bits."""
-        for name, path in self.files.items():
-            with safe_open(path, framework="pt") as file:
-                dtype: torch.dtype = file.get_slice(name)[:1].dtype
-                if dtype.is_floating_point and dtype.itemsize > 1:
-                    return dtype
-        return None
-
-
-def _resolve(name: str) -> Path:
-    if (directory := model_directory(name)) is not None:
-        return directory
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the hub client raises anything from a socket error to its own classes
-        if constants.HF_HUB_OFFLINE:
-            raise CheckpointError(
-                f"there is no directory {name}, and the local hub cache has no model of that name; check the "
-                "spelling, or unset HF_HUB_OFFLINE to allow a download"
-            ) from error
-        raise CheckpointError(
-            f"there is no directory {name}, and downloading it from the hub failed ({reason(error)}); check the "
-            "spelling, the network and HF_TOKEN"
-        ) from error
+        return next((_FLOAT_TYPES[t.dtype] for t in self.tensors.values() if t.dtype in _FLOAT_TYPES), None)
 
 
 def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
@@ -171,46 +167,23 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Map every tensor to its file, and check each file's header and length."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = _read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
-            raise CheckpointError(f"{index} does not say which file holds which tensor; download it again")
-        paths = [directory / shard for shard in sorted(set(names.values()))]
-    else:
-        paths = sorted(directory.glob("*.safetensors"))
-        names = {}
-    if not paths:
-        other_formats = any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.gguf"))
-        hint = "only safetensors are supported; convert it" if other_formats else "download it again"
-        raise CheckpointError(f"{directory} holds no safetensors files; {hint}")
-    files: dict[str, Path] = {}
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path.name} is missing from {directory}, though the index names it; download it again"
-            )
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """Read the header of every weight file once, and check each file's length and the index."""
+    index = directory / INDEX
+    content = _read_json(index) if index.is_file() else None
+    tensors: dict[str, StoredTensor] = {}
+    for file in weight_files(str(directory), (path.name for path in directory.iterdir()), content):
+        if not (directory / file).is_file():
+            raise CheckpointError(f"{file} is missing from {directory}, though the index names it; download it again")
         try:
-            path.open("rb").close()  # the system's error is clearer than that of safetensors
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        except SafetensorError as error:
+            tensors |= read_header(directory, file)
+        except ValueError as error:
             raise CheckpointError(
-                f"{path} is truncated or not a safetensors file ({reason(error)}); download it again"
+                f"{directory / file} is truncated or not a safetensors file ({reason(error)}); download it again"
             ) from error
-    if missing := sorted(set(names) - set(files)):
+    if missing := sorted(set(content["weight_map"] if content is not None else ()) - set(tensors)):
         raise CheckpointError(f"the index of {directory} names {missing[0]}, which no file holds; download it again")
-    return files
-
-
-def _fingerprint(directory: Path, paths: set[Path]) -> str:
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(paths):
-        stat = path.stat()
-        digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    return tensors
 
 
 @contextmanager
@@ -252,14 +225,3 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def dataset_file(repository: str, file: str) -> Path:
-    """Return the local path of a file of a hub dataset, downloading it if it is not cached."""
-    try:
-        return Path(hf_hub_download(repository, file, repo_type="dataset"))
-    except Exception as error:  # the hub client raises anything from a socket error to its own classes
-        raise UsageError(
-            f"{file} of the dataset {repository} cannot be had from the hub ({reason(error)}); go online, or pass a "
-            "local file"
-        ) from error

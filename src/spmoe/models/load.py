@@ -24,11 +24,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spmoe.backends.cpu import WHOLE, expert_tensors
 from spmoe.config import home
-from spmoe.errors import CheckpointError, reason
+from spmoe.errors import CheckpointError, UsageError, reason
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.tensors import CheckpointTensors
+from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
 
 
@@ -73,12 +74,19 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
         most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
         width = max(shape[-1] for other in blobs for shape in other.values())
         blob = {WHOLE: (-(-most // width), width)}
-    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts)
+    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts, (origin_of(checkpoint),))
+
+
+def origin_of(checkpoint: Checkpoint) -> Origin:
+    """Return the record of a checkpoint for files that are made from it; its name is the directory or the hub id."""
+    directory = str(checkpoint.directory)
+    name = directory if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
+    return Origin(name, directory, checkpoint.fingerprint)
 
 
 def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
-    """Return the path of the cached expert file: one per checkpoint (hub id or directory) and dtype."""
-    source = str(checkpoint.directory) if Path(checkpoint.name).expanduser().is_dir() else checkpoint.name
+    """Return the path of the cached expert file: one per checkpoint (directory or hub id) and dtype."""
+    source = origin_of(checkpoint).name
     tag = hashlib.sha256(source.encode()).hexdigest()[:12]
     label = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
     return home() / "experts" / f"{label}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
@@ -100,9 +108,16 @@ def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
     if not any(True for _ in experts_modules(model)):
+        architecture = type(model).__name__
+        declared = checkpoint.config.get_text_config(decoder=True).to_dict()
+        if not any("expert" in key and value for key, value in declared.items()):
+            raise UsageError(
+                f"{checkpoint.name} is a dense model ({architecture}), without experts; spmoe runs MoE models: use it "
+                "as a draft, with --draft"
+            )
         raise CheckpointError(
-            f"{checkpoint.name} ({checkpoint.config.model_type}) has no experts that transformers "
-            f"{transformers_version} lets spmoe replace; a dense model can only be used as --draft"
+            f"{checkpoint.name} ({architecture}) has no experts that transformers {transformers_version} lets spmoe "
+            "replace; upgrade transformers, or use it as a draft, with --draft"
         )
 
 

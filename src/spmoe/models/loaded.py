@@ -17,12 +17,23 @@ from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.config import EngineConfig
 from spmoe.errors import UsageError
 from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
+from spmoe.files import model_directory
 from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.inspection import MoeLayer
-from spmoe.models.load import ExpertReader, expert_file_path, load_dense, load_without_experts, store_spec
+from spmoe.models.load import (
+    ExpertReader,
+    expert_file_path,
+    load_dense,
+    load_dense_skeleton,
+    load_skeleton,
+    load_without_experts,
+    store_spec,
+)
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.models.widen import SHAPES, ExpertWidener, WideShape, wide_store_spec, widen_draft, widen_target
+from spmoe.observe.announce import announcer
 from spmoe.observe.progress import progress_bar
 from spmoe.types import ExpertKey
 
@@ -74,12 +85,21 @@ class LoadedModels:
         shape = "" if self.shape_name is None else f"{self.shape_name}-"
         path = plain.with_name(f"{plain.stem}-{shape}{scheme}{plain.suffix}")
         with self.experts() as read, progress_bar("Quantizing experts", progress) as report:
-            file = ensure_expert_file(path, experts.spec, experts.filler(read), report)
+            file = ensure_expert_file(path, experts.spec, experts.filler(read), report, announcer(progress))
         try:
             experts.load(file, self.device)
         finally:
             file.close()
         return experts
+
+
+def find_target(name: str) -> Checkpoint:
+    """Find a target's checkpoint; refuse a model that cannot be a target before its weights are downloaded."""
+    if model_directory(name) is None:
+        remote = Checkpoint.find(name, weights=False)
+        if remote.download_bytes:
+            load_skeleton(remote)
+    return Checkpoint.find(name)
 
 
 def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LoadedModels:
@@ -96,6 +116,15 @@ def load_target(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         spec = wide_store_spec(checkpoint, model, paths, dtype, shape)
     kept = small if shape is not None else None
     return LoadedModels(checkpoint, dtype, device, target, spec, shape, config.shape, kept)
+
+
+def draft_skeleton(checkpoint: Checkpoint) -> ModelRunner:
+    """Build a draft without weights, on the meta device."""
+    with load_errors(checkpoint):
+        model = load_dense_skeleton(checkpoint)
+        if any(True for _ in experts_modules(model)):
+            take_over(model)  # transformers' own experts cannot run without weights
+        return ModelRunner(model)
 
 
 def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], scheme: str) -> QuantizedExperts:

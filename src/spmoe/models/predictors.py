@@ -14,11 +14,12 @@ from spmoe.config import home
 from spmoe.errors import CheckpointError, UsageError, reason
 from spmoe.files import atomic_write
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.load import origin_of
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.projection import HiddenStateProjection
-
-FORMAT = "spmoe-predictor-1"
+from spmoe.system.cache import PREDICTOR_FORMAT
+from spmoe.system.origin import origins_to_json
 
 
 def predictor_path(target: Checkpoint, draft: Checkpoint) -> Path:
@@ -41,7 +42,13 @@ def write_predictor(
 ) -> Path:
     """Write a pair's projection to its file; `facts` are stored in the metadata for people to read."""
     path = predictor_path(target, draft)
-    meta = {"format": FORMAT, "target": target.fingerprint, "draft": draft.fingerprint, "facts": json.dumps(facts)}
+    meta = {
+        "format": PREDICTOR_FORMAT,
+        "target": target.fingerprint,
+        "draft": draft.fingerprint,
+        "origin": json.dumps(origins_to_json(map(origin_of, (target, draft)))),
+        "facts": json.dumps(facts),
+    }
     tensors = {"weights": projection.weights.cpu().contiguous(), "biases": projection.biases.cpu().contiguous()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +69,8 @@ def read_predictor(
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
-            for name, value in (("format", FORMAT), ("target", target.fingerprint), ("draft", draft.fingerprint)):
+            expected = {"format": PREDICTOR_FORMAT, "target": target.fingerprint, "draft": draft.fingerprint}
+            for name, value in expected.items():
                 if meta.get(name) != value:
                     raise ValueError(f"it was written for another {name}")
             weights, biases = file.get_tensor("weights"), file.get_tensor("biases")

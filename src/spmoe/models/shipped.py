@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent / "pair"
+from spmoe.config import SHIPPED_PAIR as ROOT
 
 
 def shipped_pair() -> tuple[str, str]:

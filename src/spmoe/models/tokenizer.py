@@ -19,10 +19,13 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
         advice = "check its permissions" if isinstance(error, PermissionError) else "download it again"
         raise CheckpointError(f"the tokenizer in {directory} cannot be read ({reason(error)}); {advice}") from error
+    # the context is checked here, per request; long texts that are split into windows are no reason for a warning
+    found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return found
 
 
 def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:

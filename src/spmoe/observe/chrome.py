@@ -20,6 +20,7 @@ _TRACKS: dict[Activity, tuple[str, str]] = {
     Activity.VERIFY: ("compute", "verify"),
     Activity.LAYER: ("compute", "layers"),
     Activity.STALL: ("compute", "stall"),
+    Activity.REQUEST: ("compute", "prefetch requests"),
     Activity.COPY: ("link", "demand loads"),
     Activity.PREFETCH: ("link", "prefetches"),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Self
 
 
@@ -46,18 +48,30 @@ class Counters:
 
     def copy(self) -> Self:
         """Return a snapshot."""
-        return self.minus(type(self)())
+        return self._combine(type(self)(), 1)
 
     def minus(self, earlier: Counters) -> Self:
         """Return the counts since the snapshot `earlier`."""
+        return self._combine(earlier, -1)
+
+    def plus(self, other: Counters) -> Self:
+        """Return the sum of both."""
+        return self._combine(other, 1)
+
+    def add(self, other: Counters) -> None:
+        """Add other counts to these."""
+        total = self.plus(other)
+        for f in fields(self):
+            setattr(self, f.name, getattr(total, f.name))
+
+    def _combine(self, other: Counters, sign: int) -> Self:
         result = type(self)()
         for f in fields(self):
-            now, then = getattr(self, f.name), getattr(earlier, f.name)
-            if isinstance(now, list):
-                then = then + [0] * (len(now) - len(then))
-                setattr(result, f.name, [a - b for a, b in zip(now, then, strict=True)])
+            a, b = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(a, list):
+                setattr(result, f.name, [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)])
             else:
-                setattr(result, f.name, now - then)
+                setattr(result, f.name, a + sign * b)
         return result
 
     def count_draft(self, drafted: int, accepted: int, missing: int = 0) -> None:
@@ -114,13 +128,48 @@ class Counters:
 class Ledger:
     """Owner and only writer of `counters`: one method per event, bytes derived from `blob_bytes`.
 
-    Not thread-safe: callers hold the expert pool's lock, except for `stalled` and `step`, which only the thread that
-    runs the model calls.
+    Every event belongs to one account at most: that of the request whose step began last. An account is brought up to
+    date only when another one is charged, so that counting costs nothing more. Callers of the events hold `lock`, the
+    expert pool's; `stalled`, `step` and the methods that read take it themselves.
     """
 
-    def __init__(self, blob_bytes: int) -> None:
-        self.counters = Counters()
+    def __init__(self, blob_bytes: int, lock: threading.RLock | None = None) -> None:
+        self.counters = Counters()  # totals of all requests, and of work between them
         self._blob_bytes = blob_bytes
+        self._lock = lock or threading.RLock()
+        self._account: Counters | None = None  # of the request whose step runs or ran last
+        self._charged_from = Counters()  # totals that the account has, or that were there before it was charged
+
+    # ---- accounts
+
+    def charge(self, account: Counters | None) -> None:
+        """Count all further events for this account too, which the ledger alone writes; None: for no account."""
+        if account is self._account:
+            return
+        with self._lock:
+            self._settle()
+            self._account = account
+
+    def close_account(self, account: Counters) -> None:
+        """Count no further events for this account; do nothing if another one is charged."""
+        if account is self._account:
+            self.charge(None)
+
+    def snapshot(self, account: Counters | None = None) -> Counters:
+        """Return a copy of an account with all counts so far; without one, of the totals."""
+        with self._lock:
+            if account is None:
+                return self.counters.copy()
+            if account is self._account:
+                self._settle()
+            return account.copy()
+
+    def _settle(self) -> None:
+        """Add the events since the last call to the charged account."""
+        now = self.counters.copy()
+        if self._account is not None:
+            self._account.add(now.minus(self._charged_from))
+        self._charged_from = now
 
     # ---- routed experts, at the moment a layer needs them
 
@@ -184,7 +233,8 @@ class Ledger:
 
     def stalled(self, seconds: float) -> None:
         """Add time that compute waited for experts."""
-        self.counters.stall_seconds += seconds
+        with self._lock:
+            self.counters.stall_seconds += seconds
 
     def step(
         self,
@@ -197,11 +247,12 @@ class Ledger:
         verify_seconds: float = 0.0,
     ) -> None:
         """Count one step: `tokens` new ones, `missing` routed experts that were in no slot when it began."""
-        self.counters.steps += 1
-        self.counters.tokens += tokens
-        self.counters.count_draft(drafted, accepted, missing)
-        self.counters.draft_seconds += draft_seconds
-        self.counters.verify_seconds += verify_seconds
+        with self._lock:
+            self.counters.steps += 1
+            self.counters.tokens += tokens
+            self.counters.count_draft(drafted, accepted, missing)
+            self.counters.draft_seconds += draft_seconds
+            self.counters.verify_seconds += verify_seconds
 
     @contextmanager
     def ignore_demand(self) -> Iterator[None]:

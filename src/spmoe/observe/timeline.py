@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,7 +13,8 @@ class Activity(Enum):
 
     DRAFT = "draft"
     VERIFY = "verify"
-    LAYER = "layer"  # of the target, within VERIFY
+    LAYER = "layer"  # of the target, within VERIFY: from its router's result to the end of its experts
+    REQUEST = "request"  # the queuing of prefetch requests that a policy predicted
     COPY = "copy"  # a demand load
     PREFETCH = "prefetch"  # a load for a prefetch request
     STALL = "stall"
@@ -24,7 +27,7 @@ class Span:
     activity: Activity
     start: float
     end: float
-    detail: str = ""  # the layer, or the expert as layer.expert
+    detail: str = ""  # the layer, the expert as layer.expert, or the number of requests
 
 
 @dataclass
@@ -38,3 +41,13 @@ class Timeline:
         """Append a span if recording is on and the span is not empty."""
         if self.recording and end > start:
             self.spans.append(Span(activity, start, end, detail))
+
+    @contextmanager
+    def record(self) -> Iterator[list[Span]]:
+        """Record the spans that end inside the block into the list that it yields."""
+        before = self.recording, self.spans
+        self.recording, self.spans = True, []
+        try:
+            yield self.spans
+        finally:
+            self.recording, self.spans = before

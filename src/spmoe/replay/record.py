@@ -17,7 +17,8 @@ from spmoe.backends.base import ExpertsForward
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import SamplingParams
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import LLM, Completion, Generation
+from spmoe.engine.llm import LLM, Generation
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.stats import Stats
 from spmoe.errors import UsageError
 from spmoe.models.experts_seam import attach
@@ -197,7 +198,7 @@ class TraceRecorder(PrefetchPolicy):
         self._records.experts[-1][layer] = max(0.0, seconds)
         self._last_end = self._now()
 
-    def trace(self, completions: Iterable[Completion]) -> Trace:
+    def trace(self, completions: Iterable[RequestOutput]) -> Trace:
         """Return everything recorded so far."""
         engine, records = self._engine, self._records
         spec, config, target = engine.spec, engine.config, engine.target
@@ -222,10 +223,11 @@ class TraceRecorder(PrefetchPolicy):
         counters = engine.counters.minus(self._before)
         about = {
             "model": config.model,
-            "draft": config.draft,
+            "draft": config.resolved_draft,
             "options": {
                 "prefetch": self._inner.name, "eviction": config.eviction_policy, "cutoff": str(config.cutoff),
-                "cutoff_layers": engine.prefetching.cutoff, "expert_memory": str(config.expert_memory),
+                "cutoff_layers": engine.prefetching.cutoff,
+                "expert_memory": str(config.expert_memory or f"{engine.slots} slots"),
                 "dtype": str(engine.parts.models.dtype),
                 "device": str(engine.device), "link_gbps": config.link_gbps,
                 "projection": engine.parts.projection is not None,

@@ -201,7 +201,7 @@ class ReplayRun:
                 sequence_id = step.sequence_id
                 self._learn()
             if reads_prompt and since is not None:  # steps that read a prompt are not counted
-                total, since = _add(total, counters.minus(since)), None
+                total, since = total.plus(counters.minus(since)), None
             elif not reads_prompt and since is None:
                 since = counters.copy()
             if self.timeline is not None:
@@ -222,7 +222,7 @@ class ReplayRun:
                 tokens += step.tokens
                 steps += 1
         if since is not None:
-            total = _add(total, counters.minus(since))
+            total = total.plus(counters.minus(since))
         engine.close()
         if not steps:
             raise UsageError("the trace has no step after the prompts; record longer generations")
@@ -312,10 +312,6 @@ def _slots(memory: Size | None, shape: Shape) -> int:
     if slots < shape.top_k:
         raise UsageError(f"{memory} holds {slots} experts, fewer than the {shape.top_k} of one token; give more")
     return int(slots)
-
-
-def _add(a: Counters, b: Counters) -> Counters:
-    return a.minus(Counters().minus(b))
 
 
 def as_cuda(trace: Trace) -> Trace:

@@ -17,7 +17,7 @@ from torch import Tensor
 from spmoe.predict.policies._requests import requests_from_routing
 from spmoe.predict.policies.base import Gates, Need, PolicyContext, PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
-from spmoe.registry import ON_DEMAND, PREFETCH_POLICIES
+from spmoe.registry import PREFETCH_POLICIES
 from spmoe.types import NO_PREFETCHES, LayerChunk, PrefetchRequests, Routing, Stage
 
 
@@ -55,8 +55,7 @@ class DraftGate(PrefetchPolicy):
 
     @classmethod
     def fallback(cls, context: PolicyContext) -> str | None:
-        # tokens without a model, such as n-grams, never come with hidden states: predict from the target's instead
-        return "next-gate" if context.drafting and context.draft_depth is None else ON_DEMAND
+        return "next-gate"  # predicts from the target's hidden states; falls back further if those cannot be read
 
     def set_cutoff(self, layers: int) -> None:
         self.cutoff = layers
