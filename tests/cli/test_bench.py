@@ -239,4 +239,4 @@ def test_invalid_prompt_files(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
-    invoke("bench", checkpoints / "target").refused(2, "--draft")
+    invoke("bench", checkpoints / "target", "--draft", "none").refused(2, "--draft")
