@@ -260,3 +260,7 @@ def test_invalid_prompt_files(invoke: Invoke, tmp_path: Path) -> None:
     invoke("bench", "--prompts", file).refused(2, "line 2 of", "name it prompt")
     file.write_bytes(b"\xff\xfe")
     invoke("bench", "--prompts", file).refused(2, "not UTF-8")
+
+
+def test_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
+    invoke("bench", checkpoints / "target", "--draft", "none").refused(2, "--draft")

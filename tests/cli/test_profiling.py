@@ -31,19 +31,8 @@ def test_measures_shows_and_checks_a_profile(checkpoints: Path, tmp_path: Path, 
     assert {step["cutoff"] for step in steps} == {None, 0, 1, 2, 3}
     assert found["check"]["errors"]["step"]["mean"] == pytest.approx(sum(abs(s["error"]) for s in steps) / len(steps))
     assert len(found["check"]["sweeps"]) == 1
-    other = invoke(
-        "profile",
-        *pair[:1],
-        "--draft",
-        "none",
-        "--expert-memory",
-        "50%",
-        "--dtype",
-        "bfloat16",
-        "--check",
-        "--from",
-        file,
-    )
+    plain = (checkpoints / "target", "--draft", "none", "--expert-memory", "50%")
+    other = invoke("profile", *plain, "--dtype", "bfloat16", "--check", "--from", file)
     other.refused(2, "of dtype float32", "of dtype bfloat16", "--from")
 
 

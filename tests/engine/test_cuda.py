@@ -89,7 +89,8 @@ def test_processed_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any])
     ids=str,
 )
 def test_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any]) -> None:
-    with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:
+    slots = {} if "device_memory" in options else {"expert_memory": "25%"}
+    with LLM(dtype="float32", device="cuda", progress=False, **{**slots, **options}) as llm:
         assert tokens(llm) == expected()
         assert tokens(llm) == expected(), "with all graphs captured and all slots full"
         assert not [notice for notice in llm.notices if "pageable" not in notice]
@@ -109,12 +110,12 @@ def test_16_bit_text_does_not_depend_on_the_number_of_draft_tokens(dtype: str) -
 
 
 def test_sampled_tokens_depend_on_the_seed_only() -> None:
-    with LLM(dtype="float32", device="cuda", progress=False) as llm:
+    with LLM(dtype="float32", device="cuda", expert_memory="25%", progress=False) as llm:
         assert tokens(llm, SAMPLED) == tokens(llm, SAMPLED)
 
 
 def test_interleaved_generations_do_not_affect_each_other() -> None:
-    with LLM(dtype="float32", device="cuda", progress=False) as llm:
+    with LLM(dtype="float32", device="cuda", expert_memory="25%", progress=False) as llm:
         first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
         streams = [iter(first), iter(second)]
         while streams:
@@ -132,8 +133,17 @@ def test_device_memory_limit_is_kept() -> None:
         tokens(llm)
         assert llm.engine.parts.memory.limit == 2 * 2**30
         assert torch.cuda.max_memory_reserved() - before <= 2 * 2**30
-    with pytest.raises(BudgetError, match="leaves 0 B for experts"):
+    with pytest.raises(BudgetError, match="--device-memory 100"):
         LLM(dtype="float32", device="cuda", device_memory="100MiB", progress=False)
+
+
+def test_free_memory_is_divided_by_default() -> None:
+    with LLM(dtype="float32", device="cuda", progress=False) as llm:
+        assert tokens(llm) == expected()
+        assert llm.engine.slots == llm.engine.spec.count, "the small pair fits as a whole"
+        limit = llm.engine.parts.memory.limit
+        assert limit is not None
+        assert limit < torch.cuda.mem_get_info()[1]
 
 
 def test_failed_copies_are_reported_and_corrupt_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +282,7 @@ def test_captured_draft_with_an_eager_target(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_closed_engines_free_their_device_memory() -> None:
     def bytes_after_one_engine() -> int:
-        with LLM(dtype="float32", device="cuda", progress=False) as llm:
+        with LLM(dtype="float32", device="cuda", expert_memory="25%", progress=False) as llm:
             generation = llm.stream(PROMPTS[0], GREEDY)
             next(iter(generation))
             generation.stop()

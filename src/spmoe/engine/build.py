@@ -18,7 +18,7 @@ from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
-from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times
+from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, set_threads
 from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
@@ -102,15 +102,11 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     configure_experts(experts, config)
     try:
         if device.type == "cpu":
-            times = compute_times(
-                config, checkpoint, draft_checkpoint, target, draft, runtime.slots, spec.layout.nbytes
-            )
-            if times is not None:
-                threads = IntraOpThreads(times.threads, times.prompt_threads)
-                inputs = cutoff_inputs(
-                    spec, target.top_k, memory.slots, usual_draft_tokens(config.num_speculative_tokens)
-                )
-                notices += _warn_of_slow_draft(config, times, inputs, spec.layout.nbytes)
+            blob = spec.layout.nbytes
+            times = compute_times(config, checkpoint, draft_checkpoint, target, draft, runtime.slots, blob)
+            threads = set_threads(times)
+            k = usual_draft_tokens(config.num_speculative_tokens)
+            notices += _warn_of_slow_draft(config, times, cutoff_inputs(spec, target.top_k, memory.slots, k), blob)
         target_kv: MutableMapping[int, KvState] = {}
         context = DraftContext(draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv)
         drafter = drafter_class.build(context)
@@ -163,13 +159,13 @@ def _require_memory(
 
 
 def _warn_of_slow_draft(
-    config: EngineConfig, times: ComputeTimes, inputs: CutoffInputs, expert_bytes: int
+    config: EngineConfig, times: ComputeTimes | None, inputs: CutoffInputs, expert_bytes: int
 ) -> list[str]:
     """Return a warning if a draft pass takes longer than a step without speculation, on a CPU.
 
     Loads count only where their speed is known, over an emulated link.
     """
-    if times.draft_seconds is None:
+    if times is None or times.draft_seconds is None:
         return []
     load, k = 0.0 if config.link_gbps is None else expert_bytes / (config.link_gbps * 1e9), inputs.draft_tokens
     plain, step = (replace(inputs, draft_tokens=n).missing_per_layer * inputs.layers * load for n in (0, k))

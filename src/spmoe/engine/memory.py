@@ -78,8 +78,9 @@ def divide_memory(
     models = {runner.model for runner in runners}
     tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
     workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
-    if available is None:  # weights may be loaded already
-        available = free_memory(device) + min(resident, allocated_memory(device))
+    if available is None:
+        loaded = sum(size for runner, size in zip(runners, weights, strict=True) if runner.model.device == device)
+        available = free_memory(device) + min(loaded, allocated_memory(device))
     limit = round(_AUTO_SHARE * available) if config.device_memory == "auto" else config.device_memory.of(available)
     contexts = [longest] if config.max_model_len is not None else [*_contexts(longest)]
     blob, asked = spec.layout.nbytes, None if config.expert_memory is None else slot_count(config, spec, top_k)

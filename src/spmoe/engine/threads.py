@@ -52,7 +52,10 @@ _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """Numbers of threads that an engine runs fastest with, and times of its passes with them, without loads."""
+    """Numbers of threads that an engine runs fastest with, and times of its passes with them, without loads.
+
+    Times are those of the fastest pass: anything above is other work on the machine.
+    """
 
     threads: int  # of decode steps
     prompt_threads: int
@@ -126,6 +129,13 @@ class IntraOpThreads:
             _process.release()
 
 
+def set_threads(times: ComputeTimes | None) -> IntraOpThreads:
+    """Use the measured numbers of threads from now on; change nothing if none were measured or the user chose one."""
+    if times is None or len(thread_counts()) == 1:
+        return IntraOpThreads()
+    return IntraOpThreads(times.threads, times.prompt_threads)
+
+
 def thread_counts() -> list[int]:
     """Return the numbers of threads to try: 1, 2, 4, ... and PyTorch's default, or only the one that the user chose."""
     own = _process.own
@@ -195,11 +205,11 @@ def measure_compute(
         more = [count for count in counts if count >= decode and verifying.tried(count)]
         prompt = fastest(more, [prompt_part]) if len(more) > 1 else decode
         torch.set_num_threads(decode)
-        plain = median(_time_passes(target, 1))
+        plain = min(_time_passes(target, 1))
     finally:
         torch.set_num_threads(before)
-    drafted = [median(part.seconds[decode]) for part in drafting]
-    return ComputeTimes(decode, prompt, median(verifying.seconds[decode]), plain, drafted[0] if drafted else None)
+    drafted = [min(part.seconds[decode]) for part in drafting]
+    return ComputeTimes(decode, prompt, min(verifying.seconds[decode]), plain, drafted[0] if drafted else None)
 
 
 @dataclass
