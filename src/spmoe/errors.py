@@ -29,6 +29,10 @@ class StoreError(SpmoeError):
     """Expert file that cannot be built or opened, or is damaged."""
 
 
+class DraftError(SpmoeError):
+    """Failure of a draft; the request goes on without it."""
+
+
 class TransferError(SpmoeError):
     """Failed transfer of an expert to its slot."""
 

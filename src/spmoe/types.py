@@ -161,6 +161,7 @@ class Sequence:
     processors: LogitsProcessor | None = None  # None: the target's logits are used as they are
     counters: Counters = field(default_factory=Counters)  # its account; the ledger writes it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, if they are asked for
+    drafts: bool = True  # False once its draft has failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 def test_deeply_nested_line_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "deep.jsonl"
     file.write_text('{"prompt": ' + "[" * 200_000)
-    with pytest.raises(UsageError, match="line 1 of .* is not JSON"):
+    with pytest.raises(UsageError, match=r"line 1 of .* is not JSON"):
         find_prompts(str(file))
 
 

@@ -419,13 +419,13 @@ def test_a_stream_yields_the_same_text_in_pieces(llm: LLM) -> None:
 
 
 def test_a_paused_stream_has_a_completion(llm: LLM, expected: list[int]) -> None:
-    stream = llm.stream(PROMPT, TEN)
+    stream = llm.stream(PROMPT, replace(TEN, max_tokens=400))
     pieces = [next(iter(stream)) for _ in range(3)]
     completion = stream.completion
     assert completion.finish_reason == "interrupted"
-    assert 3 <= len(completion.token_ids) < 10
-    assert completion.token_ids == expected[: len(completion.token_ids)]
-    assert completion.text == "".join(pieces)
+    assert 3 <= len(completion.token_ids) < 400
+    assert completion.token_ids[:10] == expected[: len(completion.token_ids)][:10]
+    assert completion.text.startswith("".join(pieces)), "the engine goes on while nobody reads"
     iter(stream).close()  # type: ignore[attr-defined]
     assert stream.completion.finish_reason == "interrupted"
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
@@ -456,13 +456,13 @@ def test_tokens_are_kept_when_the_next_draft_cannot_start(
     drafter = llm.engine.parts.drafter
     original = drafter.launch
     monkeypatch.setattr(drafter, "launch", launch)
-    stream = llm.stream(PROMPT, TEN)
-    with pytest.raises(RuntimeError, match="no memory"):  # where the draft is asked for
-        list(stream)
-    assert stream.token_ids == expected[: len(stream.token_ids)] != []
-    assert len(tried) == 2
+    assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10], "the request goes on without drafts"
+    assert len(tried) == 2, "launched ahead, and where the draft is asked for"
+    assert "the draft failed (no memory for that); a request goes on without drafts" in llm.notices
     monkeypatch.setattr(drafter, "launch", original)
-    assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
+    result = llm.generate(PROMPT, TEN)[0]
+    assert result.token_ids == expected[:10]
+    assert result.stats.counters.drafted > 0, "the next request drafts again"
 
 
 def test_an_unread_stream_runs_nothing(llm: LLM) -> None:
@@ -476,11 +476,12 @@ def test_an_unread_stream_runs_nothing(llm: LLM) -> None:
 
 
 def test_an_abandoned_stream_is_released(llm: LLM, expected: list[int]) -> None:
-    stream = llm.stream(PROMPT, TEN)
+    stream = llm.stream(PROMPT, replace(TEN, max_tokens=400))
     next(iter(stream))
     assert len(llm.engine.parts.target_kv) == 1
     del stream
     gc.collect()
+    llm.generate("x", replace(TEN, max_tokens=1))
     assert no_state_is_left(llm)
     assert llm.generate(PROMPT, TEN)[0].token_ids == expected[:10]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
 
 
-def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
+def build(
+    config: EngineConfig, store: HostStore | None = None, require_wanted: Callable[[], None] = lambda: None
+) -> Engine:
     """Load target, experts and draft, and connect them.
 
-    `store`: the experts, already in host memory, taken from the runtime of a closed engine.
+    `store`: the experts, already in host memory, taken from the runtime of a closed engine. `require_wanted` is called
+    during long work, and raises an exception to end it.
     """
     require_no_recording(config.prefetch)
     device, notices = choose_device(config.device), list[str]()
@@ -88,7 +91,7 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
         limit_memory(device, memory.limit)
 
     with _out_of_memory(f"{memory.slots} expert slots"):
-        runtime = make_runtime(config, models, memory.slots, store)
+        runtime = make_runtime(config, models, memory.slots, store, require_wanted)
     notices += runtime.notices
     threads = IntraOpThreads()
     clock, timeline, transfer = RealClock(), Timeline(), runtime.transfer

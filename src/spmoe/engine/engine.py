@@ -18,7 +18,7 @@ from spmoe.engine.loop import Loop
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import write_profile
-from spmoe.errors import UsageError
+from spmoe.errors import BudgetError, DraftError, SpmoeError, UsageError, reason
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
@@ -44,6 +44,7 @@ class Engine:
         self.notices = notices  # differences between the options and the engine, and their reasons
         self.recording: RecordedRouting | None = None  # routing of the request that runs next, for the oracle
         self._new_profiles: dict[Path, Profile] = {}  # to be written at `close`
+        self._failure: Exception | None = None  # that could not be recovered from
         self.prefetching: Prefetching = self._make_prefetching()
         self.loop: Loop = self._make_loop()
 
@@ -85,10 +86,40 @@ class Engine:
         return self.parts.drafter if self.config.max_draft_tokens else NoDraft()
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
-        """Run one step, on the calling thread, with the engine's number of intra-op threads; see `Loop.step`."""
+        """Run one step, on the calling thread, with the engine's number of intra-op threads; see `Loop.step`.
+
+        A draft that fails costs the sequence its drafts, not the request. After any other error that is not one of
+        spmoe's own, the engine starts again with empty slots, so that the next request finds it in order.
+        """
+        if self._failure is not None:
+            raise SpmoeError(
+                f"the engine failed ({reason(self._failure)}) and could not be restored; build another one"
+            ) from self._failure
         reads_prompt = sequence.id not in self.parts.target_kv
-        with self.parts.threads.in_force(len(sequence.tokens) if reads_prompt else 1):
-            return self.loop.step(sequence, max_new_tokens)
+        try:
+            with self.parts.threads.in_force(len(sequence.tokens) if reads_prompt else 1):
+                return self.loop.step(sequence, max_new_tokens)
+        except DraftError as error:
+            self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
+            self.recover()
+            self.release(sequence)  # a draft may share the target's KV cache
+            sequence.drafts = False
+            return self.step(sequence, max_new_tokens)
+        except SpmoeError:
+            raise
+        except torch.OutOfMemoryError as error:
+            self.recover()
+            raise BudgetError(
+                f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights and "
+                "the experts; lower --expert-memory, or raise --device-memory if it is set"
+            ) from error
+        except BaseException:
+            self.recover()
+            raise
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop a request's state, however it ended."""
+        self.loop.release(sequence)
 
     # ---- configuration
 
@@ -139,11 +170,14 @@ class Engine:
 
         Whatever the error has left of the bookkeeping of experts, and of the eviction policy, is replaced.
         """
-        self.parts.runtime.backend.synchronize()  # kernels of the failed step may still read slots
-        name = self.config.eviction_policy
-        self.learned.evictions = {name: make_eviction(name, self.spec.experts)}
-        self.experts.reset(self.learned.evictions[name])
-        self.parts.load_residents()
+        try:
+            self.parts.runtime.backend.synchronize()  # kernels of the failed step may still read slots
+            name = self.config.eviction_policy
+            self.learned.evictions = {name: make_eviction(name, self.spec.experts)}
+            self.experts.reset(self.learned.evictions[name])
+            self.parts.load_residents()
+        except Exception as error:  # a device that is broken
+            self._failure = error
 
     def close(self) -> None:
         """Write learned profiles, and release everything. Idempotent."""
@@ -161,9 +195,14 @@ class Engine:
     def _make_prefetching(self) -> Prefetching:
         recorded = None if self.recording is None else lambda: self.recording or []
         prefetching = make_prefetching(self.config, self.parts, self.learned, self.active_drafter, recorded)
-        self.notices += [notice for notice in prefetching.notices if notice not in self.notices]
+        for notice in prefetching.notices:
+            self._add_notice(notice)
         self.experts.scheduler.step_budget = prefetching.step_budget
         return prefetching
+
+    def _add_notice(self, notice: str) -> None:
+        if notice not in self.notices:
+            self.notices.append(notice)
 
     def _make_loop(self, policy: PrefetchPolicy | None = None) -> Loop:
         config, parts, drafter = self.config, self.parts, self.active_drafter

@@ -19,6 +19,15 @@ from typing import Any, Generic, TypeVar
 from spmoe.errors import SpmoeError
 
 T = TypeVar("T")
+
+
+class EngineClosed(SpmoeError):
+    """The engine was closed before, or while, something was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is closed")
+
+
 JOIN_SECONDS = 60.0  # longest wait for the thread to end
 _POLL_SECONDS = 1.0  # how often a caller that waits looks whether the thread still runs
 
@@ -148,6 +157,11 @@ class EngineThread:
         self._send(call)
         return self._value(self._receive(call.answer))  # type: ignore[no-any-return]
 
+    def require_open(self) -> None:
+        """Raise EngineClosed if `close` was called; long calls on the thread ask now and then."""
+        if self._closing:
+            raise EngineClosed
+
     def job(self, start: Callable[[], Iterator[T]]) -> Job[T]:
         """Start a job; `start` is called on the thread and returns the iterator."""
         return Job(self, start)
@@ -159,6 +173,8 @@ class EngineThread:
         self._closing = True
         stop = _Stop(last)
         self._inbox.put(stop)
+        if threading.current_thread() is self._thread:  # the garbage collector may run here
+            return
         deadline = time.monotonic() + JOIN_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(_POLL_SECONDS)
@@ -175,7 +191,7 @@ class EngineThread:
                 'multiprocessing start method "spawn"'
             )
         if self._closing or not self._thread.is_alive():
-            raise SpmoeError("the engine is closed")
+            raise EngineClosed
         self._inbox.put(message)
 
     @staticmethod
@@ -193,7 +209,7 @@ class EngineThread:
                 return queue.get(timeout=_POLL_SECONDS) if alive else queue.get_nowait()
             except Empty:
                 if not alive:
-                    raise SpmoeError("the engine is closed") from None
+                    raise EngineClosed from None
 
     # ---- on the thread
 
@@ -233,7 +249,7 @@ class EngineThread:
         self._ended = True
         try:
             while self._jobs:
-                self._jobs.popleft().fail(SpmoeError("the engine is closed"))
+                self._jobs.popleft().fail(EngineClosed())
         finally:
             stop.run()
 

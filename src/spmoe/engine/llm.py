@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import deque
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,6 +16,7 @@ from spmoe import types
 from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
+from spmoe.engine.engine_thread import EngineClosed, EngineThread
 from spmoe.engine.outputs import INTERRUPTED, CompletionOutput, Logprob, RequestOutput
 from spmoe.engine.prompts import (
     Message,
@@ -31,7 +31,7 @@ from spmoe.engine.prompts import (
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
-from spmoe.errors import BudgetError, PromptError, SpmoeError, UsageError, reason
+from spmoe.errors import PromptError, UsageError, reason
 from spmoe.files import model_directory
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
@@ -84,12 +84,12 @@ class LLM:
         config = EngineConfig.make(**with_default_pair({**options, **unknown}))
         directory = model_directory(config.model)  # None: a hub id
         defaults = None if directory is None else _sampling_defaults(config, directory)  # before anything is loaded
-        self.engine: Engine = build(config, store)
-        self._lock = threading.Lock()
+        self._thread = EngineThread()  # the engine is built, used and closed there
+        self._engine_in: list[Engine] = []  # the engine, once it is built
+        self._close = weakref.finalize(self, _close, self._thread, self._engine_in)
         self._sequence_ids, self._request_ids = count(1), count()
-        self._ended: deque[types.Sequence] = deque()  # their KV caches are to be released
-        self._closed = False
         try:
+            self.engine: Engine = self._thread.call(lambda: _build(config, store, self._thread, self._engine_in))
             defaults = defaults or _sampling_defaults(config, self.engine.parts.models.checkpoint.directory)
         except BaseException:
             self.close()
@@ -149,10 +149,8 @@ class LLM:
         return self._default_params
 
     def close(self) -> None:
-        """Release slots, threads and files. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
+        """End all requests; release slots, threads and files. Idempotent."""
+        self._close()
 
     def _generate(self, prompts: list[ParsedPrompt], sampling_params: Any) -> list[RequestOutput]:
         params = parse_params(sampling_params, len(prompts), self._default_params)
@@ -242,38 +240,12 @@ class LLM:
             counters=counters or Counters(),
         )
 
-    def _step(self, sequence: types.Sequence, max_new_tokens: int) -> list[int]:
-        with self._lock:
-            if self._closed:
-                raise SpmoeError("the engine is closed")
-            self._release_ended()
-            try:
-                return self.engine.step(sequence, max_new_tokens)
-            except torch.OutOfMemoryError as error:
-                raise BudgetError(
-                    f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
-                    "and the experts; lower --expert-memory, or raise --device-memory if it is set"
-                ) from error
-
-    def _release(self, sequence: types.Sequence) -> None:
-        """Release a finished sequence, without waiting for the lock.
-
-        The garbage collector may call this inside a step of the same thread; then the next step releases it.
-        """
-        self._ended.append(sequence)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._release_ended()
-            finally:
-                self._lock.release()
-
-    def _release_ended(self) -> None:
-        while self._ended:
-            self.engine.loop.release(self._ended.popleft())
-
 
 class Generation:
-    """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C."""
+    """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C.
+
+    It runs on the engine's thread from the first iteration on, also while nobody iterates.
+    """
 
     def __init__(
         self,
@@ -307,10 +279,20 @@ class Generation:
         self._started = self._first = self._ended = 0.0
         self._counters, self._prompt_counters = Counters(), Counters()
         self._stop = False
-        self._pieces = self._generate()
+        self._pieces = self._iterate()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
+
+    def _iterate(self) -> Iterator[str]:
+        """Start the generation on the engine's thread; yield its text. Ends it if the iteration ends early."""
+        job = self._llm._thread.job(self._generate)
+        try:
+            for piece in job:
+                if piece:
+                    yield piece
+        finally:
+            job.cancel()
 
     def stop(self) -> None:
         """End the generation after the current step; callable from a signal handler or another thread."""
@@ -329,7 +311,13 @@ class Generation:
 
     @property
     def completion(self) -> RequestOutput:
-        """The result so far."""
+        """The result so far, between two steps."""
+        try:
+            return self._llm._thread.call(self._completion)
+        except EngineClosed:
+            return self._completion()
+
+    def _completion(self) -> RequestOutput:
         engine, wanted = self._engine, self._params.logprobs is not None
         stats = Stats(
             prompt_tokens=len(self._prompt),
@@ -359,7 +347,10 @@ class Generation:
         finished = self.finish_reason != INTERRUPTED
         return RequestOutput(self._request_id, self._prompt_text, list(self._prompt), [output], finished, stats)
 
+    # ---- on the engine's thread
+
     def _generate(self) -> Iterator[str]:
+        """Run the steps; yield the text of each step, which may be empty."""
         clock = self._engine.parts.clock
         self._engine.learn_cutoff()
         self._started = self._first = self._ended = clock.now()
@@ -367,19 +358,20 @@ class Generation:
         self._raw_logprobs = sequence.logprobs
         try:
             while self.finish_reason == INTERRUPTED and not self._stop:
-                new = self._llm._step(sequence, self._max_new_tokens - len(self.token_ids))
+                new = self._engine.step(sequence, self._max_new_tokens - len(self.token_ids))
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
                     self._prompt_counters = self._engine.experts.ledger.snapshot(self._counters)
+                pieces: list[str] = []
                 for token in new:
-                    yield from self._take(token)
+                    pieces += self._take(token)
                     if self.finish_reason != INTERRUPTED:
                         break
-            if rest := self._flush():
-                yield rest
+                yield "".join(pieces)
+            yield self._flush()
         finally:
-            self._llm._release(sequence)
+            self._engine.release(sequence)
             self._flush()
 
     def _take(self, token: int) -> Iterator[str]:
@@ -410,6 +402,17 @@ class Generation:
 
     def _flush(self) -> str:
         return self._text.finish() if self._text is not None else ""
+
+
+def _build(config: EngineConfig, store: HostStore | None, thread: EngineThread, engine_in: list[Engine]) -> Engine:
+    """Build an engine on its thread; stop early if the caller does not want it any more."""
+    engine_in.append(build(config, store, thread.require_open))
+    return engine_in[0]
+
+
+def _close(thread: EngineThread, engine_in: list[Engine]) -> None:
+    """Close the engine on its thread, and end the thread."""
+    thread.close(lambda: engine_in[0].close() if engine_in else None)
 
 
 def _sampling_defaults(config: EngineConfig, directory: Path) -> tuple[SamplingParams, list[str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmoe.draft.base import Drafter
+from spmoe.errors import DraftError, reason
 from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
@@ -78,7 +79,7 @@ class Loop:
         self._experts.scheduler.request(self.policy.begin_step(sequence.id))
 
         k = self._num_draft_tokens(sequence, max_new_tokens)
-        (draft,) = self.drafter.propose([sequence], k, self._observers)  # predicts and prefetches on the way
+        draft = self._draft(sequence, k)
         drafted = self._clock.now()
         self._experts.scheduler.finish_draft()
 
@@ -111,9 +112,19 @@ class Loop:
 
     # ---- draft
 
+    def _draft(self, sequence: Sequence, k: int) -> Draft:
+        """Propose up to K tokens; predict and prefetch on the way."""
+        if not sequence.drafts:
+            return Draft([])
+        try:
+            (draft,) = self.drafter.propose([sequence], k, self._observers)
+        except Exception as error:  # of any model, and of prediction
+            raise DraftError(reason(error)) from error
+        return draft
+
     def _num_draft_tokens(self, sequence: Sequence, max_new_tokens: int) -> int:
         """Return K for the next step: fewer at the end of a request or before LongRoPE switches; 0 for a prompt."""
-        if sequence.id not in self._target_kv:
+        if sequence.id not in self._target_kv or not sequence.drafts:
             return 0
         k = self.max_draft_tokens
         if self.draft_length is not None:  # sampled text must not depend on how long steps take

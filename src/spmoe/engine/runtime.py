@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
 from spmoe.errors import SpmoeError
 from spmoe.experts.slots import MemorySlots, Slots
-from spmoe.experts.store import ensure_expert_file
+from spmoe.experts.store import FillBlob, ensure_expert_file
 from spmoe.experts.transfer import FileTransfer, Transfer
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
 from spmoe.observe.announce import announcer
 from spmoe.observe.progress import progress_bar
+from spmoe.types import ExpertKey
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda import CudaBackend
@@ -53,14 +57,21 @@ class ExpertRuntime:
 
 
 def make_runtime(
-    config: EngineConfig, models: LoadedModels, slot_count: int, store: HostStore | None = None
+    config: EngineConfig,
+    models: LoadedModels,
+    slot_count: int,
+    store: HostStore | None = None,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> ExpertRuntime:
-    """Build the store, unless the given one holds these experts, and everything between it and compute."""
+    """Build the store, unless the given one holds these experts, and everything between it and compute.
+
+    `require_wanted` is called before each expert is read, and raises an exception to end the work.
+    """
     if models.device.type == "cuda":
-        return _cuda_runtime(config, models, slot_count, store)
+        return _cuda_runtime(config, models, slot_count, store, require_wanted)
     path = expert_file_path(models.checkpoint, models.dtype)
     with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
-        file = ensure_expert_file(path, models.spec, fill, report, announcer(config.progress))
+        file = ensure_expert_file(path, models.spec, _wanted(fill, require_wanted), report, announcer(config.progress))
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except SpmoeError:
@@ -70,7 +81,11 @@ def make_runtime(
 
 
 def _cuda_runtime(
-    config: EngineConfig, models: LoadedModels, slot_count: int, store: HostStore | None
+    config: EngineConfig,
+    models: LoadedModels,
+    slot_count: int,
+    store: HostStore | None,
+    require_wanted: Callable[[], None],
 ) -> ExpertRuntime:
     from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaCopyStream
     from spmoe.backends.cuda_memory import DeviceSlots, HostStore
@@ -90,7 +105,7 @@ def _cuda_runtime(
     try:
         if not filled:
             with models.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
-                store.fill(fill, report)
+                store.fill(_wanted(fill, require_wanted), report)
         recorder = CudaGraphRecorder(models.device)
         backend = CudaBackend(slots, recorder)
         addresses = CudaBlobAddresses(store, slots)
@@ -102,3 +117,11 @@ def _cuda_runtime(
     runtime = ExpertRuntime(slots, transfer, backend, captured, backend, store, notices, sys.getswitchinterval())
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     return runtime
+
+
+def _wanted(fill: FillBlob, require_wanted: Callable[[], None]) -> FillBlob:
+    def checked(key: ExpertKey, views: dict[str, Tensor]) -> None:
+        require_wanted()
+        fill(key, views)
+
+    return checked
