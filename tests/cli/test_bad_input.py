@@ -334,7 +334,7 @@ def test_chat_without_a_usable_template(
 
 
 def test_conversation_that_outgrows_the_context(checkpoints: Path, invoke: Invoke) -> None:
-    options = ("--max-model-len", 40, "--max-tokens", 4, "--json")
+    options = ("--draft", "none", "--max-model-len", 40, "--max-tokens", 4, "--json")
     result = invoke("chat", checkpoints / "target", *options, stdin=b"hi\n" + b"a" * 40)
     assert result.code == 2
     assert len(result.out.splitlines()) == 1  # the first answer
@@ -671,7 +671,8 @@ def test_ctrl_c_from_outside(checkpoints: Path) -> None:
 
 
 def test_reader_that_closes_the_pipe_early(checkpoints: Path) -> None:
-    with Command("run", checkpoints / "target", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos") as command:
+    options = ("--draft", "none", "--prompt", "hello", "--max-tokens", 400, "--ignore-eos")
+    with Command("run", checkpoints / "target", *options) as command:
         assert command.stdout.read(1)
         command.stdout.close()
         err = command.stderr.read()
