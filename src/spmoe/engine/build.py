@@ -18,7 +18,7 @@ from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
-from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, set_threads
+from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, loading_threads, set_threads
 from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
@@ -47,7 +47,13 @@ def build(config: EngineConfig, store: HostStore | None = None) -> Engine:
     `store`: the experts, already in host memory, taken from the runtime of a closed engine.
     """
     require_no_recording(config.prefetch)
-    device, notices = choose_device(config.device), list[str]()
+    device = choose_device(config.device)
+    with loading_threads(device.type):
+        return _build(config, device, store)
+
+
+def _build(config: EngineConfig, device: torch.device, store: HostStore | None) -> Engine:
+    notices = list[str]()
     checkpoint = Checkpoint.find(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
     tokenizer = load_tokenizer(checkpoint.directory)
