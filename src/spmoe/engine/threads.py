@@ -129,6 +129,16 @@ class IntraOpThreads:
             _process.release()
 
 
+@contextmanager
+def loading_threads(device_type: str) -> Iterator[None]:
+    """Load models for the CPU on one thread, unless the user chose a number: copies hardly gain from more."""
+    threads = IntraOpThreads(1, 1) if device_type == "cpu" and len(thread_counts()) > 1 else IntraOpThreads()
+    try:
+        yield
+    finally:
+        threads.close()
+
+
 def set_threads(times: ComputeTimes | None) -> IntraOpThreads:
     """Use the measured numbers of threads from now on; change nothing if none were measured or the user chose one."""
     if times is None or len(thread_counts()) == 1:
