@@ -14,7 +14,7 @@ from spmoe.backends.graphs import CaptureContext
 from spmoe.config import EngineConfig, Size, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.engine.engine import Engine, configure_experts
-from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
+from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
@@ -120,7 +120,7 @@ def _build(config: EngineConfig, device: torch.device, store: HostStore | None) 
             runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
         )
         target.connect(experts, runtime.backend)
-        if runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None:
+        if runtime.cuda is not None and all_resident(config, device, memory.slots, spec):
             experts.load_all(spec.experts)
             runtime.backend.synchronize()
             runtime.cuda.keep_resident(experts.pool.slots_by_key())
