@@ -160,7 +160,7 @@ def test_an_engine_measures_once_and_caches_the_result(
     for damage in (
         "{",
         "[]",
-        '{"model": "m", "threads": -1}',
+        '{"origin": [], "threads": -1}',
         file.read_text().replace('"threads": 1', '"threads": "1"'),
     ):
         file.write_text(damage)
