@@ -151,6 +151,8 @@ def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = shlex.split(command, comments=True)
     if arguments[1] == "run" and "--max-tokens" not in arguments:
         arguments += ["--max-tokens", "8"]  # the default only takes longer
+    if arguments[1] == "bench":
+        arguments += ["--output-len", "4", "--repeat", "1"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     with pytest.raises(SystemExit) as ended:

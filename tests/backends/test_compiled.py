@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE, KERNELS = Path(__file__).parent, Path(__file__).parents[2] / "src" / "spmoe" / "backends" / "kernels"
-SHARED_MEMORY = {89: 101_376, 90: 232_448}  # bytes per program, by architecture: a consumer GPU and a server GPU
+SHARED_MEMORY = {89: 101_376}  # bytes per program, of a consumer GPU; GPU tests compile for the GPU that is there
 
 
 @pytest.mark.slow

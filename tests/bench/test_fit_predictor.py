@@ -18,7 +18,7 @@ from spmoe.bench.predictability import measure_predictability
 from spmoe.errors import PromptError, UsageError
 from spmoe.models.predictors import predictor_path, write_predictor
 from spmoe.predict.policies.draft_gate import DraftGate
-from spmoe.predict.policies.on_demand import OnDemand
+from spmoe.predict.policies.next_gate import NextGate
 
 TEXT = Path(__file__).read_text()
 OTHER_TEXT = (Path(__file__).parents[1] / "checkpoints.py").read_text()
@@ -133,7 +133,7 @@ def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
     same_width = reference(pair.good).config.hidden_size == HIDDEN
     with build(pair) as llm:
         assert llm.generate([84, 104], params)[0].token_ids == expected
-        assert isinstance(llm.engine.loop.policy, DraftGate if same_width else OnDemand)
+        assert isinstance(llm.engine.loop.policy, DraftGate if same_width else NextGate)
         assert same_width or "`spmoe fit-predictor`" in llm.notices[0]
     fit(pair)
     for cutoff in ("all", "1", "auto"):

@@ -284,7 +284,7 @@ def test_shipped_scenarios_cover_their_purpose() -> None:
         make_workloads(matrix)
         for matrix in read_scenario(ROOT / "src/spmoe/scenarios/ushape.toml").matrices({"device": "cpu"})
     )
-    job = make_job(Workload(mixtral.matrix, None, None, None, None, "sample"), False, {}, {})
+    job = make_job(Workload(mixtral.matrix, None, "auto", None, None, "sample"), False, {}, {})
     depths = {one.cutoff.layers for one in job.configs if one.cutoff.mode is CutoffMode.FIXED}
     assert depths == set(range(17)), "every number of layers"
     shapes = {

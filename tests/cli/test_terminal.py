@@ -85,9 +85,10 @@ def test_full_disk_does_not_end_the_conversation(history: Path, monkeypatch: pyt
 @pytest.fixture(scope="module")
 def llm(checkpoints: Path, shared_home: Path) -> Iterator[LLM]:
     """An engine for all sessions of this module."""
-    os.environ["SPMOE_HOME"] = str(shared_home)
-    with LLM(str(checkpoints / "target"), progress=False) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPMOE_HOME", str(shared_home))
+        with LLM(str(checkpoints / "target"), progress=False) as engine:
+            yield engine
 
 
 def converse(llm: LLM, keys: str, history: Path, *, max_tokens: int = 4) -> Conversation:

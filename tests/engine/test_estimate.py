@@ -201,7 +201,9 @@ def test_profile_of_this_machine_replaces_assumptions(monkeypatch: pytest.Monkey
     settings = profile_settings(
         replace(config, draft=draft, num_speculative_tokens=4), Checkpoint.find(target), Checkpoint.find(draft), inputs
     )
-    write_profile(profile_path(settings), Profile(1e-3, 4, 2e-3, 1e-4, 100, missing_per_layer=0.0, expert_share=0.5))
+    write_profile(
+        profile_path(settings), Profile(1e-3, 4, 2e-3, 1e-4, 100, missing_per_layer=0.0, expert_share=0.5), ()
+    )
     after = make_estimate(config, draft, 4, device="cpu").cases[1]
     assert after.times.keys() == {"measured"}
     assert after.likely.seconds == pytest.approx((4 * 4e-3 + 16 * 2e-3) / after.tokens_per_step)

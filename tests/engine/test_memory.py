@@ -12,6 +12,7 @@ from transformers import MistralConfig, MixtralConfig
 
 from checkpoints import Pair
 from spmoe.config import EngineConfig, Size
+from spmoe.draft.base import Drafter
 from spmoe.engine import build as building
 from spmoe.engine import memory
 from spmoe.engine.memory import MemoryPlan, divide_memory, max_sequence_length
@@ -162,8 +163,9 @@ def test_an_engine_is_refused_before_its_draft_is_loaded(mixtral_pair: Pair, mon
     monkeypatch.setattr(memory, "allocated_memory", lambda device: 0)
     for draft in (str(mixtral_pair.good), "self:int8"):
         config = EngineConfig.make(model=model, draft=draft)
+        found = Checkpoint.find(draft) if config.draft_model is not None else None
         with pytest.raises(BudgetError, match="--device-memory auto allows 190"):
-            building._require_memory(config, on_cuda, Checkpoint.find(draft) if draft[0] == "/" else None, 256)
+            building._require_memory(config, on_cuda, Drafter, found, 256)
 
 
 def test_sizes_are_options_as_text() -> None:

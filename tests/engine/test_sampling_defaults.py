@@ -79,7 +79,7 @@ def test_an_engine_uses_the_defaults_for_requests_without_params(tmp_path: Path,
     target = tmp_path / "target"
     shutil.copytree(mixtral_pair.target, target)
     write(target, {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": [5]})
-    options: dict[str, Any] = {"expert_memory": "100%", "progress": False}
+    options: dict[str, Any] = {"draft": None, "expert_memory": "100%", "progress": False}
     with LLM(target, **options) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=1.0, max_tokens=4)
         drawn = {tuple(llm.generate("abc")[0].token_ids) for _ in range(5)}

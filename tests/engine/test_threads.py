@@ -160,7 +160,7 @@ def test_an_engine_measures_once_and_caches_the_result(
     for damage in (
         "{",
         "[]",
-        '{"model": "m", "threads": -1}',
+        '{"origin": [], "threads": -1}',
         file.read_text().replace('"threads": 1', '"threads": "1"'),
     ):
         file.write_text(damage)
@@ -272,7 +272,7 @@ def test_a_slow_draft_is_reported_with_its_ratio(
     assert "draft self:int4 takes 6.0 times as long as one of the target (60 ms, 10 ms)" in notice
     assert "takes 5.0 times as long as with -k 0" in notice  # (4 * 60 + 10) / 5 ms
     assert "--draft ngram" in notice
-    with make(mixtral_pair, draft="self:int4", num_speculative_tokens=4, link_gbps=1e-5) as llm:
+    with make(mixtral_pair, draft="self:int4", num_speculative_tokens=4, link_gbps=1e-5, prefetch="on-demand") as llm:
         assert not [notice for notice in llm.notices if "as long as" in notice], "loads take longer than any pass"
     with make(mixtral_pair, draft=str(mixtral_pair.good), num_speculative_tokens=4) as llm:
         assert llm.notices == []

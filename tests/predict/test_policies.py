@@ -69,7 +69,7 @@ def test_any_two_policies_can_be_joined(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("name", "context", "used", "notice"),
     [
-        ("draft-gate", NO_DRAFT, "next-gate", None),
+        ("draft-gate", NO_DRAFT, "on-demand", None),
         ("draft-gate+next-gate", NO_DRAFT, "next-gate", None),
         ("draft-gate", NGRAM, "next-gate", "no states; next-gate is used instead of draft-gate: the target's own"),
         (

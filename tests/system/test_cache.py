@@ -128,15 +128,16 @@ def test_changed_and_deleted_models_make_files_prunable(home: Path, model: Path)
 
 
 def test_fingerprint_follows_the_index(model: Path) -> None:
-    (model / "extra.safetensors").write_bytes(b"not in the index")
+    (model / "extra.safetensors").write_bytes(b"named by the index alone")
     before = fingerprint(model)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    weights = {"a": "model.safetensors", "b": "extra.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     with_index = fingerprint(model)
     assert with_index != before
     origin = Origin("m", str(model), with_index)
-    (model / "extra.safetensors").unlink()
+    (model / "other.safetensors").write_bytes(b"not in the index")
     assert origin.state() is OriginState.UNCHANGED
-    (model / "model.safetensors").unlink()
+    (model / "extra.safetensors").unlink()
     assert origin.state() is OriginState.CHANGED
     (model / "model.safetensors.index.json").write_text("[")
     assert origin.state() is OriginState.UNREADABLE

@@ -14,11 +14,11 @@ from spmoe.backends.graphs import CaptureContext
 from spmoe.config import EngineConfig, Size, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.engine.engine import Engine, configure_experts
-from spmoe.engine.memory import divide_memory, max_sequence_length, slot_count
+from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
-from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, set_threads
+from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, loading_threads, set_threads
 from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
@@ -57,7 +57,15 @@ def build(
     during long work, and raises an exception to end it.
     """
     require_no_recording(config.prefetch)
-    device, notices = choose_device(config.device), list[str]()
+    device = choose_device(config.device)
+    with loading_threads(device.type):
+        return _build(config, device, store, require_wanted)
+
+
+def _build(
+    config: EngineConfig, device: torch.device, store: HostStore | None, require_wanted: Callable[[], None]
+) -> Engine:
+    notices = list[str]()
     checkpoint = find_target(config.model)
     draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
     tokenizer = load_tokenizer(checkpoint.directory)
@@ -69,7 +77,7 @@ def build(
     target, spec = models.target, models.spec
     max_length = max_sequence_length(config, target)
     drafter_class = _drafter_class(config, target, notices)
-    _require_memory(config, models, draft_checkpoint, max_length)
+    _require_memory(config, models, drafter_class, draft_checkpoint, max_length)
     sources = DraftSources(drafter_name(config.resolved_draft)[1], draft_checkpoint, models, config.progress)
     with _out_of_memory(f"the draft {config.resolved_draft}"):
         draft = drafter_class.load_runner(sources)
@@ -117,10 +125,10 @@ def build(
             runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
         )
         target.connect(experts, runtime.backend)
-        all_resident = runtime.cuda is not None and memory.slots == spec.count and config.link_gbps is None
+        resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
         parts = EngineParts(
             models, tokenizer, draft_checkpoint, drafter, projection, runtime, experts, memory, max_length, clock,
-            target_kv, threads, all_resident,
+            target_kv, threads, resident,
         )  # fmt: skip
         parts.load_residents()
         return Engine(config, parts, LearnedState({config.eviction_policy: eviction}), notices)
@@ -144,7 +152,11 @@ def _out_of_memory(part: str) -> Iterator[None]:
 
 
 def _require_memory(
-    config: EngineConfig, models: LoadedModels, draft_checkpoint: Checkpoint | None, max_length: int
+    config: EngineConfig,
+    models: LoadedModels,
+    drafter_class: type[Drafter],
+    draft_checkpoint: Checkpoint | None,
+    max_length: int,
 ) -> None:
     """Raise BudgetError, before the draft is loaded, if the memory cannot be divided."""
     target, spec = models.target, models.spec
@@ -153,11 +165,11 @@ def _require_memory(
         return
     if config.shape is not None:  # a widened draft is made when it is loaded
         return
-    runners: list[ModelRunner] = [target]
-    if draft_checkpoint is not None:
+    runners, extra_bytes = list[ModelRunner]([target]), 0
+    if drafter_class.proposes and draft_checkpoint is not None:
         runners.append(draft_skeleton(draft_checkpoint))
-    scheme = config.self_draft_scheme
-    extra_bytes = quantized_experts(spec, target.moe, scheme).nbytes if scheme is not None else 0
+    if drafter_class.proposes and config.self_draft_scheme is not None:
+        extra_bytes = quantized_experts(spec, target.moe, config.self_draft_scheme).nbytes
     divide_memory(config, models.device, runners, spec, target.top_k, max_length, extra_bytes, models.dtype)
 
 

@@ -17,7 +17,7 @@ from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, home
 from spmoe.engine.hardware import HOST_SHARE, Hardware, find_hardware
 from spmoe.engine.memory import MemoryPlan, divide_memory, max_sequence_length, weight_bytes
 from spmoe.engine.plan import memory_dict
-from spmoe.engine.prefetching import DraftSide, policy_context
+from spmoe.engine.prefetching import DraftSide, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
 from spmoe.errors import BudgetError
 from spmoe.experts.store import StoreSpec
@@ -270,9 +270,9 @@ def _case(
     except BudgetError as error:
         return Case(draft, k, None, None, str(error), acceptance, 1 + share * (tokens - 1), {})
     side = DraftSide(k > 0, models.draft if k else None, config.self_draft_scheme is not None)
-    policy = plan_policy(
-        config.prefetch, policy_context(models.target, models.spec.experts, side, predictor is not None)
-    ).name
+    context = policy_context(models.target, models.spec.experts, side, predictor is not None)
+    device = torch.device(hardware.device)
+    policy = plan_policy(policy_name(config, device, memory.slots, models.spec), context).name
     step = _Step(config, models, hardware, memory, policy)
     profile = _profile(config, models, memory) if hardware.is_here else None
     if profile is not None:

@@ -174,6 +174,11 @@ def _remedies(
     return found or ["free memory on the device, or use a larger one"]
 
 
+def all_resident(config: EngineConfig, device: torch.device, slots: int, spec: StoreSpec) -> bool:
+    """Return whether every expert is loaded at start and stays in a slot; kernels then find it without the host."""
+    return device.type == "cuda" and slots == spec.count and config.link_gbps is None
+
+
 def weight_bytes(runner: ModelRunner, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of a model's resident weights; of one on the meta device, as if loaded in `dtype`."""
     if runner.model.device.type != "meta":

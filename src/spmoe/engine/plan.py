@@ -12,7 +12,7 @@ from typing import Any
 from spmoe.backends.devices import choose_device
 from spmoe.config import AUTO_DRAFT, CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
-from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context
+from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.load import expert_file_path, load_skeleton, store_spec
@@ -121,7 +121,8 @@ def make_plan(config: EngineConfig) -> Plan:
     drafting = config.resolved_draft is not None and config.max_draft_tokens > 0
     by_default = config.draft == AUTO_DRAFT
     side = DraftSide(drafting, draft, config.self_draft_scheme is not None, by_default)
-    policy = plan_policy(config.prefetch, policy_context(target, spec.experts, side, projection_file is not None))
+    context = policy_context(target, spec.experts, side, projection_file is not None)
+    policy = plan_policy(policy_name(config, device, memory.slots, spec), context)
     profile, cutoff_layers = None, None
     if policy.uses_cutoff:
         usual = usual_draft_tokens(config.num_speculative_tokens)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from spmoe.config import AUTO_DRAFT, CutoffMode, EngineConfig, drafter_name
 from spmoe.draft.base import Drafter
 from spmoe.engine.loop import Loop
+from spmoe.engine.memory import all_resident
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import (
     cutoff_inputs,
@@ -20,6 +23,7 @@ from spmoe.engine.profiling import (
     usual_draft_tokens,
     write_profile,
 )
+from spmoe.experts.store import StoreSpec
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
@@ -27,6 +31,7 @@ from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cut
 from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection
+from spmoe.registry import ON_DEMAND
 
 
 @dataclass
@@ -79,7 +84,7 @@ def make_prefetching(
     spec = parts.models.spec
     draft = DraftSide(drafter.proposes, drafter.runner, drafter.routes_experts, config.draft == AUTO_DRAFT)
     context = policy_context(parts.models.target, spec.experts, draft, parts.projection, recorded)
-    plan = plan_policy(config.prefetch, context)
+    plan = plan_policy(policy_name(config, parts.models.device, parts.memory.slots, spec), context)
     cutoff = _Cutoff()
     if plan.uses_cutoff:
         cutoff = _find_cutoff(config, parts, learned, drafter.runner)
@@ -108,6 +113,11 @@ def default_draft_notice(config: EngineConfig, policy: str, device_type: str) ->
     if device_type != "cpu":  # on a CPU, quantized experts are slower than the target's own
         better += ", or --draft self:int4"
     return f"no --draft given: drafting with {name}, prefetching with {policy}; {better}, predicts experts earlier"
+
+
+def policy_name(config: EngineConfig, device: torch.device, slots: int, spec: StoreSpec) -> str:
+    """Return the configured policy; on-demand if every expert stays in a slot, since nothing is left to prefetch."""
+    return ON_DEMAND if all_resident(config, device, slots, spec) else config.prefetch
 
 
 def policy_context(

@@ -35,9 +35,11 @@ from spmoe.experts.slots import Slots
 from spmoe.files import atomic_write
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import attach
+from spmoe.models.load import origin_of
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.draft_length import FIRST
+from spmoe.system.origin import origins_to_json
 
 PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
 _PASSES = 5  # timed passes, unless they take longer than _SECONDS
@@ -127,6 +129,16 @@ class IntraOpThreads:
         if self._held:
             self._held = False
             _process.release()
+
+
+@contextmanager
+def loading_threads(device_type: str) -> Iterator[None]:
+    """Load models for the CPU on one thread, unless the user chose a number: copies hardly gain from more."""
+    threads = IntraOpThreads(1, 1) if device_type == "cpu" and len(thread_counts()) > 1 else IntraOpThreads()
+    try:
+        yield
+    finally:
+        threads.close()
 
 
 def set_threads(times: ComputeTimes | None) -> IntraOpThreads:
@@ -304,7 +316,7 @@ def compute_times(
     if (known := _read(path)) is not None:
         return known
     found = measure_compute(target, draft, slots, blob_bytes, _draft_tokens(config) if draft is not None else 0, counts)
-    _write(path, config.model, found)
+    _write(path, [one for one in (checkpoint, draft_checkpoint) if one is not None], found)
     return found
 
 
@@ -336,7 +348,7 @@ def _read(path: Path) -> ComputeTimes | None:
     """Read cached times; None if there are none or if they are damaged."""
     try:
         values = json.loads(path.read_text())
-        values.pop("model")
+        values.pop("origin")
         found = ComputeTimes(**values)
         numbers = [value for value in asdict(found).values() if value is not None]
         valid = all(type(value) in (int, float) and value > 0 for value in numbers)
@@ -345,11 +357,13 @@ def _read(path: Path) -> ComputeTimes | None:
         return None
 
 
-def _write(path: Path, model: str, times: ComputeTimes) -> None:
+def _write(path: Path, checkpoints: Iterable[Checkpoint], times: ComputeTimes) -> None:
     """Cache times; an unwritable directory is ignored, since they can be measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps({"model": model, **asdict(times)}, indent=2))
+            temporary.write_text(
+                json.dumps({**asdict(times), "origin": origins_to_json(map(origin_of, checkpoints))}, indent=2)
+            )
     except OSError:
         pass

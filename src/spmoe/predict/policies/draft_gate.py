@@ -17,7 +17,7 @@ from torch import Tensor
 from spmoe.predict.policies._requests import requests_from_routing
 from spmoe.predict.policies.base import Gates, Need, PolicyContext, PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
-from spmoe.registry import PREFETCH_POLICIES
+from spmoe.registry import ON_DEMAND, PREFETCH_POLICIES
 from spmoe.types import NO_PREFETCHES, LayerChunk, PrefetchRequests, Routing, Stage
 
 
@@ -55,7 +55,9 @@ class DraftGate(PrefetchPolicy):
 
     @classmethod
     def fallback(cls, context: PolicyContext) -> str | None:
-        return "next-gate"  # predicts from the target's hidden states; falls back further if those cannot be read
+        # n-grams, for example, have no hidden states: predict from the target's instead. In plain decoding that costs
+        # more than it saves where most experts are resident
+        return "next-gate" if context.drafting else ON_DEMAND
 
     def set_cutoff(self, layers: int) -> None:
         self.cutoff = layers
