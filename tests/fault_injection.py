@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import threading
@@ -170,7 +169,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -583,6 +584,7 @@ def _at_token(number: int, act: Callable[[], object], monkeypatch: pytest.Monkey
 
 def _press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)  # until the main thread has handled it
 
 
 @pytest.fixture

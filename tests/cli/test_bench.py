@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,7 @@ def test_ctrl_c_keeps_finished_runs(
         if taken == (2 + 3) * 8 + 4:  # in the fourth run, after two warm-up runs
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)  # until the main thread has handled it
 
     monkeypatch.setattr(llm.Generation, "_take", take)
     file = tmp_path / "some.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,7 @@ def test_resume_after_interrupt(
         taken += 1
         if taken == (2 + 3) * 6 + 2:  # in the fourth run, after two warm-up runs
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # until the main thread has handled it
 
     results = tmp_path / "results.jsonl"
     with monkeypatch.context() as patch:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -326,15 +327,15 @@ def test_error_keeps_the_conversation(
     def fail() -> None:
         raise error
 
-    original, failed = llm.LLM._step, []
+    original, failed = llm.Engine.step, []
 
-    def step(self: llm.LLM, *values: Any) -> Any:
+    def step(self: llm.Engine, *values: Any) -> Any:
         if not tokens and not failed:
             failed.append(True)
             fail()
         return original(self, *values)
 
-    monkeypatch.setattr(llm.LLM, "_step", step)
+    monkeypatch.setattr(llm.Engine, "step", step)
     if tokens:
         at_token(tokens, fail, monkeypatch)
     result = invoke(*chat, "--json", stdin=b"hi\nthere\n")
@@ -441,6 +442,7 @@ def test_wrong_files_are_refused_before_anything_is_loaded(
 
 def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)  # until the main thread has handled it
 
 
 @pytest.fixture

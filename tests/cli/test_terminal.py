@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -158,6 +159,7 @@ def test_impatient_ctrl_c_loses_nothing(
         if len(self.token_ids) == 3:
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)  # until the main thread has handled it
 
     monkeypatch.setattr(Generation, "_take", take_and_press)
     with nullcontext() if presses == 2 else pytest.raises(KeyboardInterrupt):

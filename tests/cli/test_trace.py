@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,6 +169,7 @@ def test_ctrl_c_keeps_the_steps_so_far(
         steps += 1
         if steps == 12:
             signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)  # until the main thread has handled it
         return step(loop, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Loop, "step", interrupted)

@@ -87,7 +87,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             f"spmoe.{user}.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
         )
 
-    def make_runtime(config: Any, models: Any, count: int, store: Any = None) -> ExpertRuntime:
+    def make_runtime(
+        config: Any, models: Any, count: int, store: Any = None, require_wanted: Any = None
+    ) -> ExpertRuntime:
         slots = DeviceSlots(count, models.spec, torch.device("cpu"))
         store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]
         with models.experts() as fill:
