@@ -21,7 +21,7 @@ from cli_checkpoints import CONTEXT, DENSE, EXPERT, byte_tokenizer, copy_of, edi
 from cli_process import Command
 from torch import Tensor
 
-from spmoe.engine import llm
+from spmoe.engine import request
 from spmoe.experts import store
 from spmoe.models import load
 
@@ -572,14 +572,14 @@ def test_damaged_profile_is_measured_again(
 
 def _at_token(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call `act` after this many tokens."""
-    original = llm.Generation._take
+    original = request.Request._take
 
-    def take(self: llm.Generation, token: int) -> Iterator[str]:
+    def take(self: request.Request, token: int) -> Iterator[str]:
         yield from original(self, token)
         if len(self.token_ids) == number:
             act()
 
-    monkeypatch.setattr(llm.Generation, "_take", take)
+    monkeypatch.setattr(request.Request, "_take", take)
 
 
 def _press_ctrl_c() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spmoe.bench import runs
-from spmoe.engine import llm
+from spmoe.engine import request
 from spmoe.observe import progress
 
 if TYPE_CHECKING:
@@ -186,9 +186,9 @@ def own_ctrl_c() -> Iterator[None]:
 def test_ctrl_c_keeps_finished_runs(
     presses: int, tiny: tuple[object, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    original, taken = llm.Generation._take, 0
+    original, taken = request.Request._take, 0
 
-    def take(self: llm.Generation, token: int) -> Iterator[str]:
+    def take(self: request.Request, token: int) -> Iterator[str]:
         nonlocal taken
         yield from original(self, token)
         taken += 1
@@ -197,7 +197,7 @@ def test_ctrl_c_keeps_finished_runs(
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.1)  # until the main thread has handled it
 
-    monkeypatch.setattr(llm.Generation, "_take", take)
+    monkeypatch.setattr(request.Request, "_take", take)
     file = tmp_path / "some.jsonl"
     result = invoke(*tiny, "-k", "0,2", "--prefetch", "on-demand", "--repeat", 5, "--json", file)
     assert result.code == 130

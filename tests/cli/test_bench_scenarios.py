@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spmoe.bench import runs
-from spmoe.engine import llm
+from spmoe.engine import llm, request
 from spmoe.observe import progress
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ def test_resume_after_interrupt(
     scenario: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    original, taken = llm.Generation._take, 0
+    original, taken = request.Request._take, 0
 
-    def take(self: llm.Generation, token: int) -> Iterator[str]:
+    def take(self: request.Request, token: int) -> Iterator[str]:
         nonlocal taken
         yield from original(self, token)
         taken += 1

@@ -19,7 +19,7 @@ import pytest
 from cli_checkpoints import copy_of, edit_json
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from spmoe.engine import llm
+from spmoe.engine import llm, request
 from spmoe.errors import TransferError
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ def chat(checkpoints: Path) -> tuple[object, ...]:
 
 def at_token(number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call `act` once, after this many tokens of an answer."""
-    original, calls = llm.Generation._take, []
+    original, calls = request.Request._take, []
 
-    def take(self: llm.Generation, token: int) -> Iterator[str]:
+    def take(self: request.Request, token: int) -> Iterator[str]:
         yield from original(self, token)
         if len(self.token_ids) == number and not calls:
             calls.append(number)
             act()
 
-    monkeypatch.setattr(llm.Generation, "_take", take)
+    monkeypatch.setattr(request.Request, "_take", take)
 
 
 # ---- messages and commands

@@ -20,7 +20,7 @@ from spmoe import LLM, SamplingParams
 from spmoe.cli.chat import COMMANDS, Session
 from spmoe.cli.conversation import Conversation
 from spmoe.cli.terminal import TerminalReader, open_history
-from spmoe.engine.llm import Generation
+from spmoe.engine.request import Request
 
 ENTER, ALT_ENTER, UP, TAB, CTRL_C, CTRL_D = "\r", "\x1b\r", "\x1b[A", "\t", "\x03", "\x04"
 LEAVE = "(press Ctrl-C again, or Ctrl-D, to leave)"
@@ -152,16 +152,16 @@ def test_impatient_ctrl_c_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second Ctrl-C in an answer explains itself; a third one leaves at once, and the conversation is saved."""
-    take, handler = Generation._take, signal.getsignal(signal.SIGINT)
+    take, handler = Request._take, signal.getsignal(signal.SIGINT)
 
-    def take_and_press(self: Generation, token: int) -> Iterator[str]:
+    def take_and_press(self: Request, token: int) -> Iterator[str]:
         yield from take(self, token)
         if len(self.token_ids) == 3:
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.1)  # until the main thread has handled it
 
-    monkeypatch.setattr(Generation, "_take", take_and_press)
+    monkeypatch.setattr(Request, "_take", take_and_press)
     with nullcontext() if presses == 2 else pytest.raises(KeyboardInterrupt):
         conversation = converse(llm, "hi" + ENTER + CTRL_D, history, max_tokens=9)
     err = capfd.readouterr().err

@@ -10,14 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
-import torch
-
-from spmoe import types
 from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
 from spmoe.engine.engine_thread import EngineClosed, EngineThread
-from spmoe.engine.outputs import INTERRUPTED, CompletionOutput, Logprob, RequestOutput
+from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import (
     Message,
     ParsedPrompt,
@@ -28,14 +25,12 @@ from spmoe.engine.prompts import (
     parse_prompt,
     parse_prompts,
 )
+from spmoe.engine.request import Request
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
-from spmoe.engine.text import TextStream
 from spmoe.errors import PromptError, UsageError, reason
 from spmoe.files import model_directory
 from spmoe.models.shipped import shipped_pair
-from spmoe.observe.ledger import Counters
-from spmoe.verify.logits import LogitsProcessors
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -170,7 +165,18 @@ class LLM:
         request_id = str(next(self._request_ids))
         seeds = [None if params.seed is None else (params.seed + index) % _MAX_SEED for index in range(params.n)]
         return [
-            Generation(self, token_ids, replace(params, seed=seed), prompt.text, request_id, index)
+            Generation(
+                self,
+                Request(
+                    self.engine,
+                    next(self._sequence_ids),
+                    token_ids,
+                    replace(params, seed=seed),
+                    prompt.text,
+                    request_id,
+                    index,
+                ),
+            )
             for index, seed in enumerate(seeds)
         ]
 
@@ -220,88 +226,40 @@ class LLM:
             ) from error
         return ParsedPrompt(text, ids)
 
-    def _new_sequence(
-        self, prompt: list[int], params: SamplingParams, max_new_tokens: int, counters: Counters | None = None
-    ) -> types.Sequence:
-        rng = torch.Generator()
-        if params.seed is None:
-            rng.seed()
-        else:
-            rng.manual_seed(params.seed)
-        ends = eos_tokens(self.engine) | {*(params.stop_token_ids or ())}
-        return types.Sequence(
-            next(self._sequence_ids),
-            list(prompt),
-            len(prompt),
-            params,
-            rng,
-            capacity=len(prompt) + max_new_tokens,
-            processors=LogitsProcessors.of(params, ends, len(prompt), self.engine.target.vocab_size),
-            counters=counters or Counters(),
-        )
-
 
 class Generation:
     """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C.
 
-    It runs on the engine's thread from the first iteration on, also while nobody iterates.
+    It runs on the engine's thread from the first iteration on, also while nobody iterates. The engine's side does not
+    refer to this object, so that a generation ends when it is dropped.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        prompt: list[int],
-        params: SamplingParams,
-        prompt_text: str | None = None,
-        request_id: str = "0",
-        index: int = 0,
-    ) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason = INTERRUPTED
-        self._stop_reason: int | str | None = None
-        self._llm = llm
-        self._engine = llm.engine
-        self._params = params
-        self._max_new_tokens = min(params.max_tokens, self._engine.parts.max_model_len - len(prompt))
-        self._prompt = prompt
-        self._prompt_text = prompt_text
-        self._request_id = request_id
-        self._index = index
-        self._eos = frozenset() if params.ignore_eos else eos_tokens(self._engine)
-        self._stop_tokens = frozenset(params.stop_token_ids or ())
-        tokenizer = self._engine.parts.tokenizer
-        self._text = (
-            TextStream(tokenizer, prompt, params.stop_strings, params.min_tokens) if tokenizer is not None else None
-        )
-        self._raw_logprobs: list[types.TokenLogprobs] = []  # of the sequence
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._cumulative_logprob = 0.0
-        self._started = self._first = self._ended = 0.0
-        self._counters, self._prompt_counters = Counters(), Counters()
-        self._stop = False
-        self._pieces = self._iterate()
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._llm = llm  # an engine is not closed while a generation is in use
+        self._request = request
+        self._pieces = _pieces(llm._thread, request)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
-    def _iterate(self) -> Iterator[str]:
-        """Start the generation on the engine's thread; yield its text. Ends it if the iteration ends early."""
-        job = self._llm._thread.job(self._generate)
-        try:
-            for piece in job:
-                if piece:
-                    yield piece
-        finally:
-            job.cancel()
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens so far."""
+        return self._request.token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Reason why the generation has ended; "interrupted" until then."""
+        return self._request.finish_reason
 
     def stop(self) -> None:
         """End the generation after the current step; callable from a signal handler or another thread."""
-        self._stop = True
+        self._request.stop()
 
     @property
     def stopped(self) -> bool:
         """Whether `stop` was called, even if the generation had ended by then."""
-        return self._stop
+        return self._request.stopped
 
     def run(self) -> RequestOutput:
         """Generate to the end."""
@@ -313,95 +271,20 @@ class Generation:
     def completion(self) -> RequestOutput:
         """The result so far, between two steps."""
         try:
-            return self._llm._thread.call(self._completion)
+            return self._llm._thread.call(self._request.completion)
         except EngineClosed:
-            return self._completion()
+            return self._request.completion()
 
-    def _completion(self) -> RequestOutput:
-        engine, wanted = self._engine, self._params.logprobs is not None
-        stats = Stats(
-            prompt_tokens=len(self._prompt),
-            output_tokens=len(self.token_ids),
-            ttft_seconds=self._first - self._started,
-            latency_seconds=self._ended - self._started,
-            counters=engine.experts.ledger.snapshot(self._counters),
-            prompt_counters=self._prompt_counters,
-            held_bytes=engine.counters.held_bytes,
-            slots=engine.slots,
-            peak_slots=engine.experts.pool.peak_slots,
-            cutoff_layers=engine.prefetching.cutoff,
-            layers=len(engine.target.moe),
-            prefetch=engine.loop.policy.name,
-            draft_tokens="auto" if engine.loop.draft_length is not None else engine.loop.max_draft_tokens,
-            emulated_link_gbps=engine.config.link_gbps,
-        )
-        output = CompletionOutput(
-            self._index,
-            self._text.text if self._text else "",
-            list(self.token_ids),
-            self.finish_reason,
-            self._stop_reason,
-            self._cumulative_logprob if wanted else None,
-            list(self._logprobs) if wanted else None,
-        )
-        finished = self.finish_reason != INTERRUPTED
-        return RequestOutput(self._request_id, self._prompt_text, list(self._prompt), [output], finished, stats)
 
-    # ---- on the engine's thread
-
-    def _generate(self) -> Iterator[str]:
-        """Run the steps; yield the text of each step, which may be empty."""
-        clock = self._engine.parts.clock
-        self._engine.learn_cutoff()
-        self._started = self._first = self._ended = clock.now()
-        sequence = self._llm._new_sequence(self._prompt, self._params, self._max_new_tokens, self._counters)
-        self._raw_logprobs = sequence.logprobs
-        try:
-            while self.finish_reason == INTERRUPTED and not self._stop:
-                new = self._engine.step(sequence, self._max_new_tokens - len(self.token_ids))
-                self._ended = clock.now()
-                if not self.token_ids:
-                    self._first = self._ended
-                    self._prompt_counters = self._engine.experts.ledger.snapshot(self._counters)
-                pieces: list[str] = []
-                for token in new:
-                    pieces += self._take(token)
-                    if self.finish_reason != INTERRUPTED:
-                        break
-                yield "".join(pieces)
-            yield self._flush()
-        finally:
-            self._engine.release(sequence)
-            self._flush()
-
-    def _take(self, token: int) -> Iterator[str]:
-        """Append one token, yield its text, and set the finish reason if it is the last."""
-        if self._params.logprobs is not None:
-            self._take_logprobs(token, self._raw_logprobs[len(self.token_ids)])
-        self.token_ids.append(token)
-        ended = token in self._eos or token in self._stop_tokens
-        if self._text is not None and not ended and (piece := self._text.push(token)):
-            yield piece
-        if ended:
-            self.finish_reason = "stop"
-            self._stop_reason = None if token in self._eos else token
-        elif self._text is not None and self._text.stopped:
-            self.finish_reason, self._stop_reason = "stop", self._text.stop_reason
-        elif len(self.token_ids) >= self._max_new_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason != INTERRUPTED and (rest := self._flush()):
-            yield rest
-
-    def _take_logprobs(self, token: int, found: types.TokenLogprobs) -> None:
-        self._cumulative_logprob += found.logprob
-        ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top.items(), start=1)}
-        ranked = {token: (found.logprob, found.rank)} | {one: ranked[one] for one in ranked if one != token}
-        tokenizer = self._engine.parts.tokenizer
-        decoded = {one: None if tokenizer is None else tokenizer.decode([one]) for one in ranked}
-        self._logprobs.append({one: Logprob(value, rank, decoded[one]) for one, (value, rank) in ranked.items()})
-
-    def _flush(self) -> str:
-        return self._text.finish() if self._text is not None else ""
+def _pieces(thread: EngineThread, request: Request) -> Iterator[str]:
+    """Run a request on the engine's thread; yield its text. Ends the request if the iteration ends early."""
+    job = thread.job(request.steps)
+    try:
+        for piece in job:
+            if piece:
+                yield piece
+    finally:
+        job.cancel()
 
 
 def _build(config: EngineConfig, store: HostStore | None, thread: EngineThread, engine_in: list[Engine]) -> Engine:
@@ -444,12 +327,3 @@ def _combined(parts: list[RequestOutput]) -> RequestOutput:
 def with_default_pair(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options; without a model, with the target of the small pair that ships with the package."""
     return options if options["model"] is not None else {**options, "model": shipped_pair()[0]}
-
-
-def eos_tokens(engine: Engine) -> frozenset[int]:
-    """Return the tokens that end a text, as the model and its tokenizer declare them."""
-    declared = engine.target.model.generation_config.eos_token_id
-    found = set(declared) if isinstance(declared, (list, tuple)) else {declared}
-    if engine.parts.tokenizer is not None:
-        found.add(engine.parts.tokenizer.eos_token_id)
-    return frozenset(token for token in found if token is not None)
