@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints import END, byte_tokenizer
 from spmoe.engine.text import TextStream
@@ -243,3 +245,60 @@ def test_stop_strings_that_end_within_the_minimum_are_text(min_tokens: int, text
             break
     stream.finish()
     assert (stream.text, stream.stop_reason) == (text, reason)
+
+
+# ---- byte fallback
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the decoder of Llama and Mixtral: letters, and single bytes for everything else."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary |= {letter: 256 + number for number, letter in enumerate("abc\u2581")}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, fuse_unk=True))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="c")
+
+
+def test_prompt_that_ends_with_characters_of_several_bytes() -> None:
+    tokenizer = fallback_tokenizer()
+    prompt = list("\N{PARTY POPPER}\N{GRINNING FACE}".encode())
+    stream = TextStream(tokenizer, prompt, ())
+    pieces = [stream.push(byte) for byte in "\N{PARTY POPPER}".encode()]
+    assert [*pieces, stream.finish()] == ["", "", "", "\N{PARTY POPPER}", ""]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab \u20ac\N{PARTY POPPER}\N{GRINNING FACE}\u00e9", max_size=8),
+    st.text("ab \u20ac\N{PARTY POPPER}", max_size=6),
+)
+def test_streamed_text_is_the_text_after_the_prompt(prompt: str, output: str) -> None:
+    tokenizer = fallback_tokenizer()
+
+    def encode(text: str) -> list[int]:
+        known = {"a": 256, "b": 257, " ": 259}
+        return [token for one in text for token in ([known[one]] if one in known else list(one.encode()))]
+
+    stream = TextStream(tokenizer, [256, *encode(prompt)], ())
+    text = "".join([*(stream.push(token) for token in encode(output)), stream.finish()])
+    assert text == stream.text == output
+
+
+def test_long_runs_without_text_are_not_decoded_again_and_again() -> None:
+    decoded = 0
+
+    class Counting(BytesTokenizer):
+        def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return super().decode(ids, skip_special_tokens, clean_up_tokenization_spaces)
+
+    for token in (None, b"\x80"):
+        decoded, count = 0, 2000
+        stream = TextStream(Counting([token]), [], ())
+        for _ in range(count):
+            stream.push(0)
+        stream.finish()
+        assert decoded < 20 * count

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT_TOKENS = 6
+_MAX_CHARACTER_TOKENS = 4  # of one character, if each is a byte
+
 
 class TextStream:
     """Detokenizes one sequence incrementally; released text is final.
@@ -16,13 +20,13 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
         self.text = ""  # all released text
         self.stop_reason: str | None = None  # the stop string that was found
-        self._prompt_ids = min(6, len(prompt))
         self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._stop = stop
-        # context: a token's text can depend on the tokens before it
-        self._ids = list(prompt[len(prompt) - self._prompt_ids :])
+        self._pushed = 0  # tokens
+        self._ids = self._context_of(prompt)  # without those that have no text at all
         self._decoded = len(self._ids)  # ids whose text is in `_held` or released
+        self._next_try = 0  # number of undecoded ids at which an incomplete character is looked at again
         self._context = 0  # first id that decoding still needs
         self._held = ""
 
@@ -33,11 +37,18 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Append a token; return the text that it releases."""
+        self._pushed += 1
         self._ids.append(token)
+        waiting = len(self._ids) - self._decoded
+        if _MAX_CHARACTER_TOKENS < waiting < self._next_try and _REPLACEMENT in self._decode([token]):
+            return ""  # bytes that are no character: looked at less and less often, since each look decodes all
         new = self._undecoded()
-        if not new or new.endswith("\N{REPLACEMENT CHARACTER}"):
+        if not new and not self._decode([token]):
+            self._ids.pop()  # a special token: it has no text, here and alone
+        if not new or new.endswith(_REPLACEMENT):
+            self._next_try = 2 * waiting
             return ""
-        self._context, self._decoded = self._decoded, len(self._ids)
+        self._context, self._decoded, self._next_try = self._decoded, len(self._ids), 0
         return self._release(new)
 
     def finish(self) -> str:
@@ -57,16 +68,14 @@ class TextStream:
         before = self._decode(self._ids[self._context : self._decoded])
         after = self._decode(self._ids[self._context :])
         if not after.startswith(before):
-            before = before.rstrip(
-                "\N{REPLACEMENT CHARACTER}"
-            )  # the new ids complete a character that the prompt started
+            before = before.rstrip(_REPLACEMENT)  # the new ids complete a character that the prompt started
         return after[len(before) :]
 
     def _release(self, new: str) -> str:
         """Append new text; return it up to a stop string, or up to a possible start of one."""
         self._held += new
         found = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if found and len(self._ids) - self._prompt_ids > self._min_tokens:
+        if found and self._pushed > self._min_tokens:
             start, self.stop_reason = min(found, key=lambda one: one[0])
             released, self._held = self._held[:start], ""
         else:
@@ -75,6 +84,17 @@ class TextStream:
             released, self._held = self._held[:end], self._held[end:]
         self.text += released
         return released
+
+    def _context_of(self, prompt: Sequence[int]) -> list[int]:
+        """Return the end of the prompt: a token's text can depend on the tokens before it.
+
+        It does not begin inside a character, as single bytes of byte-fallback tokenizers do: such a tokenizer turns
+        all bytes of a run into replacement characters if the run is not complete.
+        """
+        start = max(0, len(prompt) - _CONTEXT_TOKENS)
+        while start and _REPLACEMENT in self._decode([prompt[start]]):
+            start -= 1
+        return list(prompt[start:])
 
     def _decode(self, ids: list[int]) -> str:
         if not ids:
