@@ -50,7 +50,7 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_checks, "MAX_NEW_TOKENS", 12)
 
 
-@pytest.mark.parametrize("family", SELECTED)
+@pytest.mark.parametrize("family", [*SELECTED, "gemma4_text"])
 def test_family_passes_all_checks(family: str, tmp_path: Path) -> None:
     assert check_family(family, tmp_path) == FamilyResult(family, OK, OK, OK, OK)
 

@@ -27,6 +27,7 @@ from checkpoints import (
 )
 from spmoe import LLM
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.families import families, tiny_config
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import load_dense, load_skeleton, load_without_experts
 from spmoe.models.runner import ModelRunner
@@ -253,3 +254,14 @@ def test_callback_may_call_the_hooked_norms(mixtral_pair: Pair) -> None:
 
         target.forward(TOKENS, target.new_kv(20), 1, on_hidden_states)
         assert depths == list(range(target.depth_count))
+
+
+def test_per_layer_inputs_are_not_taken_for_the_feed_forward() -> None:
+    """Gemma 4 ends a layer with a projection of another width, after its feed-forward block."""
+    config = tiny_config("gemma4_text")
+    assert config.hidden_size_per_layer_input not in (0, config.hidden_size)
+    for moe, name in ((True, "pre_feedforward_layernorm_2"), (False, "pre_feedforward_layernorm")):
+        config.enable_moe_block = moe
+        model = families()["gemma4_text"](config).eval()
+        layers = model.model.layers
+        assert list(inspect_model(model).norms) == [getattr(layer, name) for layer in layers]

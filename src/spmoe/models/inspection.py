@@ -109,7 +109,8 @@ def inspect_model(model: Any) -> Inspection:
     paths = dict(experts_modules(model))
     moe = tuple(_moe_layer(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
     known = {moe_layer.depth: moe_layer.norm for moe_layer in moe if not isinstance(moe_layer.norm, nn.Identity)}
-    norms = tuple(known.get(d) or _ffn_norm(calls, f"{layers_path}.{d}") for d in range(depth_count))
+    width = model.get_input_embeddings().weight.shape[-1]
+    norms = tuple(known.get(d) or _ffn_norm(calls, f"{layers_path}.{d}", width) for d in range(depth_count))
     return Inspection(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
 
 
@@ -228,19 +229,25 @@ def _contains_norm(call: _Call, calls: list[_Call]) -> bool:
     return any(_is_norm(c) for c in inner)
 
 
-def _ffn_norm(calls: list[_Call], layer_path: str) -> nn.Module | None:
-    """Find the norm before a decoder layer's feed-forward: its last child that is neither a norm nor an identity.
+def _ffn_norm(calls: list[_Call], layer_path: str, width: int) -> nn.Module | None:
+    """Find the norm before a decoder layer's feed-forward: its last child that reads and returns hidden states.
 
-    Returns the feed-forward itself if it reads the residual stream directly.
+    Norms and identities do not count. Later blocks of another width, as Gemma's per-layer inputs have, read something
+    else than the residual stream. Returns the feed-forward itself if it reads the residual stream directly.
     """
     children = [c for c in calls if c.path.rpartition(".")[0] == layer_path]
-    blocks = [c for c in children if not _is_norm(c) and not _returns_input(c)]
+    readers = [c for c in children if not _is_norm(c) and not _returns_input(c) and _has_width(c.given, width)]
+    blocks = [c for c in readers if c.outputs and _has_width(c.outputs[0], width)] or readers
     if not blocks or (given := blocks[-1].given) is None:
         return None
     produced = any(_same_storage(output, given) for call in calls for output in call.outputs)
     if not produced and blocks[-1].args:  # a forward pre-hook only receives positional arguments
         return blocks[-1].module
     return _producer(children, given)
+
+
+def _has_width(tensor: Tensor | None, width: int) -> bool:
+    return tensor is not None and tensor.ndim >= 2 and tensor.shape[-1] == width
 
 
 def _returns_input(call: _Call) -> bool:
