@@ -79,6 +79,19 @@ def test_find_prompts_in_a_file(tmp_path: Path) -> None:
         find_prompts(str(tmp_path / "bytes"))
 
 
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "windows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n{"prompt": "two"}\r\n')
+    assert find_prompts(str(file)).prompts == ("one", "two")
+
+
+def test_deeply_nested_line_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "deep.jsonl"
+    file.write_text('{"prompt": ' + "[" * 200_000)
+    with pytest.raises(UsageError, match=r"line 1 of .* is not JSON"):
+        find_prompts(str(file))
+
+
 def test_find_prompts_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[tuple[str, str]] = []
     file = tmp_path / "question.jsonl"

@@ -93,7 +93,7 @@ def _read(path: Path, name: str) -> PromptSet:
         found = _from_records(((row, f"row {n} of {path}") for n, row in enumerate(rows, 1)), path)
     else:
         try:
-            found = parse_prompts(path.read_text(encoding="utf-8"), path)
+            found = parse_prompts(path.read_text(encoding="utf-8-sig"), path)
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
         except OSError as error:
@@ -121,7 +121,7 @@ def _require_prompts(found: PromptSet, path: Path) -> PromptSet:
 def _record(line: str, number: int, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"line {number} of {path} is not JSON; write one object per line, or plain text") from error
     if not isinstance(record, dict):
         raise UsageError(f"line {number} of {path} is not a JSON object; write one per line, with a prompt")

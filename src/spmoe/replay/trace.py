@@ -17,11 +17,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from spmoe.config import MAX_SPECULATIVE_TOKENS
 from spmoe.errors import UsageError
 from spmoe.files import atomic_write
 
 FORMAT = "spmoe trace"
 VERSION = 2
+_MAX_LAYERS, _MAX_EXPERTS = 4096, 2**15  # experts are numbered in 16 bits
 _VERSION_1_NAMES = {  # arrays that were called differently in version 1
     "step_sequence": "step_request",
     "step_chunks": "step_slabs",
@@ -58,30 +60,31 @@ class Shape:
 
     def problems(self) -> list[str]:
         """List values that no model or machine can have."""
-        least = {
-            "top_k": 1,
-            "expert_bytes": 1,
-            "draft_layers": 0,
-            "draft_tokens": 0,
-            "depth": 1,
-            "window": 1,
-            "slots": 1,
+        bounds = {  # a replay makes tables and loops of these sizes
+            "top_k": (1, _MAX_EXPERTS),
+            "expert_bytes": (1, 2**40),
+            "draft_layers": (0, _MAX_LAYERS),
+            "draft_tokens": (0, MAX_SPECULATIVE_TOKENS),
+            "depth": (1, 2**20),
+            "window": (1, 2**20),
+            "slots": (1, _MAX_LAYERS * _MAX_EXPERTS),
         }
-        integers: dict[str, tuple[object, int]] = {
-            f"experts of layer {n}": (count, 1) for n, count in enumerate(self.experts)
+        integers: dict[str, tuple[object, tuple[int, int]]] = {
+            f"experts of layer {n}": (count, (1, _MAX_EXPERTS)) for n, count in enumerate(self.experts)
         }
-        integers |= {name: (getattr(self, name), bound) for name, bound in least.items()}
+        integers |= {name: (getattr(self, name), bound) for name, bound in bounds.items()}
         if self.chunk_bytes is not None:
-            integers["chunk_bytes"] = (self.chunk_bytes, 1)
-        found = [f"{name} is {value!r}" for name, (value, bound) in integers.items() if not _is_integer(value, bound)]
+            integers["chunk_bytes"] = (self.chunk_bytes, (1, 2**40))
+        integers["number of layers"] = (len(self.experts), (1, _MAX_LAYERS))
+        found = [f"{name} is {value!r}" for name, (value, bound) in integers.items() if not _is_integer(value, *bound)]
         link = self.link_bytes_per_second
         if not isinstance(link, (int, float)) or not 0 <= link < math.inf:
             found.append(f"link_bytes_per_second is {link!r}")
         return found if self.experts else ["no layer has experts"]
 
 
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
     try:
         header = json.loads(str(text))
         kind, version = header["format"], header["version"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`") from error
     if kind != FORMAT:
         raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")
