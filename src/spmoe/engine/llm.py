@@ -252,7 +252,7 @@ class LLM:
             except torch.OutOfMemoryError as error:
                 raise BudgetError(
                     f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights "
-                    "and the experts; lower --expert-memory, or raise --device-memory if it is set"
+                    "and the experts; lower --max-model-len or --expert-memory"
                 ) from error
 
     def _release(self, sequence: types.Sequence) -> None:
