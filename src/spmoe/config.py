@@ -32,6 +32,7 @@ DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
 GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
 DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
+MAX_SPECULATIVE_TOKENS = 64  # largest K
 MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

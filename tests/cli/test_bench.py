@@ -266,3 +266,8 @@ def test_invalid_prompt_files(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
     invoke("bench", checkpoints / "target", "--draft", "none").refused(2, "--draft")
+
+
+def test_report_does_not_overwrite_the_results(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    invoke("bench", "--json", file, "--report", file).refused(2, "--report would overwrite", str(file))

@@ -741,7 +741,7 @@ def test_counters_add_up(mixtral_pair: Pair, draft: str | None, prefetch: str) -
         assert whole.issued_bytes == whole.used_bytes + whole.wasted_bytes + whole.failed_bytes + whole.held_bytes
         assert 0 <= whole.held_bytes <= 4 * blob
         assert whole.failed_bytes == 0
-        used = "next-gate" if draft is None and prefetch == "draft-gate" else prefetch
+        used = "on-demand" if draft is None and prefetch == "draft-gate" else prefetch
         assert (whole.prefetches_requested > 0) == (used != "on-demand")
         assert whole.prefetch_loads <= whole.prefetches_requested
         assert stats.prefetch == used

@@ -135,6 +135,8 @@ def bench(
     if resume and json_file in (None, "-"):
         raise UsageError("--resume needs the file with earlier results; name it with --json")
     require_writable(json_file, report)
+    if report is not None and json_file is not None and report.resolve() == Path(json_file).resolve():
+        raise UsageError(f"--report would overwrite the results in {json_file}; name another file")
     if report is not None:
         from spmoe.bench.charts import require_report_extra
 

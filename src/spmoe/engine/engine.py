@@ -111,7 +111,7 @@ class Engine:
             self.recover()
             raise BudgetError(
                 f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights and "
-                "the experts; lower --expert-memory, or raise --device-memory if it is set"
+                "the experts; lower --max-model-len or --expert-memory"
             ) from error
         except BaseException:
             self.recover()
