@@ -43,7 +43,7 @@ def test_json_with_layers_because_memory_is_short(
     invoke: Invoke, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "_MARGIN_BYTES", 0)
-    monkeypatch.setattr(reference, "free_host_memory", lambda: 350_000)
+    monkeypatch.setattr(reference, "available_memory", lambda: 350_000)
     found = invoke("verify", *pair(checkpoints), *SHORT, "-k", "2", "--eviction", "lru", "--json").succeeded()
     result = json.loads(found.out)
     about = result["reference"]
@@ -174,6 +174,6 @@ def test_bad_options_are_refused(
 
 def test_bad_model_and_memory(invoke: Invoke, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invoke("verify", "/nowhere/model").refused(2, "/nowhere/model")
-    monkeypatch.setattr(reference, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(reference, "available_memory", lambda: 1000)
     invoke("verify", checkpoints / "target", "--reference", "generate").refused(2, "--reference generate needs")
     invoke("verify", checkpoints / "target").refused(2, "one layer at a time")

@@ -209,8 +209,8 @@ def test_cached_model_is_used_when_the_hub_is_down(server: HubServer) -> None:
 def test_download_that_does_not_fit_is_refused(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage: Any = type("Usage", (), {"free": 500_000})
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage)
+    usage: Any = type("Usage", (), {"total": 10**9, "free": 500_000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs more than the 0\.5 MB .* HF_HOME"):
         Checkpoint.find(NAME)
     assert not list((tmp_path / "cache").rglob("model-*.safetensors"))

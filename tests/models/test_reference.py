@@ -53,7 +53,7 @@ def scores(reference: Reference, *sequences: tuple[list[int], list[int]]) -> lis
 
 
 def memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "free_host_memory", lambda: free)
+    monkeypatch.setattr(module, "available_memory", lambda: free)
     monkeypatch.setattr(module, "_MARGIN_BYTES", 0)
 
 
@@ -240,24 +240,6 @@ def test_plan_on_a_cuda_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     memory(whole, monkeypatch)  # a whole model is loaded into host memory first
     monkeypatch.setattr(module, "free_memory", lambda device: 2**40)
     assert plan_reference(checkpoint, torch.float32, cuda, "auto").method == LAYERS
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_limit_of_the_control_group_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module._cgroup_free(tmp_path) > 2**60
-    folder = tmp_path / "memory" if version == 1 else tmp_path
-    folder.mkdir(exist_ok=True)
-    limit, usage = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
-    )
-    (folder / limit).write_text("max\n")
-    (folder / usage).write_text("600\n")
-    (folder / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
-    assert module._cgroup_free(tmp_path) > 2**60
-    (folder / limit).write_text("1000\n")
-    assert module._cgroup_free(tmp_path) == 700
-    monkeypatch.setattr(module, "_CGROUP", tmp_path)
-    assert module.free_host_memory() == 700
 
 
 def test_failure_of_transformers_is_one_line(tmp_path: Path) -> None:

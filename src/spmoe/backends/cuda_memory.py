@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
@@ -14,7 +13,7 @@ from spmoe.backends.cuda_runtime import CudaCallError, CudaRuntime
 from spmoe.config import format_bytes
 from spmoe.errors import BudgetError, StoreError
 from spmoe.experts.store import BlobLayout, FillBlob, StoreSpec
-from spmoe.system.host import locked_memory_limit, memory
+from spmoe.system.host import available_memory, locked_memory_limit
 from spmoe.types import ExpertKey
 
 
@@ -106,12 +105,6 @@ class DeviceSlots:
         self._weights.clear()
         self.arena = self.arena.new_empty(0, 0)
         self.table = self.table.new_empty(0, 0)
-
-
-def available_memory() -> int:
-    """Return the bytes of host memory that can be allocated without swapping, within the container's limit."""
-    found = memory()
-    return found.available if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pin_limit() -> str:

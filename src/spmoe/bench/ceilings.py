@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import spmoe
-from spmoe.backends.cuda_memory import available_memory
 from spmoe.backends.devices import device_facts, empty_device_cache, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
 from spmoe.engine.memory import MemoryPlan
@@ -23,6 +22,7 @@ from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
 from spmoe.experts.transfer import CopyJob, FileTransfer
 from spmoe.models.load import expert_file_path
+from spmoe.system.host import available_memory
 
 _FILE_BYTES = 256 * 2**20  # bytes read to time an expert file
 _HOST_SHARE = 0.8  # share of free host memory that the all-resident comparison may use

@@ -7,7 +7,6 @@ predicts the time of a step. docs/planning.md explains the assumptions, and wher
 from __future__ import annotations
 
 import shlex
-import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -39,6 +38,7 @@ from spmoe.predict.latency import (
     predict_step,
 )
 from spmoe.predict.policies import plan_policy
+from spmoe.system.disk import disk_of
 
 # ---- assumptions; docs/planning.md has their sources
 
@@ -212,7 +212,7 @@ def make_estimate(
     best = min(fitting, key=_seconds_to_compare) if fitting else None
     needs = models.spec.nbytes + _PROCESS_BYTES
     host_missing = max(0, needs - hardware.host_memory) if device == "cuda" else 0
-    disk_missing = max(0, models.spec.nbytes - _free_disk()) if device == "cpu" else 0
+    disk_missing = max(0, models.spec.nbytes - disk_of(home()).free) if device == "cpu" else 0
     dense_bytes = weight_bytes(models.target, models.dtype)
     return Estimate(
         model=config.model,
@@ -437,11 +437,6 @@ def _draft_depth(config: EngineConfig, models: _Models) -> int:
     return models.target.depth_count if config.self_draft_scheme is not None else 0
 
 
-def _free_disk() -> int:
-    place = home()
-    return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
-
-
 # ---- recommendations
 
 
@@ -486,8 +481,8 @@ def _advice(
     if host_missing:
         helps = "--dtype bfloat16, " if halved else ""
         found.append(
-            f"host memory lacks {format_bytes(host_missing)} for all experts; what helps: {helps}more of it, a smaller "
-            "model, or --device cpu (experts on disk)"
+            f"host memory lacks {format_bytes(host_missing)} for all experts: use {helps}a smaller model, or --device "
+            "cpu (experts on disk)"
         )
     if disk_missing:
         found.append(f"the expert file needs {format_bytes(disk_missing)} more disk space; set SPMOE_HOME elsewhere")

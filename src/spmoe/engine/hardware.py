@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmoe.backends.devices import choose_device, device_facts, free_memory, link_bandwidth, memory_bandwidth
+from spmoe.system.host import available_memory
 
 ASSUMED_DEVICE_MEMORY = 24 * 2**30  # a common desktop
 ASSUMED_HOST_MEMORY = 64 * 2**30
@@ -62,13 +61,13 @@ def find_hardware(
     if device == "cpu":
         name = "cpu"
         source = {"host_memory": "measured", "device_memory": "measured", "device_gbps": "measured"}
-        found["host_memory"] = available_host_memory()
+        found["host_memory"] = available_memory()
         found["device_memory"] = round(HOST_SHARE * (host_memory or found["host_memory"]))
         found["device_gbps"] = device_gbps or memory_bandwidth(torch.device("cpu")) / 1e9
         found["link_gbps"] = ASSUMED_DISK_GBPS
     elif (here := choose_device("auto")).type == "cuda":
         name, source = device_facts(here).name, dict.fromkeys(given, "measured")
-        found["device_memory"], found["host_memory"] = free_memory(here), available_host_memory()
+        found["device_memory"], found["host_memory"] = free_memory(here), available_memory()
         found["link_gbps"] = link_gbps or link_bandwidth(here, expert_bytes) / 1e9
         found["device_gbps"] = device_gbps or memory_bandwidth(here) / 1e9
     else:
@@ -82,18 +81,3 @@ def find_hardware(
     values: dict[str, Any] = {key: found[key] if value is None else value for key, value in given.items()}
     sources = {key: source.get(key, "assumed") if value is None else "given" for key, value in given.items()}
     return Hardware(device, name, **values, sources=sources)
-
-
-def available_host_memory() -> int:
-    """Return the bytes of host memory that this process may still take, within its container's limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    except (OSError, ValueError, StopIteration):  # not Linux
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit
-        return available
-    return max(0, min(available, limit))

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from huggingface_hub.utils import logging as hub_logging
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.files import GGUF_ADVICE
 from spmoe.models.headers import INDEX, StoredTensor, weight_files
+from spmoe.system.disk import disk_of
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # configuration, tokenizer and chat template
 _SMALL_DIRECTORY = "additional_chat_templates/"
@@ -204,8 +204,7 @@ def _announce(name: str, size: int, count: int) -> None:
     if not count:
         return
     cache = Path(constants.HF_HUB_CACHE).expanduser()
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = disk_of(cache).free
     what = f"{_decimal(size)} of {name} ({count} file{'s' * (count > 1)}) to {_shown(cache)}"
     if size > free:
         raise CheckpointError(

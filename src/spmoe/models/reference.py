@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import LoadStateDictConfig
 
-from spmoe.backends.cuda_memory import available_memory
 from spmoe.backends.devices import free_memory
 from spmoe.config import format_bytes
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
@@ -37,12 +35,12 @@ from spmoe.models.experts_seam import experts_modules
 from spmoe.models.load import load_dense_skeleton
 from spmoe.models.longrope import LongRope
 from spmoe.models.tensors import CheckpointTensors
+from spmoe.system.host import available_memory
 
 EXPERTS = "eager"  # transformers' loop over experts: plain PyTorch, for every device and dtype
 GENERATE, FORWARD, LAYERS = "generate", "forward", "layers"
 _MAX_BATCH_TOKENS = 8192  # of one pass layer by layer, padding included; bounds the activations
 _MARGIN_BYTES = 512 * 2**20  # for activations, logits and the KV cache beside the weights
-_CGROUP = Path("/sys/fs/cgroup")
 
 Report = Callable[[int, int], None]  # (done, total)
 
@@ -88,7 +86,7 @@ def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
     """
     skeleton = load_dense_skeleton(checkpoint)
     total, layers = _nbytes(skeleton, dtype), [_nbytes(layer, dtype) for layer in _decoder_layers(skeleton).values()]
-    largest, host = max(layers), free_host_memory()
+    largest, host = max(layers), available_memory()
     free = host if device.type == "cpu" else free_memory(device)
     # a layer's tensors are held twice while its experts are stacked
     whole = total + largest + _MARGIN_BYTES
@@ -118,26 +116,6 @@ def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
             f"{format_bytes(free)} are free; free memory, or use a machine with more"
         )
     return ReferencePlan(LAYERS, device, False, total, largest, tuple(notes))
-
-
-def free_host_memory() -> int:
-    """Return the bytes of host memory that this process can still allocate, within the limit of its control group."""
-    return min(available_memory(), _cgroup_free(_CGROUP))
-
-
-def _cgroup_free(root: Path) -> int:
-    """Return the limit of the control group less what it uses, page cache not counted; very large without a limit."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, used = int((root / limit).read_text()), int((root / usage).read_text())
-            stat = dict(line.split() for line in (root / limit).with_name("memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        return most - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-    return 2**63
 
 
 class Reference:

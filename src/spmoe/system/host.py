@@ -72,6 +72,12 @@ def memory(root: Path = _ROOT) -> Memory | None:
     return Memory(total, available, limit, sizes.get("SwapTotal", 0), sizes.get("SwapFree", 0))
 
 
+def available_memory() -> int:
+    """Return the bytes of host memory that can be allocated without swapping, within the container's limit."""
+    found = memory()
+    return found.available if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def locked_memory_limit() -> int | None:
     """Return the bytes that this process may lock (`ulimit -l`); None: unlimited."""
     import resource
