@@ -984,29 +984,27 @@ def test_failed_rest_of_a_demanded_prefetch_fails_its_use_alone() -> None:
 
 
 @for_demands_and_prefetches
-def test_slots_of_interrupted_copies_are_not_used_again(urgent: bool) -> None:
-    """Copies into them may still run."""
+def test_reset_after_an_interrupted_submission_ends_its_copies(urgent: bool) -> None:
+    """A slot may be written to as long as a copy of the interrupted submission runs."""
     engine = FakeEngine("lru", 4, Shape(6, 4, 1), [6], in_step=True)
-    experts, lost = engine.experts, set[int]()
+    experts = engine.experts
     experts.step.begin()
+    if urgent:
+        engine.prefetch((0, 2), (0, 3))
     engine.device.failing_copies, engine.device.failure = 1, KeyboardInterrupt()
-
-    def note_slot(job: CopyJob) -> bool:
-        lost.add(job.slot)
-        return True
-
-    engine.device.may_copy = note_slot
     with pytest.raises(KeyboardInterrupt):
         list(experts.access.use(0, [0, 1])) if urgent else engine.prefetch((0, 0), (0, 1))
-    engine.device.may_copy, engine.device.failure = lambda job: True, None
-    assert lost
+    engine.device.failure = None
+    experts.reset(make_eviction("lru", [6]))
+    assert not engine.device._copies, "every copy has ended"
     assert not engine.entries
     assert not experts.pool.loads_in_flight
+    experts.step.begin()
     for needed in ([2, 3, 4], [0, 1, 5]):
         for batch in experts.access.use(0, needed):
-            assert lost.isdisjoint(batch.slots)
             engine.device.launch_batch(batch)
         engine.device.finish()
+    assert len(engine.entries) == 4, "no slot is lost"
     experts.close()
     assert not engine.device.errors
 

@@ -127,7 +127,7 @@ def test_switches_do_not_change_tokens(llm: LLM, changes: dict[str, Any]) -> Non
     found = llm.generate(PROMPT, PARAMS)[0]
     assert found.token_ids == expected.token_ids
     assert found.stats.counters.prefetches_requested > 0
-    assert pool._loads._batching is changes.get("batching", True)
+    assert pool._loads.batching is changes.get("batching", True)
     overlap = llm.engine.experts.scheduler.overlap
     assert overlap is changes.get("overlap", True)
     if not overlap:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spmoe.bench import runs
-from spmoe.engine import llm, request
+from spmoe.engine import request
 from spmoe.observe import progress
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def test_resume_after_interrupt(
 
     results = tmp_path / "results.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(llm.Generation, "_take", take)
+        patch.setattr(request.Request, "_take", take)
         result = invoke("bench", "--scenario", scenario, "--json", results)
     assert result.code == 130
     ((machine, rows),) = read_groups(results)

@@ -148,7 +148,7 @@ def test_an_engine_measures_once_and_caches_the_result(
     passes = timed(small)
     with make(mixtral_pair) as llm:
         assert (llm.engine.parts.threads.decode, llm.engine.parts.threads.prompt) == (1, 1)
-        assert torch.get_num_threads() == 1
+        assert llm._thread.call(torch.get_num_threads) == 1
         assert llm.engine.counters.hits + llm.engine.counters.demand_loads == 0, "no expert was loaded for it"
     assert torch.get_num_threads() == 4
     (file,) = (tmp_path / "profiles").glob("threads-*.json")

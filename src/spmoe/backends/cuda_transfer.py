@@ -206,7 +206,7 @@ class CudaTransfer:
 
     def drain(self) -> None:
         with self._lock:
-            self._fail_waiting()
+            self._fail_waiting("the copy was given up after an error")
             self._in_flight.clear()
         self.copy_stream.synchronize()
 
@@ -215,14 +215,14 @@ class CudaTransfer:
             if self._closed:
                 return
             self._closed = True
-            self._fail_waiting()
+            self._fail_waiting("the engine was closed")
         self.copy_stream.synchronize()
 
     # ---- under the lock
 
-    def _fail_waiting(self) -> None:
+    def _fail_waiting(self, why: str) -> None:
         while self._waiting:
-            self._waiting.popleft().fail(TransferError("the engine was closed"))
+            self._waiting.popleft().fail(TransferError(why))
 
     def _groups(self, handles: list[CudaCopyHandle]) -> list[list[CudaCopyHandle]]:
         """Group small blobs into shared submissions, as long as that costs their first user little."""

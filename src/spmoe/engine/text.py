@@ -40,8 +40,8 @@ class TextStream:
         self._pushed += 1
         self._ids.append(token)
         waiting = len(self._ids) - self._decoded
-        if _MAX_CHARACTER_TOKENS < waiting < self._next_try and _REPLACEMENT in self._decode([token]):
-            return ""  # bytes that are no character: looked at less and less often, since each look decodes all
+        if _MAX_CHARACTER_TOKENS < waiting < self._next_try and self._ends_inside_a_character():
+            return ""  # a run of bytes that are no characters: each look at it decodes all of it
         new = self._undecoded()
         if not new and not self._decode([token]):
             self._ids.pop()  # a special token: it has no text, here and alone
@@ -95,6 +95,9 @@ class TextStream:
         while start and _REPLACEMENT in self._decode([prompt[start]]):
             start -= 1
         return list(prompt[start:])
+
+    def _ends_inside_a_character(self) -> bool:
+        return self._decode(self._ids[-_MAX_CHARACTER_TOKENS:]).endswith(_REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         if not ids:
