@@ -9,27 +9,28 @@ import argparse
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import spmoe
-from spmoe import LLM, SamplingParams
+from recovery import SECONDS, Resources, tokens, within
+from spmoe import LLM
 
 PACKAGE = Path(spmoe.__file__).parent
 FILES = (  # expert access, scheduling, transfer, cache, and the engine's thread
     *("experts/access.py", "experts/pool.py", "experts/cache.py", "experts/inflight.py", "experts/prefetch.py"),
     *("experts/transfer.py", "experts/step.py", "experts/run_ahead.py", "experts/workers.py", "engine/loop.py"),
-    *("engine/engine.py", "engine/engine_thread.py"),
+    *("engine/engine.py", "engine/engine_thread.py", "engine/request.py"),
 )
 # the loop of the thread and the clean-up after a fault: one fault at a time does not reach a second one
 OUTSIDE = {"_run", "_fail", "fail", "_end", "recover", "reset", "close", "drain", "_stop", "_start", "release"}
 ERRORS: tuple[type[BaseException], ...] = (RuntimeError, MemoryError, KeyboardInterrupt)
-PROMPT = [5, 9, 2, 6, 5, 3]
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
-SECONDS = 30.0  # for one request
+TARGET = str(PACKAGE / "pair" / "target")
 
 
 class Line(NamedTuple):
@@ -37,6 +38,9 @@ class Line(NamedTuple):
 
     file: str  # relative to the package
     number: int
+
+
+Fault = tuple[Line, type[BaseException]]
 
 
 class Tracer:
@@ -51,18 +55,22 @@ class Tracer:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = self._names.get(frame.f_code.co_filename)
-        if name is None or frame.f_code.co_name in OUTSIDE:
+        if name is None or frame.f_code.co_name in OUTSIDE or event != "call":
             return None
-        return self._trace_line if event == "call" else None
+        visited = set[Line]()
 
-    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            line = Line(self._names[frame.f_code.co_filename], frame.f_lineno)
-            self.reached.add(line)
-            if line == self.target and not self.raised:
-                self.raised = True
-                raise self.error(f"injected at {line.file}:{line.number}")
-        return self._trace_line
+        def trace_line(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line":
+                line = Line(name, frame.f_lineno)
+                # a `with` statement is visited again before its block is left; no exception can come from there
+                if line == self.target and not self.raised and line not in visited:
+                    self.raised = True
+                    raise self.error(f"injected at {line.file}:{line.number}")
+                visited.add(line)
+                self.reached.add(line)
+            return trace_line
+
+        return trace_line
 
 
 class Subject:
@@ -73,13 +81,9 @@ class Subject:
         threading.settrace(self.tracer)  # of threads that start later
         self.llm = LLM(model, draft, progress=False, **options)
         self.llm._thread.call(lambda: sys.settrace(self.tracer))
-        self.expected = self.generate()
-        self.generate()
-        self._threads, self._descriptors = threading.active_count(), _descriptors()
-
-    def generate(self) -> list[int]:
-        """Generate within the time limit; raise the request's exception."""
-        return _within(SECONDS, lambda: self.llm.generate([PROMPT], PARAMS)[0].token_ids)
+        self._expected = tokens(self.llm)
+        tokens(self.llm)
+        self._resources = Resources(self.llm)
 
     def inject(self, line: Line, error: type[BaseException]) -> list[str]:
         """Raise an exception at a line during a request; return what is wrong afterwards."""
@@ -87,7 +91,7 @@ class Subject:
         tracer.target, tracer.error, tracer.raised = line, error, False
         problems = []
         try:
-            if self.generate() != self.expected:
+            if tokens(self.llm) != self._expected:
                 problems.append("the request in which the fault occurred has wrong tokens")
         except TimeoutError:
             problems.append("the request in which the fault occurred hangs")
@@ -95,36 +99,27 @@ class Subject:
             pass
         tracer.target = None
         try:
-            if self.generate() != self.expected:
+            if tokens(self.llm) != self._expected:
                 problems.append("the next request has wrong tokens")
+            problems += self._resources.lost()
         except BaseException as failure:
             problems.append(f"the next request fails ({failure!r})")
-        return [f"{error.__name__} at {line.file}:{line.number}: {one}" for one in problems + self._lost()]
+        return [f"{error.__name__} at {line.file}:{line.number}: {one}" for one in problems]
 
-    def _lost(self) -> list[str]:
-        """Return resources that are lost: pins, slots, threads, descriptors, KV caches."""
-        pool = self.llm.engine.experts.pool
-        cache, found = pool._cache, []
-        pool.residents()
-        if pinned := [entry.key for entry in cache.entries() if entry.pins]:
-            found.append(f"experts stay pinned: {pinned}")
-        if any(cache._layer_pins) or pool._demands:
-            found.append("a layer stays pinned, or a demand open")
-        if len(cache.entries()) + len(cache._free) != cache.slot_count:
-            found.append("a slot is lost")
-        if self.llm.engine.parts.target_kv:
-            found.append("a KV cache is not released")
-        if threading.active_count() > self._threads + 8:  # readers start when they are needed
-            found.append(f"{threading.active_count()} threads instead of {self._threads}")
-        if _descriptors() > self._descriptors:
-            found.append("a file descriptor is lost")
-        return found
+    def inject_all(self, faults: list[Fault]) -> list[str]:
+        """Inject one fault after the other, up to the first that makes the engine hang; return what is wrong."""
+        problems: list[str] = []
+        for fault in faults:
+            problems += self.inject(*fault)
+            if any("hangs" in problem for problem in problems):
+                break
+        return problems
 
     def close(self) -> list[str]:
         """Close the engine; return what is wrong afterwards."""
         threading.settrace(None)  # type: ignore[arg-type]
         try:
-            _within(SECONDS, self.llm.close)
+            within(SECONDS, self.llm.close)
         except BaseException as failure:
             return [f"close fails ({failure!r})"]
         return []
@@ -140,57 +135,34 @@ def subject(model: str, draft: str | None, **options: Any) -> Iterator[Subject]:
         assert made.close() == []
 
 
-def faults(reached: set[Line], count: int | None, seed: int = 0) -> list[tuple[Line, type[BaseException]]]:
+def faults(reached: set[Line], count: int | None, seed: int = 0) -> list[Fault]:
     """Return every line with every exception, or a sample of them."""
     every = [(line, error) for line in sorted(reached) for error in ERRORS]
     return every if count is None else random.Random(seed).sample(every, min(count, len(every)))
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run a call on another thread; raise TimeoutError if it does not end."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        sys.settrace(None)
-        try:
-            result.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no end after {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return result[0]
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def _try_part(part: int, parts: int, arguments: argparse.Namespace) -> tuple[int, int, list[str]]:
+    """Inject every `parts`-th fault; return the numbers of lines and of faults, and the problems."""
+    with subject(TARGET, arguments.draft, expert_memory=arguments.expert_memory) as tested:
+        lines = len(tested.tracer.reached)
+        tried = faults(tested.tracer.reached, arguments.count)[part::parts]
+        return lines, len(tried), tested.inject_all(tried)
 
 
 def main() -> None:
-    """Try every line on the shipped pair and report what is wrong."""
+    """Inject faults into an engine that runs the shipped pair, and report what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, help="number of faults, drawn at random; default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--expert-memory", default="10%")
     arguments = parser.parse_args()
-    model = str(PACKAGE / "pair" / "target")
-    with subject(model, arguments.draft, expert_memory=arguments.expert_memory) as tested:
-        tried = faults(tested.tracer.reached, arguments.count)
-        print(f"{len(tested.tracer.reached)} lines, {len(tried)} faults", flush=True)
-        problems = 0
-        for number, (line, error) in enumerate(tried, 1):
-            for problem in tested.inject(line, error):
-                problems += 1
-                print(problem, flush=True)
-            if number % 100 == 0:
-                print(f"{number} of {len(tried)}", flush=True)
-    print(f"{problems} problems")
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as processes:
+        calls = [processes.submit(_try_part, part, arguments.jobs, arguments) for part in range(arguments.jobs)]
+        results = [call.result() for call in calls]
+    problems = [problem for _, _, found in results for problem in found]
+    print(*problems, sep="\n")
+    print(f"{results[0][0]} lines, {sum(count for _, count, _ in results)} faults, {len(problems)} problems")
     sys.exit(bool(problems))
 
 

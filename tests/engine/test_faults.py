@@ -1,0 +1,18 @@
+"""Exceptions at any line of the engine, in a sampled form; `tests/fault_injection.py` tries every line."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoints import Pair
+from fault_injection import FILES, faults, subject
+
+
+@pytest.mark.parametrize(("draft", "budget"), [("draft", "12%"), ("ngram", "50%")])
+def test_engine_recovers_from_an_exception_at_any_line(mixtral_pair: Pair, draft: str, budget: str) -> None:
+    name = str(mixtral_pair.good) if draft == "draft" else draft
+    with subject(str(mixtral_pair.target), name, expert_memory=budget, dtype="float32") as tested:
+        reached = set(tested.tracer.reached)
+        assert {line.file for line in reached} >= {*FILES} - {"experts/workers.py", "experts/prefetch.py"}
+        problems = tested.inject_all(faults(reached, 30))
+    assert not problems
