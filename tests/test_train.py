@@ -84,6 +84,16 @@ def test_whole_copies_make_the_dense_model(recipe: SimpleNamespace) -> None:
     torch.testing.assert_close(sparse(tokens).logits, dense(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_distance_of_hidden_states_is_zero_for_equal_and_one_for_unrelated_models(recipe: SimpleNamespace) -> None:
+    model = tiny(recipe)
+    tokens = torch.randint(64, (4, 32))
+    with torch.no_grad():
+        output = model(tokens)
+    assert float(recipe.train.distance(output, output)) == pytest.approx(0, abs=1e-6)
+    unrelated = output._replace(taps=[torch.randn_like(tap) for tap in output.taps])
+    assert float(recipe.train.distance(output, unrelated)) == pytest.approx(1, abs=0.1)
+
+
 def test_overlap_is_one_for_even_probabilities_and_zero_for_disjoint_experts(recipe: SimpleNamespace) -> None:
     span, overlap = recipe.network.SPAN, recipe.network.overlap
     chosen = torch.eye(span).repeat(1, 4, 1)  # every token has an expert of its own, again after SPAN tokens
@@ -121,7 +131,7 @@ def test_a_stage_starts_from_a_checkpoint_resumes_and_is_evaluated_and_exported(
     recipe.convert.to_transformers(tiny(recipe)).save_pretrained(tmp_path / "draft")
     network, train = recipe.network, recipe.train
     shape = network.Shape(**{**TINY, **SPARSE})
-    stage = train.Stage(shape, 12, 0.02, 4e-3, parent="absent", noise=1.0, overlap=0.3)
+    stage = train.Stage(shape, 12, 0.02, 4e-3, parent="absent", noise=1.0, overlap=0.3, align=0.5)
     monkeypatch.setitem(train.STAGES, "diverse", stage)
     for module in (train, recipe.evaluate):
         monkeypatch.setattr(module, "BATCH", 4)

@@ -5,8 +5,9 @@ fine-grained target). They are trained with a load-balancing loss. The draft is 
 it learns their next-token distributions, and to keep its hidden states close to theirs. Checkpoints are saved in
 `--runs`; a stage resumes from its own checkpoint, and a complete stage is skipped.
 
-`python train/train.py diverse` needs none of these stages. It starts from the shipped draft, which was not distilled
-from it, and also trains consecutive tokens to use different experts. `--from` names another checkpoint to start from.
+`python train/train.py diverse` needs none of these stages. It starts from parts of the shipped draft, which was not
+distilled from it, keeps its hidden states near the draft's, and trains consecutive tokens to use different experts.
+`--from` names another checkpoint to start from.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Stage:
     noise: float = 0.4  # added to the copied weights of an expert, in standard deviations of these weights
     balance: float = 0.16  # weight of the load-balancing loss, a mean over 16 layers: 0.01 per layer
     overlap: float = 0.0  # weight of the overlap loss, a mean over layers too
+    align: float = 0.0  # weight of the distance of the hidden states from the parent's
 
 
 STAGES = {
@@ -56,7 +58,7 @@ STAGES = {
     "target": Stage(EIGHT, 4500, 0.006, 1e-3, parent="base"),
     "fine": Stage(FINE, 3500, 0.006, 1e-3, parent="base"),
     "draft": Stage(DENSE, 1800, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
-    "diverse": Stage(DIVERSE, 2800, 0.02, 2e-3, parent=str(SHIPPED_DRAFT), noise=1.0, overlap=0.32),
+    "diverse": Stage(DIVERSE, 2400, 0.01, 2e-3, parent=str(SHIPPED_DRAFT), overlap=0.32, align=0.5),
 }
 BATCH, WINDOW = 64, 1024
 ALIGN = 1.0  # weight of the distance between hidden states in distillation
@@ -131,8 +133,13 @@ def distillation_loss(student: Output, teacher: Output) -> Tensor:
     ours = F.log_softmax(student.logits.float(), dim=-1)
     theirs = F.log_softmax(teacher.logits.float(), dim=-1)
     divergence = F.kl_div(ours.flatten(0, 1), theirs.flatten(0, 1), reduction="batchmean", log_target=True)
-    apart = [1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(student.taps, teacher.taps, strict=True)]
-    return divergence + ALIGN * torch.stack(apart).mean()
+    return divergence + ALIGN * distance(student, teacher)
+
+
+def distance(ours: Output, theirs: Output) -> Tensor:
+    """Return 1 minus the cosine similarity of the hidden states, a mean over tokens and layers."""
+    apart = [1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(ours.taps, theirs.taps, strict=True)]
+    return torch.stack(apart).mean()
 
 
 def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
@@ -150,7 +157,10 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = first_model(stage, runs, device)
-    teachers = [load(teacher, runs, device).eval().requires_grad_(False) for teacher in stage.teachers]
+    frozen = {
+        name: load(name, runs, device).eval().requires_grad_(False)
+        for name in (*stage.teachers, *([stage.parent] if stage.parent and stage.align else []))
+    }
     steppers = optimizers(model, stage.matrix_lr, stage.other_lr)
     rates = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
     done = 0
@@ -167,7 +177,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, step {done} of {stage.steps}")
     compiled = torch.compile(model) if device == "cuda" else model
-    taught = [torch.compile(teacher) if device == "cuda" else teacher for teacher in teachers]
+    others = {name: torch.compile(other) if device == "cuda" else other for name, other in frozen.items()}
     started, first = time.perf_counter(), done
     for step in range(done, stage.steps):
         # the schedule and the batch depend on the step only, so that a resumed run repeats them
@@ -182,10 +192,12 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
             output = compiled(inputs)
             loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
             objective = loss + stage.balance * output.balance + stage.overlap * output.overlap
-            if taught:
-                with torch.no_grad():
-                    answers = [teacher(inputs) for teacher in taught]
-                objective = torch.stack([distillation_loss(output, answer) for answer in answers]).mean()
+            with torch.no_grad():
+                answers = {name: other(inputs) for name, other in others.items()}
+            if stage.teachers:
+                objective = torch.stack([distillation_loss(output, answers[name]) for name in stage.teachers]).mean()
+            if stage.align and stage.parent:
+                objective = objective + stage.align * distance(output, answers[stage.parent])
         objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
