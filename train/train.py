@@ -58,7 +58,7 @@ STAGES = {
     "target": Stage(EIGHT, 4500, 0.006, 1e-3, parent="base"),
     "fine": Stage(FINE, 3500, 0.006, 1e-3, parent="base"),
     "draft": Stage(DENSE, 1800, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
-    "diverse": Stage(DIVERSE, 2400, 0.01, 2e-3, parent=str(SHIPPED_DRAFT), overlap=0.32, align=0.5),
+    "diverse": Stage(DIVERSE, 1600, 0.01, 2e-3, parent=str(SHIPPED_DRAFT), overlap=0.32, align=0.25),
 }
 BATCH, WINDOW = 64, 1024
 ALIGN = 1.0  # weight of the distance between hidden states in distillation
