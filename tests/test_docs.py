@@ -22,7 +22,7 @@ from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CARDS = [ROOT / name / "README.md" for name in ("src/spmoe/pair", "extras/fine", "examples")]
+CARDS = [ROOT / name / "README.md" for name in ("src/spmoe/pair", "extras/fine", "extras/diverse", "examples")]
 
 MAX_README_LINES = 170
 MAX_PROSE_COLUMNS = 100

@@ -1,4 +1,4 @@
-"""The included pair and the fine-grained target: exactness, and the figures of their model cards."""
+"""The included pair and the targets in `extras/`: exactness, and the figures of their model cards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.predictability import Predictability, measure_predictability
 from spmoe.models.shipped import ROOT, sample_text, shipped_pair
 
-FINE = Path(__file__).resolve().parent.parent / "extras" / "fine"
+EXTRAS = Path(__file__).resolve().parent.parent / "extras"
+FINE, DIVERSE = EXTRAS / "fine", EXTRAS / "diverse"
 CLASS = "import os\n\nclass Reader:\n    def __init__(self, path):\n"
 PROMPTS = ("def fibonacci(n):", CLASS)
 
 with_fine = pytest.mark.skipif(not FINE.exists(), reason="the fine-grained target is not part of the package")
+with_diverse = pytest.mark.skipif(not (DIVERSE / "figures.json").exists(), reason="extras/diverse has no weights")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,13 @@ def llm() -> Iterator[LLM]:
 def fine() -> Iterator[LLM]:
     _, draft = shipped_pair()
     with LLM(str(FINE), draft=draft, dtype="float32", cutoff="all") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def diverse() -> Iterator[LLM]:
+    _, draft = shipped_pair()
+    with LLM(str(DIVERSE), draft=draft, dtype="float32", cutoff="all") as engine:
         yield engine
 
 
@@ -58,6 +67,8 @@ def check_card(directory: Path, measured: Predictability) -> None:
     }
     for name in ("cosine", "top1", "recall", "recall_plus_one", "union_recall", "union_precision"):
         found[name] = getattr(mean, name)
+    if "previous_token" in card:
+        found["previous_token"] = mean.previous_token
     assert found == pytest.approx(card, abs=0.01)
     text = (directory / "README.md").read_text()
     for name, value in card.items():
@@ -119,3 +130,25 @@ def test_model_card_of_the_fine_grained_target_has_the_measured_figures(fine: LL
     measured = measure_predictability(fine.engine, sample_text(), window=256, windows=8)
     check_card(FINE, measured)
     assert all(layer.largest_load <= 0.5 for layer in measured.layers)
+
+
+@with_diverse
+def test_diverse_target_equals_transformers(diverse: LLM) -> None:
+    expected = greedy_by_transformers(DIVERSE, CLASS, 48)
+    assert diverse.generate(CLASS, SamplingParams(max_tokens=48))[0].token_ids == expected
+
+
+@with_diverse
+def test_diverse_target_has_the_tokenizer_of_the_pair_and_less_than_8_megabytes() -> None:
+    assert (DIVERSE / "tokenizer.json").read_bytes() == (ROOT / "draft" / "tokenizer.json").read_bytes()
+    assert sum(path.stat().st_size for path in DIVERSE.iterdir()) < 8_000_000
+
+
+@with_diverse
+def test_diverse_target_routes_consecutive_tokens_to_different_experts(diverse: LLM, measured: Predictability) -> None:
+    found = measure_predictability(diverse.engine, sample_text(), window=256, windows=8)
+    check_card(DIVERSE, found)
+    assert all(layer.largest_load <= 0.5 for layer in found.layers)
+    at_random = found.top_k / found.experts
+    assert found.mean().previous_token <= 1.2 * at_random, "the model card says that routing is almost random"
+    assert found.greedy_agreement < measured.greedy_agreement, "the model card says that the draft accepts less"

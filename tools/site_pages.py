@@ -22,6 +22,7 @@ PAGES = {  # by path in the repository
     "examples/README.md": "examples.md",
     "src/spmoe/pair/README.md": "pair.md",
     "extras/fine/README.md": "fine.md",
+    "extras/diverse/README.md": "diverse.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 

@@ -9,7 +9,10 @@ held-out file and no near-copy of one is left in the training split. The steps a
 
 Written to the output directory: ``tokenizer/``, ``train.u16.xz`` and ``heldout.u16.xz`` (little-endian 16-bit token
 ids, every file followed by the end-of-text id), ``heldout_files.json`` (package, path and number of tokens of each
-held-out file, in order) and ``manifest.json``; ``PACKAGES.md`` beside this script lists the packages used.
+held-out file, in order) and ``manifest.json``; ``PACKAGES.md`` beside this script lists the packages used. To train on
+a part of the corpus with the tokenizer of the shipped pair:
+
+    python train/corpus.py build --out train/data/part --training-packages 60 --tokenizer src/spmoe/pair/draft
 """
 
 from __future__ import annotations
@@ -108,6 +111,15 @@ def read_pins(path: Path) -> list[Pin]:
     if twice := sorted(key for key, count in keys.items() if count > 1):
         raise SystemExit(f"{path}: listed twice: {', '.join(twice)}")
     return pins
+
+
+def thin_out(pins: Sequence[Pin], count: int) -> list[Pin]:
+    """Return all held-out packages and ``count`` of the others, spread evenly over their list."""
+    heldout = [pin for pin in pins if pin.heldout]
+    training = [pin for pin in pins if not pin.heldout]
+    if not 1 <= count <= len(training):
+        raise SystemExit(f"--training-packages is {count}: must be 1 to {len(training)}")
+    return heldout + [training[index * len(training) // count] for index in range(count)]
 
 
 def wheels_in(directory: Path) -> dict[tuple[str, str], Path]:
@@ -625,6 +637,18 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     write_json(directory / "tokenizer_config.json", config)
 
 
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """Read the tokenizer of a checkpoint; it must have the vocabulary of these models."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise SystemExit(f"--tokenizer: {path} does not exist")
+    tokenizer = Tokenizer.from_file(str(path))
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
+    if size != VOCAB_SIZE or end != 0:
+        raise SystemExit(f"{path} has {size} tokens and end-of-text {end}; the models need {VOCAB_SIZE} and 0")
+    return tokenizer
+
+
 def encode(tokenizer: Tokenizer, files: Sequence[File]) -> tuple[npt.NDArray[np.uint16], list[int]]:
     """Return the token ids of all files, each followed by end-of-text, and their counts; check the round trip."""
     parts: list[npt.NDArray[np.uint16]] = []
@@ -689,6 +713,10 @@ def build(options: argparse.Namespace) -> None:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     pins = read_pins(options.packages)
+    if options.training_packages is not None:
+        pins = thin_out(pins, options.training_packages)
+    tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
+    page: Path = options.page or (HERE if options.training_packages is None else out) / "PACKAGES.md"
     wheels = download(pins, options.wheels or out / "wheels", options.downloads)
     sources, refused = open_sources(pins, wheels)
     files, counts = read_all(sources, options.read, options.workers)
@@ -708,9 +736,10 @@ def build(options: argparse.Namespace) -> None:
     say(f"training: {len(training)} files, {total_size(training) / 1e6:.1f} MB")
     say(f"held out: {len(heldout)} files, {total_size(heldout) / 1e6:.1f} MB")
 
-    tokenizer = train_tokenizer(file.text for file in training)
-    save_tokenizer(tokenizer, out / "tokenizer")
-    say("tokenizer trained")
+    if tokenizer is None:
+        tokenizer = train_tokenizer(file.text for file in training)
+        save_tokenizer(tokenizer, out / "tokenizer")
+        say("tokenizer trained")
     splits: dict[str, dict[str, Any]] = {}
     tokens: Counter[str] = Counter()
     for split, members in (("heldout", heldout), ("training", training)):
@@ -772,7 +801,7 @@ def build(options: argparse.Namespace) -> None:
         ],
     }
     write_json(out / "manifest.json", manifest)
-    options.page.write_text(packages_page(manifest), encoding="utf-8")
+    page.write_text(packages_page(manifest), encoding="utf-8")
     say(f"held-out shingles found in training: {100 * common / len(held):.2f} %")
     total = sum(split["xz_bytes"] for split in splits.values())
     say(f"archives: {total / 2**20:.1f} MiB; {time.monotonic() - started:.0f} s")
@@ -786,7 +815,15 @@ def main() -> None:
     command = commands.add_parser("build", help="download, filter, tokenize")
     command.add_argument("--out", type=Path, default=HERE / "data", help="output directory")
     command.add_argument("--packages", type=Path, default=HERE / "packages.toml", help="pinned packages")
-    command.add_argument("--page", type=Path, default=HERE / "PACKAGES.md", help="table of packages to write")
+    command.add_argument(
+        "--page",
+        type=Path,
+        help="table of packages to write (default: beside this script; with --training-packages: in OUT)",
+    )
+    command.add_argument(
+        "--training-packages", type=int, metavar="N", help="a part of the training packages, evenly spread"
+    )
+    command.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer of this checkpoint")
     command.add_argument("--wheels", type=Path, help="where the wheels are kept (default: OUT/wheels)")
     command.add_argument("--characters", type=int, default=325_000_000, help="training text, at most")
     command.add_argument("--heldout-characters", type=int, default=4_000_000, help="held-out text, at most")

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import Decoder, route
+from network import SPAN, Decoder, route
 from torch import Tensor
 from torch.nn import functional as F
 from train import BATCH, WINDOW, load, read_tokens
-
-SPAN = 5  # tokens whose routed experts are united, as in one verification
 
 
 def evaluate(draft: Decoder, target: Decoder, tokens: Tensor, windows: int) -> dict[str, Any]:
@@ -52,6 +50,9 @@ def evaluate(draft: Decoder, target: Decoder, tokens: Tensor, windows: int) -> d
         for name, values in figures.items():
             add(name, torch.stack(values))
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
+    # the same if every token used any of the experts, independently of the others
+    means["previous_token_random"] = torch.tensor(shape.top_k / shape.experts)
+    means["distinct_random"] = torch.tensor(shape.experts * (1 - (1 - shape.top_k / shape.experts) ** SPAN))
     return {name: value.tolist() for name, value in means.items()}
 
 
@@ -74,6 +75,7 @@ def _compare(truth: Tensor, guess: Tensor, k: int) -> dict[str, Tensor]:
         "union_recall": both / union(real).sum(),
         "union_precision": both / union(said).sum(),
         "previous_token": (real[:, 1:] * real[:, :-1]).sum(-1).mean() / k,
+        "distinct": union(real).sum(-1).mean(),  # experts that SPAN tokens use
         "largest_load": real.mean((0, 1)).max(),
     }
 
@@ -81,8 +83,8 @@ def _compare(truth: Tensor, guess: Tensor, k: int) -> dict[str, Tensor]:
 def main() -> None:
     """Evaluate targets against the draft."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("targets", nargs="+")
-    parser.add_argument("--draft", default="draft")
+    parser.add_argument("targets", nargs="+", help="stages, or directories of exported checkpoints")
+    parser.add_argument("--draft", default="draft", help="a stage, or the directory of an exported checkpoint")
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "runs")
     parser.add_argument("--windows", type=int, default=256)
@@ -90,15 +92,17 @@ def main() -> None:
     args = parser.parse_args()
     tokens = read_tokens(args.data / "heldout.u16.xz", args.device)
     draft = load(args.draft, args.runs, args.device).eval()
-    for name in args.targets:
-        figures = evaluate(draft, load(name, args.runs, args.device).eval(), tokens, args.windows)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    for target in args.targets:
+        name = Path(target).name
+        figures = evaluate(draft, load(target, args.runs, args.device).eval(), tokens, args.windows)
         (args.runs / f"{name}.evaluation.json").write_text(json.dumps(figures))
         for figure, value in figures.items():
             if isinstance(value, list):
                 spread = f"(first {value[0]:.3f}, last {value[-1]:.3f}, least {min(value):.3f}, most {max(value):.3f})"
-                print(f"{name:10s} {figure:16s} {sum(value) / len(value):.4f}  {spread}")
+                print(f"{name:10s} {figure:21s} {sum(value) / len(value):.4f}  {spread}")
             else:
-                print(f"{name:10s} {figure:16s} {value:.4f}")
+                print(f"{name:10s} {figure:21s} {value:.4f}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+SPAN = 5  # consecutive tokens whose routed experts are compared or united, as in one verification
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -88,11 +90,11 @@ class FeedForward(nn.Module):
             self.shared_down = nn.Parameter(torch.empty(1, shape.shared, shape.hidden))
             self.shared_weight = nn.Parameter(torch.empty(1, shape.hidden))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, and the load-balancing loss of this layer (zero if dense)."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, and the load-balancing and the overlap loss of this layer (zero if dense)."""
         h = F.silu(F.linear(x, self.gate.flatten(0, 1))) * F.linear(x, self.up.flatten(0, 1))
         if not self.shape.experts:
-            return h @ self.down.flatten(0, 1).to(h.dtype), x.new_zeros(())
+            return h @ self.down.flatten(0, 1).to(h.dtype), x.new_zeros(()), x.new_zeros(())
         s = self.shape
         probs = route(x, self.router)  # [batch, length, experts]
         top, index = probs.topk(s.top_k, dim=-1)
@@ -107,7 +109,17 @@ class FeedForward(nn.Module):
             out = out + torch.sigmoid(F.linear(x, self.shared_weight)) * (common @ self.shared_down[0].to(common.dtype))
         # fraction of tokens times mean probability per expert, as in Switch Transformers: 1 if balanced
         balance = s.experts * (chosen.mean(dim=(0, 1)) / s.top_k * probs.mean(dim=(0, 1))).sum()
-        return out, balance
+        return out, balance, overlap(probs, chosen, s.top_k)
+
+
+def overlap(probs: Tensor, chosen: Tensor, top_k: int) -> Tensor:
+    """Return the probability that goes to experts of the SPAN - 1 tokens before: 1 if tokens route independently.
+
+    `probs` and `chosen` (0 or 1): [batch, length, experts]. As in the load-balancing loss, only `probs` has a gradient.
+    """
+    length, experts = probs.shape[1:]
+    before = torch.stack([chosen[:, SPAN - 1 - back : length - back] for back in range(1, SPAN)]).mean(0)
+    return experts / top_k * (before * probs[:, SPAN - 1 :]).sum(-1).mean()
 
 
 def route(x: Tensor, router: Tensor) -> Tensor:
@@ -126,11 +138,11 @@ class Layer(nn.Module):
         self.norm2 = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hidden states after the layer, the load-balancing loss, and the hidden states after attention."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the hidden states after the layer and after attention, and the load-balancing and overlap losses."""
         x = x + self.attention(self.norm1(x), cos, sin)
-        out, balance = self.ffn(self.norm2(x))
-        return x + out, balance, x
+        out, balance, overlapping = self.ffn(self.norm2(x))
+        return x + out, x, balance, overlapping
 
 
 class Output(NamedTuple):
@@ -138,6 +150,7 @@ class Output(NamedTuple):
 
     logits: Tensor  # [batch, length, vocabulary]
     balance: Tensor  # load-balancing loss, mean over layers
+    overlap: Tensor  # overlap loss, mean over layers
     taps: list[Tensor]  # per layer, the hidden states after attention, which prediction feeds to a target's router
 
 
@@ -162,9 +175,11 @@ class Decoder(nn.Module):
         """Run the model on complete windows."""  # tokens: [batch, length]
         cos, sin = rotary(self.shape, tokens.shape[1], tokens.device)
         x = self.embed(tokens)
-        balances, taps = [], []
+        taps, balances, overlaps = [], [], []
         for layer in self.layers:
-            x, balance, tap = layer(x, cos, sin)
-            balances.append(balance)
+            x, tap, balance, overlapping = layer(x, cos, sin)
             taps.append(tap)
-        return Output(F.linear(self.norm(x), self.embed.weight), torch.stack(balances).mean(), taps)
+            balances.append(balance)
+            overlaps.append(overlapping)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return Output(logits, torch.stack(balances).mean(), torch.stack(overlaps).mean(), taps)

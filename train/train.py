@@ -4,6 +4,10 @@ The targets start from the dense base: each expert is a noisy copy of its feed-f
 fine-grained target). They are trained with a load-balancing loss. The draft is the base, distilled from both targets:
 it learns their next-token distributions, and to keep its hidden states close to theirs. Checkpoints are saved in
 `--runs`; a stage resumes from its own checkpoint, and a complete stage is skipped.
+
+`python train/train.py diverse` needs none of these stages. It starts from parts of the shipped draft, which was not
+distilled from it, keeps its hidden states near the draft's, and trains consecutive tokens to use different experts.
+`--from` names another checkpoint to start from.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from convert import from_transformers
 from muon import optimizers
 from network import Decoder, Output, Shape
 from torch import Tensor
@@ -27,6 +32,9 @@ DENSE = Shape()
 EIGHT = replace(DENSE, experts=8, top_k=2)
 # 8 routed experts of 64 and the shared one have, together, the intermediate size of the draft
 FINE = replace(DENSE, experts=64, top_k=8, ffn=12, shared=64, attention_bias=True)
+# the largest experts with which the checkpoint stays under 8 MB, with its tokenizer
+DIVERSE = replace(DENSE, experts=16, top_k=2, ffn=16)
+SHIPPED_DRAFT = Path(__file__).parents[1] / "src" / "spmoe" / "pair" / "draft"
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,12 @@ class Stage:
     steps: int
     matrix_lr: float
     other_lr: float
-    parent: str | None = None
+    parent: str | None = None  # a stage, or the directory of an exported checkpoint
     teachers: tuple[str, ...] = ()
+    noise: float = 0.4  # added to the copied weights of an expert, in standard deviations of these weights
+    balance: float = 0.16  # weight of the load-balancing loss, a mean over 16 layers: 0.01 per layer
+    overlap: float = 0.0  # weight of the overlap loss, a mean over layers too
+    align: float = 0.0  # weight of the distance of the hidden states from the parent's
 
 
 STAGES = {
@@ -46,10 +58,9 @@ STAGES = {
     "target": Stage(EIGHT, 4500, 0.006, 1e-3, parent="base"),
     "fine": Stage(FINE, 3500, 0.006, 1e-3, parent="base"),
     "draft": Stage(DENSE, 1800, 0.006, 1e-3, parent="base", teachers=("target", "fine")),
+    "diverse": Stage(DIVERSE, 1600, 0.01, 2e-3, parent=str(SHIPPED_DRAFT), overlap=0.32, align=0.25),
 }
 BATCH, WINDOW = 64, 1024
-NOISE = 0.4  # added to the copied weights of an expert, in standard deviations of these weights
-BALANCE = 0.16  # weight of the load-balancing loss, a mean over 16 layers: 0.01 per layer
 ALIGN = 1.0  # weight of the distance between hidden states in distillation
 
 
@@ -66,8 +77,8 @@ def batch(tokens: Tensor, generator: torch.Generator, size: int, window: int) ->
 
 
 @torch.no_grad()
-def upcycle(draft: Decoder, shape: Shape) -> Decoder:
-    """Return a sparse model whose experts are noisy copies of the dense model's feed-forward layers."""
+def upcycle(draft: Decoder, shape: Shape, noise: float) -> Decoder:
+    """Return a sparse model whose experts are noisy copies of the dense model's feed-forward layers, or of parts."""
     model = Decoder(shape).to(draft.embed.weight.device)
     known = draft.state_dict()
     model.load_state_dict({k: v for k, v in known.items() if ".ffn." not in k}, strict=False)
@@ -81,14 +92,21 @@ def upcycle(draft: Decoder, shape: Shape) -> Decoder:
                 # the gate of the shared expert starts at one half, and the routing weights sum to one
                 scale = 2.0 if name == "down" else 1.0
                 getattr(ours.ffn, f"shared_{name}").data[0] = scale * weight[: shape.shared]
-                weight = weight[shape.shared :] * (shape.top_k if name == "down" else 1.0)
-            copies = weight.unflatten(0, (-1, shape.ffn)).repeat(shape.experts * shape.ffn // len(weight), 1, 1)
-            getattr(ours.ffn, name).data = copies + NOISE * weight.std() * torch.randn_like(copies)
+                weight = weight[shape.shared :]
+            if name == "down" and shape.ffn < len(weight):  # parts add up; the routing weights take their mean
+                weight = weight * shape.top_k
+            columns = torch.arange(shape.experts * shape.ffn, device=weight.device) % len(weight)
+            copies = weight[columns].unflatten(0, (-1, shape.ffn))
+            getattr(ours.ffn, name).data = copies + noise * weight.std() * torch.randn_like(copies)
     return model
 
 
 def load(name: str, runs: Path, device: str) -> Decoder:
-    """Load the model of a complete stage."""
+    """Load the model of a complete stage; any other name is the directory of an exported checkpoint."""
+    if name not in STAGES:
+        return from_transformers(Path(name)).to(device)
+    if not (runs / f"{name}.pt").exists():
+        raise SystemExit(f"stage '{name}' is not in {runs}; run it first")
     saved = torch.load(runs / f"{name}.pt", map_location=device, weights_only=True)
     if saved["step"] != saved["steps"]:
         raise SystemExit(f"stage '{name}' is not complete; run it first")
@@ -115,8 +133,13 @@ def distillation_loss(student: Output, teacher: Output) -> Tensor:
     ours = F.log_softmax(student.logits.float(), dim=-1)
     theirs = F.log_softmax(teacher.logits.float(), dim=-1)
     divergence = F.kl_div(ours.flatten(0, 1), theirs.flatten(0, 1), reduction="batchmean", log_target=True)
-    apart = [1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(student.taps, teacher.taps, strict=True)]
-    return divergence + ALIGN * torch.stack(apart).mean()
+    return divergence + ALIGN * distance(student, teacher)
+
+
+def distance(ours: Output, theirs: Output) -> Tensor:
+    """Return 1 minus the cosine similarity of the hidden states, a mean over tokens and layers."""
+    apart = [1 - F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(ours.taps, theirs.taps, strict=True)]
+    return torch.stack(apart).mean()
 
 
 def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
@@ -124,7 +147,7 @@ def first_model(stage: Stage, runs: Path, device: str) -> Decoder:
     if stage.parent is None:
         return Decoder(stage.shape).to(device)
     parent = load(stage.parent, runs, device)
-    return upcycle(parent, stage.shape) if stage.shape != parent.shape else parent
+    return upcycle(parent, stage.shape, stage.noise) if stage.shape != parent.shape else parent
 
 
 def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_every: int) -> None:
@@ -134,7 +157,10 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = first_model(stage, runs, device)
-    teachers = [load(teacher, runs, device).eval().requires_grad_(False) for teacher in stage.teachers]
+    frozen = {
+        name: load(name, runs, device).eval().requires_grad_(False)
+        for name in (*stage.teachers, *([stage.parent] if stage.parent and stage.align else []))
+    }
     steppers = optimizers(model, stage.matrix_lr, stage.other_lr)
     rates = [[group["lr"] for group in stepper.param_groups] for stepper in steppers]
     done = 0
@@ -151,7 +177,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}: {count / 1e6:.2f} M parameters, {len(training) / 1e6:.1f} M tokens, step {done} of {stage.steps}")
     compiled = torch.compile(model) if device == "cuda" else model
-    taught = [torch.compile(teacher) if device == "cuda" else teacher for teacher in teachers]
+    others = {name: torch.compile(other) if device == "cuda" else other for name, other in frozen.items()}
     started, first = time.perf_counter(), done
     for step in range(done, stage.steps):
         # the schedule and the batch depend on the step only, so that a resumed run repeats them
@@ -165,11 +191,13 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
         with torch.autocast(device, torch.bfloat16):
             output = compiled(inputs)
             loss = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
-            objective = loss + BALANCE * output.balance
-            if taught:
-                with torch.no_grad():
-                    answers = [teacher(inputs) for teacher in taught]
-                objective = torch.stack([distillation_loss(output, answer) for answer in answers]).mean()
+            objective = loss + stage.balance * output.balance + stage.overlap * output.overlap
+            with torch.no_grad():
+                answers = {name: other(inputs) for name, other in others.items()}
+            if stage.teachers:
+                objective = torch.stack([distillation_loss(output, answers[name]) for name in stage.teachers]).mean()
+            if stage.align and stage.parent:
+                objective = objective + stage.align * distance(output, answers[stage.parent])
         objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
@@ -180,7 +208,7 @@ def train(name: str, stage: Stage, data: Path, runs: Path, device: str, save_eve
             speed = (step + 1 - first) * BATCH * WINDOW / (time.perf_counter() - started)
             print(
                 f"{name} {step:6d}  loss {loss.item():.4f}  objective {objective.item():.4f}  "
-                f"balance {output.balance.item():.3f}  "
+                f"balance {output.balance.item():.3f}  overlap {output.overlap.item():.3f}  "
                 f"{speed / 1e6:.2f} M tokens/s  {time.perf_counter() - started:.0f} s",
                 flush=True,
             )
@@ -206,13 +234,15 @@ def main() -> None:
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "runs")
+    parser.add_argument("--from", dest="parent", help="start from this stage, or from the checkpoint in this directory")
     parser.add_argument("--steps", type=int, help="train for this many steps instead of the stage's own number")
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for name in args.stages:
         torch.compiler.reset()  # compilations of earlier stages must not count towards this stage's limit
-        stage = STAGES[name] if args.steps is None else replace(STAGES[name], steps=args.steps)
+        given = {"steps": args.steps, "parent": args.parent}
+        stage = replace(STAGES[name], **{field: value for field, value in given.items() if value is not None})
         train(name, stage, args.data, args.runs, args.device, args.save_every)
 
 
