@@ -143,18 +143,17 @@ def _without_experts(cls: Any) -> Any:
 def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """Load with transformers' loader, and reject weights that do not match config.json or are not finite."""
     with load_errors(checkpoint), CheckpointTensors(checkpoint) as tensors:
-        source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.directory, "local_files_only": True}
-        if tensors.quantized:
-            source = {"pretrained_model_name_or_path": None, "state_dict": tensors.lazy()}
-            if (checkpoint.directory / "generation_config.json").is_file():
-                source["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
+        options: dict[str, Any] = {}
+        if (checkpoint.directory / "generation_config.json").is_file():
+            options["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
         model, info = cls.from_pretrained(
-            **source,
+            None,
+            state_dict=tensors.lazy(),
+            **options,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            use_safetensors=True,
         )
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
