@@ -51,7 +51,7 @@ def write_safetensors(path: Path, metadata: dict[str, str], nbytes: int = 100) -
     return path
 
 
-def write_experts(home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 1) -> Path:
+def write_experts(home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 2) -> Path:
     meta = {"format": f"spmoe-experts-{version}"}
     if origin is not None:
         meta["origin"] = json.dumps(origins_to_json([origin]))
@@ -150,7 +150,7 @@ def test_unreadable_origin_is_not_prunable(home: Path, model: Path) -> None:
     assert only_entry().state is State.UNKNOWN
 
 
-@pytest.mark.parametrize(("version", "state"), [(0, State.OLD_FORMAT), (1, State.CURRENT), (2, State.UNKNOWN)])
+@pytest.mark.parametrize(("version", "state"), [(1, State.OLD_FORMAT), (2, State.CURRENT), (3, State.UNKNOWN)])
 def test_formats_of_other_versions(home: Path, model: Path, version: int, state: State) -> None:
     write_experts(home, origin_of(model), version=version)
     assert only_entry().state is state

@@ -23,11 +23,15 @@ from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
-# Keys of config.json that choose code: an implementation may be a repository on the hub, whose code would be downloaded
-# and run. The user and transformers choose it, never a checkpoint. The last ones change the type of a forward's outputs.
+# Keys of config.json that choose code. An implementation may be a repository on the hub, whose code would be downloaded
+# and run: transformers chooses it, never a checkpoint. The keys in the last line change the type of a forward's output.
 _CODE_KEYS = {
-    *(f"{prefix}{part}_implementation{suffix}" for prefix in ("", "_") for part in ("attn", "experts")
-      for suffix in ("", "_internal")),
+    *(
+        f"{prefix}{part}_implementation{suffix}"
+        for prefix in ("", "_")
+        for part in ("attn", "experts")
+        for suffix in ("", "_internal")
+    ),
     *("auto_map", "custom_pipelines", "configuration_files"),
     *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "torchscript"),
 }

@@ -113,7 +113,7 @@ class _WeightFile:
     """An open safetensors file. It closes with its last reference."""
 
     def __init__(self, checkpoint: Checkpoint, file: str) -> None:
-        """Open a file of a checkpoint; raise ValueError if its header is not the one that the checkpoint was found with."""
+        """Open a file of a checkpoint; raise ValueError if its header has changed since the checkpoint was found."""
         found = read_header(checkpoint.directory, file)
         known = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.file == file}
         if any(_place(tensor) != _place(found.get(name)) for name, tensor in known.items()):

@@ -74,9 +74,13 @@ def weight_files(source: str, names: Iterable[str], index: Mapping[str, Any] | N
 
 def _is_inside(name: str) -> bool:
     """Return whether a relative path stays inside its directory, as POSIX and as Windows read it."""
-    return bool(name.strip(".")) and "\0" not in name and not any(
-        path.is_absolute() or path.drive or path.root or ".." in path.parts
-        for path in (PurePosixPath(name), PureWindowsPath(name))
+    return (
+        bool(name.strip("."))
+        and "\0" not in name
+        and not any(
+            path.is_absolute() or path.drive or path.root or ".." in path.parts
+            for path in (PurePosixPath(name), PureWindowsPath(name))
+        )
     )
 
 
@@ -86,8 +90,7 @@ def read_header(directory: Path, file: str) -> dict[str, StoredTensor]:
 
 
 def read_raw_header(path: Path) -> tuple[bytes, int]:
-    """Return the JSON text of a safetensors header, and the file's length in bytes; ValueError if it is not all there.
-    """
+    """Return the JSON text of a safetensors header, and the file's length in bytes; raise ValueError if it is cut off."""
     with path.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(_SIZE_BYTES), "little")

@@ -85,8 +85,7 @@ def converter() -> str:
 
 
 def _summarize(directory: Path, file: str) -> bytes:
-    """Return a hash of a weight file's size, modification time, header and sampled pages; of all of it if it is small.
-    """
+    """Return a hash of a weight file's size, time, header and sampled pages; of all its bytes if it is small."""
     path = directory / file
     found = path.stat()
     digest = hashlib.sha256(f"{found.st_size}:{found.st_mtime_ns}:".encode())
