@@ -42,7 +42,7 @@ _BY_PANEL = {
         repetition_penalty seed stop stop_token_ids ignore_eos""",
     "Output": """
         as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes
-        config verbose quiet""",
+        against_model config verbose quiet""",
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
         measure check stored every reference quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer

@@ -90,7 +90,7 @@ def read_header(directory: Path, file: str) -> dict[str, StoredTensor]:
 
 
 def read_raw_header(path: Path) -> tuple[bytes, int]:
-    """Return the JSON text of a safetensors header, and the file's length in bytes; raise ValueError if it is cut off."""
+    """Return the JSON text of a safetensors header, and the file's length; raise ValueError if it is cut off."""
     with path.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(_SIZE_BYTES), "little")
