@@ -22,6 +22,7 @@ from spmoe.models.loaded import compare_with_checkpoint
 from spmoe.models.target import Target
 from spmoe.models.tensors import CheckpointTensors
 from spmoe.system.headers import INDEX
+from spmoe.system.origin import converter
 from spmoe.types import ExpertKey
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -61,6 +62,18 @@ def test_weights_of_the_same_size_and_time_are_converted_again(
     assert found == greedy(other, PROMPT, 6) != first
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "of experts to" in line]
     assert "(again: the checkpoint has changed)" in line
+
+
+def test_experts_converted_by_another_version_of_transformers_are_converted_again(
+    own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = tokens_of(own_checkpoint)
+    used, newer = converter(), "transformers 99.0"
+    monkeypatch.setattr("spmoe.models.load.converter", lambda: newer)
+    for announced in (True, False):
+        with LLM(str(own_checkpoint), None, progress=True) as llm:
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+        assert (f"(again: it was made with {used}, and this is {newer})" in capfd.readouterr().err) == announced
 
 
 def test_file_is_compared_with_its_checkpoint(own_checkpoint: Path) -> None:
