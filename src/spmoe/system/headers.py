@@ -113,7 +113,9 @@ def parse_header(file: str, text: bytes, size: int) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if not isinstance(entry, dict):
             raise ValueError(f"its header does not describe {name}")
-        dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        dtype: Any = entry.get("dtype")
+        shape: Any = entry.get("shape")
+        place: Any = entry.get("data_offsets")
         if not isinstance(dtype, str) or not _are_sizes(shape, 64) or not _are_sizes(place, 2) or len(place) != 2:
             raise ValueError(f"its header does not describe {name}")
         first, last = place
