@@ -517,7 +517,7 @@ def test_flipped_byte_in_an_expert(draft: str, expert_file: Path, checkpoints: P
     options = ("--draft", checkpoints / draft if draft != "none" else "none")
     result = invoke("run", checkpoints / "target", *options, "--prompt", "hello " * 20, "--json")
     result.refused(
-        1, "expert 3 of layer 2", str(expert_file), "checksum", "it was deleted, and the next run writes it again"
+        1, "expert 3 of layer 2", str(expert_file), "checksum", "the file was deleted, and the next run writes it again"
     )
 
 

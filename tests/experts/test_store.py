@@ -357,12 +357,12 @@ def test_file_with_a_wrong_checksum_is_deleted_and_rebuilt(path: Path) -> None:
     build(path)
     file = ExpertFile.open(path)
     flip(path, file, ExpertKey(0, 2))
-    with pytest.raises(StoreError, match="it was deleted, and the next run writes it again"):
+    with pytest.raises(StoreError, match="the file was deleted, and the next run writes it again"):
         read_all(file)
     assert not path.exists()
     assert build(path) == all_keys(spec_of())
     before = path.read_bytes()
-    with pytest.raises(StoreError, match="it was deleted"):
+    with pytest.raises(StoreError, match="the file was deleted"):
         read_all(file)
     file.close()
     assert path.read_bytes() == before, "the new file stays"

@@ -98,7 +98,7 @@ def test_experts_that_change_on_disk_are_noticed_at_the_next_read(own_checkpoint
         for offset in range(8192, len(data), 256):  # of every expert
             data[offset] ^= 4
         path.write_bytes(data)
-        with pytest.raises(StoreError, match=r"expert \d of layer \d in .* fails its checksum; it was deleted"):
+        with pytest.raises(StoreError, match=r"expert \d of layer \d in .* fails its checksum; the file was deleted"):
             llm.generate([4, 5, 6], GREEDY)
     assert not path.exists()
     assert tokens_of(own_checkpoint) == expected

@@ -148,13 +148,13 @@ class ExpertFile:
         ordinal = self._ordinal(key)
         if self._checked[ordinal] and not self._checks_again():
             return
-        if zlib.crc32(blob) != self._checksums[ordinal]:
+        if not self.expects(key, blob):
             self._checked[ordinal] = 0
-            todo = "it was deleted, and the next run writes it again"
+            todo = "the file was deleted, and the next run writes it again"
             if not self._delete():
                 todo = "delete that file to have it rebuilt"
             raise StoreError(
-                f"expert {key.expert} of layer {key.layer} in {self.path} fails its checksum; {todo}: check the disk"
+                f"expert {key.expert} of layer {key.layer} in {self.path} fails its checksum; {todo}; check the disk"
             )
         self._checked[ordinal] = 1
 

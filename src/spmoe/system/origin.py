@@ -62,8 +62,8 @@ def fingerprint(directory: Path) -> str:
     Times alone would miss weights that were replaced with their times kept (`cp -p`, images with normalised times);
     samples alone would miss a change of a few values. Reading everything takes minutes for a large model. So one page
     is read of every tensor, and of every expert in a fused tensor: no expert is replaced unnoticed. 20,000 pages take
-    0.3 s from the page cache, about as long from an SSD (several files are read at once), and a minute or two from a
-    spinning disk, which is too slow to run experts from anyway.
+    0.3 s from the page cache; an SSD, asked for several files at once, should need little more. A spinning disk needs a
+    minute or two, but is too slow to run experts from anyway.
     """
     index = directory / INDEX
     listed = index.read_bytes() if index.is_file() else b""
