@@ -428,6 +428,7 @@ def test_only_policies_that_need_recorded_routing_are_refused_without_a_recordin
         ({"device_memory": "lots"}, "'lots' is not a size; write it as"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number, not True"),
         ({"pin_memory": 1}, "pin_memory must be true or false, not 1"),
+        ({"verify_experts": "never"}, "verify_experts must be one of once, sample, always, not 'never'"),
         ({"overlap": "yes"}, "overlap must be true or false, not 'yes'"),
         ({"draft": 3}, "draft must be a directory, hub id or name, not 3"),
         ({"draft": "self:int5"}, "draft must be self:int8 or self:int4, not 'self:int5'"),

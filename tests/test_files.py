@@ -27,6 +27,28 @@ def test_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert path.read_text() == "after"
 
 
+def test_content_and_name_are_on_the_disk_before_the_write_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the first sync, a crash of the machine may leave an empty file under the name; without the last, none."""
+    happened: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(fd: int) -> None:
+        happened.append(("sync", Path(f"/proc/self/fd/{fd}").readlink().name))
+        fsync(fd)
+
+    def record_replace(source: Path, target: Path) -> None:
+        happened.append(("replace", Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    write_text(tmp_path / "a.json", "words")
+    partial = f".a.json.{os.getpid()}.partial"
+    assert happened == [("sync", partial), ("replace", "a.json"), ("sync", tmp_path.name)]
+
+
 @pytest.mark.parametrize("failure", [OSError("full"), ValueError("no number"), KeyboardInterrupt()])
 def test_failed_write_keeps_the_previous_file(tmp_path: Path, failure: BaseException) -> None:
     path = tmp_path / "a.json"

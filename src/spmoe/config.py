@@ -30,6 +30,7 @@ MAX_SPECULATIVE_TOKENS = 64  # largest K
 DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
+VERIFY_EXPERTS = ("once", "sample", "always")  # reads of an expert from disk that are compared with its checksum
 GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
 DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
 MAX_SPECULATIVE_TOKENS = 64  # largest K
@@ -405,6 +406,7 @@ class EngineConfig:
     # CUDA: one limit for weights, KV caches, workspace and slots; auto: what is free, less a margin
     device_memory: Annotated[Size | Literal["auto"], PlainValidator(_memory_limit)] = "auto"
     pin_memory: Switch = True  # keep experts in pinned host memory
+    verify_experts: Annotated[str, _one_of(lambda: VERIFY_EXPERTS)] = "once"  # CPU: checksums of experts read from disk
     batching: Switch = True  # submit copies that are ready together in one call; off for measuring
     overlap: Switch = True  # overlap copies with compute; off for measuring
     enforce_eager: Switch = False  # no CUDA graphs

@@ -22,7 +22,9 @@ GGUF_ADVICE = (
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same directory, which replaces `path` when the block ends without an exception.
 
-    Pipes, devices, and files in a read-only directory are written directly. A symbolic link keeps its target.
+    The content is on the disk before it gets its name: after a crash of the machine there is the previous file or the
+    whole new one. Pipes, devices, and files in a read-only directory are written directly. A symbolic link keeps its
+    target.
     """
     target = path.resolve()
     if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
@@ -33,9 +35,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield partial
         if target.exists():
             shutil.copymode(target, partial)
-        partial.replace(target)
+        _sync(partial)
+        os.replace(partial, target)  # noqa: PTH105
+        _sync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -247,3 +247,68 @@ def test_deleted_experts_are_converted_again(filled: Path, made: Path, invoke: I
     invoke("cache", "rm", "--all", "--yes").succeeded()
     invoke("run", made / "model", *PROMPT, "--draft", "none").succeeded()
     assert [entry.kind for entry in list_cache()].count("experts") == 1
+
+
+# ---- verify
+
+
+def verified(invoke: Invoke, *arguments: object) -> dict[str, Any]:
+    """Return the results of the verification by kind, after checking the exit code."""
+    result = invoke("cache", "verify", *arguments, "--json")
+    found = json.loads(result.out)
+    assert result.code == (0 if found["sound"] else 1)
+    return {entry["kind"]: entry for entry in found["entries"]}
+
+
+def test_verify_finds_the_damaged_expert(filled: Path, invoke: Invoke) -> None:
+    found = verified(invoke)
+    assert {kind: (one["problem"], one["damaged"], one["differing"]) for kind, one in found.items()} == {
+        kind: (None, [], None) for kind in ("experts", "quantized draft")
+    }
+    path = Path(found["experts"]["path"])
+    data = bytearray(path.read_bytes())
+    data[-10_000] ^= 1
+    path.write_bytes(data)
+    found = verified(invoke)
+    assert (found["experts"]["damaged"], found["quantized draft"]["damaged"]) == ([[2, 3]], [])
+    result = invoke("cache", "verify")
+    assert result.code == 1
+    assert f"{path.stem}  is damaged: expert 3 of layer 2\n" in result.out
+    assert "`spmoe cache rm NAME`" in result.out
+    assert path.exists(), "nothing is changed"
+
+
+def test_verify_compares_with_the_model(filled: Path, made: Path, invoke: Invoke) -> None:
+    name = listed(invoke)["experts"]["name"]
+    assert verified(invoke, name, "--against-model")["experts"]["differing"] == []
+    assert f"{name}  sound, and equal to its model\n" in invoke("cache", "verify", name, "--against-model").out
+    weights = made / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    try:
+        header, end = json.loads(before[8 : 8 + int.from_bytes(before[:8], "little")]), len(before)
+        start = 8 + int.from_bytes(before[:8], "little")
+        expert = next(n for n in sorted(header) if ".experts.1." in n or n.endswith("down_proj"))
+        position = start + header[expert]["data_offsets"][1] - 1  # the exponent of its last value
+        weights.write_bytes(before[:position] + bytes([before[position] ^ 1]) + before[position + 1 : end])
+        found = verified(invoke, name, "--against-model")["experts"]
+        assert len(found["differing"]) == 1
+        assert found["problem"].startswith("differs from its model: expert ")
+        shutil.move(made / "model", made / "elsewhere")
+        assert "no directory" in verified(invoke, name, "--against-model")["experts"]["problem"]
+        shutil.move(made / "elsewhere", made / "model")
+    finally:
+        weights.write_bytes(before)
+
+
+def test_verify_refuses_names_without_experts(filled: Path, invoke: Invoke) -> None:
+    profile = listed(invoke)["threads" if "threads" in listed(invoke) else "profile"]["name"]
+    invoke("cache", "verify", profile).refused(2, profile, "has no cached experts")
+    invoke("cache", "verify", "nosuch").refused(2, "nosuch", "spmoe cache ls")
+
+
+def test_verify_experts_option(checkpoints: Path, own_home: Path, invoke: Invoke) -> None:
+    arguments = ("run", checkpoints / "target", *PROMPT)
+    expected = invoke(*arguments).succeeded().out
+    for value in ("once", "sample", "always"):
+        assert invoke(*arguments, "--verify-experts", value).succeeded().out == expected
+    invoke(*arguments, "--verify-experts", "never").refused(2, "verify_experts must be one of once, sample, always")

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.experts.store import ALIGNMENT, BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.experts.store import (
+    ALIGNMENT,
+    BlobLayout,
+    ExpertFile,
+    StoreSpec,
+    damaged_experts,
+    ensure_expert_file,
+    outdated_experts,
+)
 from spmoe.system.cache import delete, list_cache
 from spmoe.system.origin import Origin
 from spmoe.types import ExpertKey
@@ -203,8 +211,9 @@ def test_open_file_cannot_be_deleted_from_the_cache(tmp_path: Path) -> None:
         spec_of((3, 2)),
         spec_of((3, 3, 3)),
         spec_of((6,)),
+        replace(spec_of(), converter="transformers 1"),
     ],
-    ids=["fingerprint", "layout", "fewer experts", "more layers", "other layers"],
+    ids=["fingerprint", "layout", "fewer experts", "more layers", "other layers", "converter"],
 )
 def test_file_of_another_spec_is_rebuilt(path: Path, other: StoreSpec) -> None:
     ensure_expert_file(path, other, lambda key, views: None).close()
@@ -276,6 +285,122 @@ def test_flipped_bit_fails_the_checksum(path: Path) -> None:
                     file.check(key, blob)
         else:
             file.check(key, blob)
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda spec: replace(spec, fingerprint="two"), "the checkpoint has changed"),
+        (lambda spec: replace(spec, converter="transformers 6"), "it was made with transformers 5, and this is transf"),
+        (lambda spec: replace(spec, experts=(6,)), "the checkpoint has changed"),
+    ],
+)
+def test_rebuilding_says_why(path: Path, change: Callable[[StoreSpec], StoreSpec], why: str) -> None:
+    spec = replace(spec_of(), converter="transformers 5")
+    ensure_expert_file(path, spec, fill).close()
+    announced: list[str] = []
+    for _ in range(2):
+        ensure_expert_file(path, change(spec), fill, on_start=announced.append).close()
+    (text,) = announced  # also of small files, and once
+    assert f"to {path} (again: {why}" in text
+    assert "\n" not in text
+
+
+def test_file_of_an_older_version_is_rebuilt(path: Path) -> None:
+    build(path)
+    rewrite_header(path, lambda header: header["__metadata__"].update(format="spmoe-experts-1"))
+    announced: list[str] = []
+    ensure_expert_file(path, spec_of(), fill, on_start=announced.append).close()
+    assert "(again: the file is damaged or of an older format)" in announced[0]
+    assert build(path) == []
+
+
+# ---- verification
+
+
+def flip(path: Path, file: ExpertFile, key: ExpertKey) -> None:
+    """Change one bit of an expert in place."""
+    with path.open("r+b") as opened:
+        opened.seek(file.offset(key) + 100)
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 4]))
+
+
+def reads_until_noticed(path: Path, verify: str, limit: int = 100) -> int | None:
+    """Return how many reads a change that comes after the first read goes unnoticed."""
+    file, bad = ensure_expert_file(path, spec_of(), fill, verify=verify), ExpertKey(1, 1)
+    try:
+        read_all(file)
+        flip(path, file, bad)
+        for number in range(limit):
+            blob = memoryview(os.pread(file.fd, LAYOUT.nbytes, file.offset(bad)))
+            try:
+                file.check(bad, blob)
+            except StoreError:
+                return number
+    finally:
+        file.close()
+    return None
+
+
+def test_changes_after_the_first_read_are_noticed_as_asked(path: Path) -> None:
+    assert reads_until_noticed(path, "always") == 0
+    sampled = reads_until_noticed(path, "sample")
+    assert sampled is not None
+    assert sampled < 16
+    assert reads_until_noticed(path, "once") is None
+
+
+def test_file_with_a_wrong_checksum_is_deleted_and_rebuilt(path: Path) -> None:
+    build(path)
+    file = ExpertFile.open(path)
+    flip(path, file, ExpertKey(0, 2))
+    with pytest.raises(StoreError, match="the file was deleted, and the next run writes it again"):
+        read_all(file)
+    assert not path.exists()
+    assert build(path) == all_keys(spec_of())
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="the file was deleted"):
+        read_all(file)
+    file.close()
+    assert path.read_bytes() == before, "the new file stays"
+
+
+def test_file_that_cannot_be_deleted_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(path)
+    file = ExpertFile.open(path)
+    flip(path, file, ExpertKey(0, 0))
+
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StoreError, match="delete that file to have it rebuilt"):
+        read_all(file)
+    file.close()
+
+
+def test_damaged_and_outdated_experts_are_listed(path: Path) -> None:
+    build(path)
+    file, bad = ExpertFile.open(path), ExpertKey(1, 2)
+    reported: list[tuple[int, int]] = []
+
+    def other_fill(key: ExpertKey, views: dict[str, Tensor]) -> None:
+        fill(ExpertKey(0, 0) if key == bad else key, views)
+
+    def report(done: int, total: int) -> None:
+        reported.append((done, total))
+
+    assert (damaged_experts(file, report), outdated_experts(file, fill, report)) == ([], [])
+    assert outdated_experts(file, other_fill, report) == [bad]
+    assert reported == [(done, 6) for done in range(7)] * 3
+    flip(path, file, bad)
+    assert damaged_experts(file, report) == [bad]
+    assert path.exists()
+    os.truncate(path, file.offset(ExpertKey(1, 1)))
+    assert damaged_experts(file, report) == [ExpertKey(1, 1), bad]
     file.close()
 
 

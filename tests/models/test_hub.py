@@ -18,10 +18,10 @@ from hub_server import COMMIT, HubServer, hub_server
 from spmoe.errors import CheckpointError, SpmoeError, UsageError
 from spmoe.models import hub
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.headers import INDEX
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import find_target
 from spmoe.models.shipped import shipped_pair
+from spmoe.system.headers import INDEX
 
 NAME = "acme/small"
 

@@ -13,7 +13,7 @@ import pytest
 
 from spmoe.system import cache
 from spmoe.system.cache import PRUNABLE, Kind, State, build_lock, delete, list_cache, mark_in_use
-from spmoe.system.origin import Origin, OriginState, fingerprint, origins_to_json, parse_origins
+from spmoe.system.origin import Origin, OriginState, converter, fingerprint, origins_to_json, parse_origins
 
 EXPERT_FILE = "mixtral-0123456789ab-bfloat16.safetensors"
 QUANTIZED = "mixtral-0123456789ab-bfloat16-int4.safetensors"
@@ -51,8 +51,10 @@ def write_safetensors(path: Path, metadata: dict[str, str], nbytes: int = 100) -
     return path
 
 
-def write_experts(home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 1) -> Path:
-    meta = {"format": f"spmoe-experts-{version}"}
+def write_experts(
+    home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 2, **metadata: str
+) -> Path:
+    meta = {"format": f"spmoe-experts-{version}", **metadata}
     if origin is not None:
         meta["origin"] = json.dumps(origins_to_json([origin]))
     return write_safetensors(home / "experts" / name, meta)
@@ -150,9 +152,17 @@ def test_unreadable_origin_is_not_prunable(home: Path, model: Path) -> None:
     assert only_entry().state is State.UNKNOWN
 
 
-@pytest.mark.parametrize(("version", "state"), [(0, State.OLD_FORMAT), (1, State.CURRENT), (2, State.UNKNOWN)])
+@pytest.mark.parametrize(("version", "state"), [(1, State.OLD_FORMAT), (2, State.CURRENT), (3, State.UNKNOWN)])
 def test_formats_of_other_versions(home: Path, model: Path, version: int, state: State) -> None:
     write_experts(home, origin_of(model), version=version)
+    assert only_entry().state is state
+
+
+@pytest.mark.parametrize(
+    ("made_with", "state"), [(converter(), State.CURRENT), ("transformers 5.0.0.dev0", State.STALE)]
+)
+def test_experts_converted_by_another_version_are_stale(home: Path, model: Path, made_with: str, state: State) -> None:
+    write_experts(home, origin_of(model), converter=made_with)
     assert only_entry().state is state
 
 

@@ -8,7 +8,7 @@ disk is an expert file with codes and scales as its tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +96,7 @@ class QuantizedExperts:
             else:
                 shapes[field.name] = (field.nbytes,)
         fingerprint = f"{spec.fingerprint}-int{scheme.bits}-{scheme.group}-by-group"
-        self.spec = StoreSpec(fingerprint, BlobLayout.of(shapes, torch.uint8), spec.experts, spec.origins)
+        self.spec = replace(spec, fingerprint=fingerprint, layout=BlobLayout.of(shapes, torch.uint8))
         self._blobs: list[Tensor] = []  # per layer [experts, blob bytes] uint8
         self._layers: list[dict[str, Tensor]] = []  # per layer, views of the blobs' fields: [experts, ...] uint8
         self._use_kernels = False

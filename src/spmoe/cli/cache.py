@@ -1,4 +1,4 @@
-"""`spmoe cache`: list and delete converted experts, quantized drafts, profiles and projections."""
+"""`spmoe cache`: list, verify and delete converted experts, quantized drafts, profiles and projections."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import is_quiet
 from spmoe.config import format_bytes, home
-from spmoe.errors import UsageError
-from spmoe.system.cache import PRUNABLE, CacheEntry, delete, linked_folders, list_cache
+from spmoe.errors import SpmoeError, UsageError
+from spmoe.system.cache import PRUNABLE, CacheEntry, Kind, delete, linked_folders, list_cache
 
-cache = typer.Typer(name="cache", help="List and delete converted experts, quantized drafts, profiles and projections.")
+cache = typer.Typer(
+    name="cache", help="List, verify and delete converted experts, quantized drafts, profiles and projections."
+)
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
+_EXPERT_KINDS = (Kind.EXPERTS, Kind.QUANTIZED_DRAFT)
 _HOUR = 3600
 _UNITS = {"h": _HOUR, "d": 24 * _HOUR, "w": 7 * 24 * _HOUR}
 
 
 @cache.callback(invoke_without_command=True)
 def options(context: typer.Context) -> None:
-    """List and delete converted experts, quantized drafts, profiles and projections."""
+    """List, verify and delete converted experts, quantized drafts, profiles and projections."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -116,6 +120,71 @@ def prune(
         return
     _confirm(chosen, yes, reason)
     _delete(chosen, as_json)
+
+
+@cache.command("verify", short_help="Read cached experts whole, and compare them with their checksums.")
+def verify(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Names as `spmoe cache ls` shows them, or models; default: all."),
+    ] = None,
+    against_model: Annotated[
+        bool,
+        typer.Option("--against-model", help="Also convert every expert of the model again, and compare the results."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read cached experts whole, and compare every one with its checksum. Nothing is changed.
+
+    A run compares an expert when it first reads it, and notices changed models by samples of their weights;
+    --against-model compares all weights. The exit code is 1 if a file is damaged or differs from its model.
+    """
+    entries = _entries()
+    chosen = [one for one in (_select(entries, names) if names else entries) if one.kind in _EXPERT_KINDS]
+    if names and not chosen:
+        raise UsageError(f"{names[0]} has no cached experts; `spmoe cache ls` lists all files and their kinds")
+    results = [_verify(entry, against_model) for entry in chosen]
+    sound = not any(one["problem"] for one in results)
+    if as_json:
+        print(json.dumps({"sound": sound, "entries": results}))
+    else:
+        for one in results:
+            compared = "" if one["differing"] is None else ", and equal to its model"
+            _console().print(f"{one['name']}  {one['problem'] or f'sound{compared}'}", soft_wrap=True)
+        _console().print(f"{_count(chosen)} verified", soft_wrap=True)
+        if not sound:
+            _console().print("delete files with a problem with `spmoe cache rm NAME`; the next run writes them again")
+    if not sound:
+        raise typer.Exit(1)
+
+
+def _verify(entry: CacheEntry, against_model: bool) -> dict[str, Any]:
+    """Verify one expert file; `problem` of the result is None if it is sound."""
+    from spmoe.experts.store import ExpertFile, damaged_experts  # torch takes seconds to import
+    from spmoe.models.loaded import compare_with_checkpoint
+    from spmoe.observe.progress import progress_bar
+
+    damaged: list[Any] = []
+    differing: list[Any] | None = None
+    problem = None
+    try:
+        file = ExpertFile.open(entry.path)
+        try:
+            with progress_bar(f"Reading {entry.name}", not is_quiet()) as report:
+                damaged = damaged_experts(file, report)
+            if against_model and entry.kind is Kind.EXPERTS:
+                with progress_bar(f"Converting {entry.belongs_to} again", not is_quiet()) as report:
+                    differing = compare_with_checkpoint(file, report)
+        finally:
+            file.close()
+    except SpmoeError as error:
+        problem = str(error)
+    for found, what in ((differing, "differs from its model"), (damaged, "is damaged")):
+        if found:
+            layer, expert = found[0]
+            problem = f"{what}: expert {expert} of layer {layer}"
+            problem += f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return {**entry.to_dict(), "problem": problem, "damaged": damaged, "differing": differing}
 
 
 # ---- selection

@@ -104,6 +104,13 @@ def _engine(
             "--pin-memory/--no-pin-memory", help="CUDA: keep experts in pinned host memory; copies are faster."
         ),
     ] = True,
+    verify_experts: Annotated[
+        str,
+        typer.Option(
+            help="CPU: compare experts read from disk with their checksums: once (when first read), sample (also at "
+            "one of 16 later reads) or always."
+        ),
+    ] = "once",
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: capture no CUDA graphs, for debugging.")
     ] = False,

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from spmoe.cli import output, settings
-from spmoe.config import DEVICES, DTYPES, SELF_DRAFTS
+from spmoe.config import DEVICES, DTYPES, SELF_DRAFTS, VERIFY_EXPERTS
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 PANELS = (
@@ -34,7 +34,7 @@ PANELS = (
 
 _BY_PANEL = {
     "Model": "dtype device max_model_len shape generation_config chat_template system",
-    "Memory": "expert_memory device_memory host_memory pin_memory",
+    "Memory": "expert_memory device_memory host_memory pin_memory verify_experts",
     "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
@@ -42,7 +42,7 @@ _BY_PANEL = {
         repetition_penalty seed stop stop_token_ids ignore_eos""",
     "Output": """
         as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes
-        config verbose quiet""",
+        against_model config verbose quiet""",
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
         measure check stored every reference quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
@@ -53,7 +53,7 @@ PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.
 _METAVARS = {  # by option; the others by type
     **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size"), "SIZE"),
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
-    **dict.fromkeys(("generation_config", "reference"), "NAME"),
+    **dict.fromkeys(("generation_config", "reference", "verify_experts"), "NAME"),
     **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
 }
@@ -74,6 +74,7 @@ _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "num_speculative_tokens": lambda: ("auto",),
     "transfer": lambda: ("recorded", "cuda"),
     "generation_config": lambda: ("auto", "none"),
+    "verify_experts": lambda: VERIFY_EXPERTS,
 }
 
 

@@ -27,6 +27,7 @@ _ROUTING_LABELS = {"even": "even routing", "recorded": "as recorded", "measured"
     "eviction",
     "expert_memory",
     "pin_memory",
+    "verify_experts",
     "enforce_eager",
     "batching",
     "overlap",

@@ -65,6 +65,7 @@ class LLM:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         device_memory: str | int | Size | None = "auto",
         pin_memory: bool = True,
+        verify_experts: Literal["once", "sample", "always"] = "once",
         batching: bool = True,
         overlap: bool = True,
         enforce_eager: bool = False,

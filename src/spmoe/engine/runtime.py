@@ -71,7 +71,10 @@ def make_runtime(
         return _cuda_runtime(config, models, slot_count, store, require_wanted)
     path = expert_file_path(models.checkpoint, models.dtype)
     with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
-        file = ensure_expert_file(path, models.spec, _wanted(fill, require_wanted), report, announcer(config.progress))
+        announce = announcer(config.progress)
+        file = ensure_expert_file(
+            path, models.spec, _wanted(fill, require_wanted), report, announce, config.verify_experts
+        )
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except SpmoeError:

@@ -1,8 +1,8 @@
 """The store on disk: all experts of a checkpoint as contiguous blobs in one expert file.
 
 The file is a cache. It is a safetensors file with one U8 tensor per blob, aligned for direct reads. Its metadata holds
-the checkpoint's fingerprint, the layout of a blob and a checksum of each blob. The file is written atomically, so a
-process sees either no file or a complete one.
+the checkpoint's fingerprint, the software that converted it, the layout of a blob and a checksum of each blob. The file
+is written atomically, so a process sees either no file or a complete one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.files import atomic_write
+from spmoe.files import atomic_write, read_into
 from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
 from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
@@ -34,6 +34,7 @@ from spmoe.types import ExpertKey
 ANNOUNCED_BYTES = 2**20  # smaller files are written at once
 ALIGNMENT = 4096  # bytes; start of blobs in the file
 _FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
+_SAMPLE_EVERY = 16  # with `sample`, one of so many reads is compared with its checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class StoreSpec:
     fingerprint: str
     layout: BlobLayout
     experts: tuple[int, ...]  # per layer
+    converter: str = ""  # software that converts tensors to experts, with its version
     origins: tuple[Origin, ...] = field(default=(), compare=False)  # for `spmoe cache`; empty: not recorded
 
     @property
@@ -103,27 +105,35 @@ class StoreSpec:
 class ExpertFile:
     """Open expert file: offsets and checksums of blobs. A `Transfer` reads them."""
 
-    def __init__(self, path: Path, fd: int, spec: StoreSpec, data_start: int, checksums: list[int]) -> None:
+    def __init__(
+        self, path: Path, fd: int, spec: StoreSpec, data_start: int, checksums: list[int], verify: str = "once"
+    ) -> None:
         self.path = path
         self.spec = spec
         self.fd = fd  # closed by `close`
         self._data_start = data_start
         self._checksums = checksums
+        self._verify = verify  # one of `config.VERIFY_EXPERTS`
         self._checked = bytearray(spec.count)
+        self._reads = count()  # of experts that were checked before
         self._first = [0, *accumulate(spec.experts)]
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a file; raise StoreError if it is incomplete or not an expert file."""
+    def open(cls, path: Path, verify: str = "once") -> Self:
+        """Open a file; raise StoreError if it is incomplete or not an expert file.
+
+        `verify`: compare a blob with its checksum when it is first read (`once`), also at one of 16 later reads
+        (`sample`), or at every read (`always`).
+        """
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
                 mark_in_use(fd)
-                return cls(path, fd, *_read_header(fd))
+                return cls(path, fd, *_read_header(fd), verify)
             except BaseException:
                 os.close(fd)
                 raise
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise StoreError(f"{path} is not a usable expert file ({error}); delete it to have it rebuilt") from error
 
     def offset(self, key: ExpertKey) -> int:
@@ -131,21 +141,48 @@ class ExpertFile:
         return self._data_start + self._ordinal(key) * self.spec.layout.nbytes
 
     def check(self, key: ExpertKey, blob: memoryview) -> None:
-        """Compare a blob with its checksum when it is read for the first time."""
+        """Compare a blob that was just read with its checksum, if it is read for the first time or `verify` says so.
+
+        A file with a wrong blob is deleted, so that the next engine writes it anew; this one fails with StoreError.
+        """
         ordinal = self._ordinal(key)
-        if not self._checked[ordinal]:
-            if zlib.crc32(blob) != self._checksums[ordinal]:
-                raise StoreError(
-                    f"expert {key.expert} of layer {key.layer} in {self.path} fails its checksum; delete that file "
-                    "to have it rebuilt, and check the disk"
-                )
-            self._checked[ordinal] = 1
+        if self._checked[ordinal] and not self._checks_again():
+            return
+        if not self.expects(key, blob):
+            self._checked[ordinal] = 0
+            todo = "the file was deleted, and the next run writes it again"
+            if not self._delete():
+                todo = "delete that file to have it rebuilt"
+            raise StoreError(
+                f"expert {key.expert} of layer {key.layer} in {self.path} fails its checksum; {todo}; check the disk"
+            )
+        self._checked[ordinal] = 1
+
+    def expects(self, key: ExpertKey, blob: memoryview) -> bool:
+        """Return whether a blob has the checksum that is recorded for this expert."""
+        return zlib.crc32(blob) == self._checksums[self._ordinal(key)]
 
     def close(self) -> None:
         """Close the file descriptor; idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _checks_again(self) -> bool:
+        if self._verify == "sample":
+            return next(self._reads) % _SAMPLE_EVERY == 0  # next() is atomic; several threads read
+        return self._verify == "always"
+
+    def _delete(self) -> bool:
+        """Delete the file, unless another one has its name by now; return whether the damaged file is gone."""
+        try:
+            if os.path.samestat(self.path.stat(), os.fstat(self.fd)):
+                self.path.unlink()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def _ordinal(self, key: ExpertKey) -> int:
         return self._first[key.layer] + key.expert
@@ -160,42 +197,73 @@ def ensure_expert_file(
     fill: FillBlob,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_start: Callable[[str], None] = lambda announcement: None,
+    verify: str = "once",
 ) -> ExpertFile:
     """Open the expert file at `path`; build it first if it is missing, damaged or of another spec.
 
     One process builds, others wait for it. `on_start` receives the size, the place and the free space before a file
-    worth mentioning is written, `on_progress` the experts written and their total.
+    worth mentioning is written, and why it is written again; `on_progress` the experts written and their total.
+    `verify` is that of `ExpertFile.open`.
     """
     with _storage_errors(path, spec):
-        if file := _open_if_current(path, spec):
+        file, _ = _open_if_current(path, spec, verify)
+        if file is not None:
             return file
         path.parent.mkdir(parents=True, exist_ok=True)
         with build_lock(path):
-            if file := _open_if_current(path, spec):
+            file, outdated = _open_if_current(path, spec, verify)
+            if file is not None:
                 return file
             for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
                 leftover.unlink(missing_ok=True)
             free = _require_space(path, spec)
-            if spec.nbytes >= ANNOUNCED_BYTES:
+            if outdated or spec.nbytes >= ANNOUNCED_BYTES:
                 size, space = format_bytes(spec.nbytes), format_bytes(free)
-                on_start(f"writing {size} of experts to {path} (once); {space} are free there")
+                times = f"again: {outdated}" if outdated else "once"
+                on_start(f"writing {size} of experts to {path} ({times}); {space} are free there")
             with atomic_write(path) as partial:
                 _write(partial, spec, fill, on_progress)
-            return ExpertFile.open(path)
+            return ExpertFile.open(path, verify)
 
 
-def _open_if_current(path: Path, spec: StoreSpec) -> ExpertFile | None:
-    """Open the file if it is complete and matches the spec."""
+def damaged_experts(file: ExpertFile, on_progress: Callable[[int, int], None]) -> list[ExpertKey]:
+    """Read a whole file and return the experts whose blobs fail their checksums."""
+    buffer, found = memoryview(bytearray(file.spec.layout.nbytes)), []
+    for done, key in enumerate(file.spec.keys()):
+        on_progress(done, file.spec.count)
+        if read_into(file.fd, buffer, file.offset(key)) < len(buffer) or not file.expects(key, buffer):
+            found.append(key)
+    on_progress(file.spec.count, file.spec.count)
+    return found
+
+
+def outdated_experts(file: ExpertFile, fill: FillBlob, on_progress: Callable[[int, int], None]) -> list[ExpertKey]:
+    """Convert every expert again and return those whose checksum in the file is another one; writes nothing."""
+    blob = torch.zeros(file.spec.layout.nbytes, dtype=torch.uint8)
+    views, found = file.spec.layout.views(blob), []
+    for done, key in enumerate(file.spec.keys()):
+        on_progress(done, file.spec.count)
+        fill(key, views)
+        if not file.expects(key, memoryview(blob.numpy())):  # type: ignore[arg-type]
+            found.append(key)
+    on_progress(file.spec.count, file.spec.count)
+    return found
+
+
+def _open_if_current(path: Path, spec: StoreSpec, verify: str) -> tuple[ExpertFile | None, str]:
+    """Open the file if it is complete and matches the spec; else return why not, which is empty without a file."""
     if not path.exists():
-        return None
+        return None, ""
     try:
-        file = ExpertFile.open(path)
+        file = ExpertFile.open(path, verify)
     except StoreError:
-        return None
+        return None, "the file is damaged or of an older format"
     if file.spec == spec:
-        return file
+        return file, ""
     file.close()
-    return None
+    if file.spec.converter != spec.converter:
+        return None, f"it was made with {file.spec.converter or 'other software'}, and this is {spec.converter}"
+    return None, "the checkpoint has changed"
 
 
 def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None]) -> None:
@@ -214,7 +282,6 @@ def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[i
         on_progress(spec.count, spec.count)
         file.seek(0)
         _write_all(file.fileno(), memoryview(_header(spec, checksums)))
-        os.fsync(file.fileno())
 
 
 def _read_header(fd: int) -> tuple[StoreSpec, int, list[int]]:
@@ -228,7 +295,7 @@ def _read_header(fd: int) -> tuple[StoreSpec, int, list[int]]:
         raise ValueError(f"format {meta['format']}")
     layout = BlobLayout.from_json(json.loads(meta["layout"]))
     origins = parse_origins(json.loads(meta.get("origin", "[]")))
-    spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), origins)
+    spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), meta["converter"], origins)
     sums = meta["crc32"]
     checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
     if len(checksums) != spec.count:
@@ -246,6 +313,7 @@ def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
         "__metadata__": {
             "format": EXPERTS_FORMAT,
             "fingerprint": spec.fingerprint,
+            "converter": spec.converter,
             "origin": json.dumps(origins_to_json(spec.origins)),
             "layout": json.dumps(asdict(spec.layout)),
             "experts": json.dumps(spec.experts),

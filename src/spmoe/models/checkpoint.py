@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,11 +18,23 @@ from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, reason
 from spmoe.files import model_directory
-from spmoe.models.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.models.hub import cached_model, download, remote_files
+from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
+# Keys of config.json that choose code. An implementation may be a repository on the hub, whose code would be downloaded
+# and run: transformers chooses it, never a checkpoint. The keys in the last line change the type of a forward's output.
+_CODE_KEYS = {
+    *(
+        f"{prefix}{part}_implementation{suffix}"
+        for prefix in ("", "_")
+        for part in ("attn", "experts")
+        for suffix in ("", "_internal")
+    ),
+    *("auto_map", "custom_pipelines", "configuration_files"),
+    *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "torchscript"),
+}
 DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
 
 
@@ -41,7 +54,7 @@ class Checkpoint:
     directory: Path  # of config.json, and of the weights that are here
     config: Any = field(repr=False)
     tensors: dict[str, StoredTensor] = field(repr=False)  # by name, from the files' headers
-    fingerprint: str  # hash of config.json and of the files' names, sizes and times
+    fingerprint: str  # hash of config.json and of the weight files' headers, times and samples
     quantization: Quantization | None = None  # None: weights are stored in 16 or 32 bits
     download_bytes: int = 0  # of files that are still on the hub; 0: everything is here
 
@@ -103,7 +116,7 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
         )
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            config = _load_config(directory, declared)
             if quantization is not None:
                 del config.quantization_config  # weights are dequantized as they are read
             return config, quantization
@@ -116,6 +129,21 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
         raise CheckpointError(
             f"config.json of {name} cannot be used ({reason(error)}); correct it or download it again"
         ) from error
+
+
+def _load_config(directory: Path, declared: Any) -> Any:
+    """Let transformers parse config.json without the keys, at any depth, that select code or the type of outputs."""
+    with TemporaryDirectory() as cleaned:
+        (Path(cleaned) / "config.json").write_text(json.dumps(_without_code_keys(declared)), encoding="utf-8")
+        config = AutoConfig.from_pretrained(cleaned, trust_remote_code=False)
+    config.name_or_path = str(directory)
+    return config
+
+
+def _without_code_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_code_keys(inner) for key, inner in value.items() if key not in _CODE_KEYS}
+    return [_without_code_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_quantization(declared: Any) -> Quantization | None:
@@ -160,7 +188,7 @@ def _check_generation_config(directory: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({reason(error)}); download it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} does not hold a JSON object; download it again")

@@ -39,8 +39,8 @@ from huggingface_hub.utils import logging as hub_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.files import GGUF_ADVICE
-from spmoe.models.headers import INDEX, StoredTensor, weight_files
 from spmoe.system.disk import disk_of
+from spmoe.system.headers import INDEX, StoredTensor, weight_files
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # configuration, tokenizer and chat template
 _SMALL_DIRECTORY = "additional_chat_templates/"

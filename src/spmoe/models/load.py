@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers import __version__ as transformers_version
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from spmoe.backends.cpu import WHOLE, expert_tensors
@@ -29,7 +29,7 @@ from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.tensors import CheckpointTensors
-from spmoe.system.origin import Origin
+from spmoe.system.origin import Origin, converter
 from spmoe.types import ExpertKey
 
 
@@ -74,7 +74,7 @@ def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torc
         most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
         width = max(shape[-1] for other in blobs for shape in other.values())
         blob = {WHOLE: (-(-most // width), width)}
-    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts, (origin_of(checkpoint),))
+    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts, converter(), (origin_of(checkpoint),))
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin:
@@ -143,18 +143,17 @@ def _without_experts(cls: Any) -> Any:
 def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """Load with transformers' loader, and reject weights that do not match config.json or are not finite."""
     with load_errors(checkpoint), CheckpointTensors(checkpoint) as tensors:
-        source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.directory, "local_files_only": True}
-        if tensors.quantized:
-            source = {"pretrained_model_name_or_path": None, "state_dict": tensors.lazy()}
-            if (checkpoint.directory / "generation_config.json").is_file():
-                source["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
+        options: dict[str, Any] = {}
+        if (checkpoint.directory / "generation_config.json").is_file():
+            options["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
         model, info = cls.from_pretrained(
-            **source,
+            None,
+            state_dict=tensors.lazy(),
+            **options,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            use_safetensors=True,
         )
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
@@ -203,6 +202,8 @@ class ExpertReader:
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        merging = (rule for rule in self._converters if any(isinstance(op, MergeModulelist) for op in rule.operations))
+        self._per_expert = {pattern for rule in merging for pattern in rule.source_patterns}  # one tensor per expert
         wanted = {
             f"{path}.{name}": shape for path in paths for name, shape in model.get_submodule(path).spmoe_shapes.items()
         }
@@ -247,20 +248,22 @@ class ExpertReader:
                 f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json does not belong "
                 "to it: download it again"
             )
-        for names in found.values():
-            if len(names) not in (1, count):
+        for pattern, names in found.items():
+            if len(names) != count and (len(names) > 1 or pattern in self._per_expert):
+                experts = f"{len(names)} expert{'s' * (len(names) > 1)}"
                 raise CheckpointError(
-                    f"{self._checkpoint.name} has {len(names)} experts for {target} but config.json says {count}; the "
+                    f"{self._checkpoint.name} has {experts} for {target} but config.json says {count}; the "
                     "checkpoint is incomplete or config.json does not belong to it: download it again"
                 )
 
     def _read(self, target: str, expert: int) -> Tensor:
         """Read one expert's slice of a fused parameter."""
         if target in self._mxfp4:  # mxfp4: 4 bits per value, one scale per 32 values; bfloat16 holds them exactly
-            blocks, scales = (self._read_source([f"{target}_{part}"], expert) for part in ("blocks", "scales"))
+            blocks, scales = (self._tensors.read(f"{target}_{part}", expert) for part in ("blocks", "scales"))
             unpacked: Tensor = convert_moe_packed_tensors(blocks, scales)
             return unpacked[0]
-        tensors: Any = {pattern: [self._read_source(names, expert)] for pattern, names in self._sources[target].items()}
+        sources = self._sources[target].items()
+        tensors: Any = {pattern: [self._read_source(pattern, names, expert)] for pattern, names in sources}
         if None in tensors:  # stored fused, as the module holds it
             return tensors[None][0][0]  # type: ignore[no-any-return]
         converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
@@ -283,9 +286,10 @@ class ExpertReader:
             ) from error
         return fused[0]  # type: ignore[no-any-return]
 
-    def _read_source(self, names: list[str], expert: int) -> Tensor:
+    def _read_source(self, pattern: str | None, names: list[str], expert: int) -> Tensor:
         """Read an expert's own tensor, or its slice [1, ...] of a tensor that holds all experts."""
-        return self._tensors.read(names[0], expert) if len(names) == 1 else self._tensors.read(names[expert])
+        fused = len(names) == 1 and pattern not in self._per_expert
+        return self._tensors.read(names[0], expert) if fused else self._tensors.read(names[expert])
 
 
 def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:

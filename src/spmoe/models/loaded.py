@@ -5,7 +5,7 @@ Weights come from checkpoints as they are or, for benchmarks, widened to the siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
 from spmoe.config import EngineConfig
-from spmoe.errors import UsageError
-from spmoe.experts.store import FillBlob, StoreSpec, ensure_expert_file
+from spmoe.errors import CheckpointError, UsageError
+from spmoe.experts.store import ExpertFile, FillBlob, StoreSpec, ensure_expert_file, outdated_experts
 from spmoe.files import model_directory
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.experts_seam import experts_modules, take_over
@@ -91,6 +91,21 @@ class LoadedModels:
         finally:
             file.close()
         return experts
+
+
+def compare_with_checkpoint(file: ExpertFile, on_progress: Callable[[int, int], None]) -> list[ExpertKey]:
+    """Convert the experts of the checkpoint that a file was made from, and return those that differ from the file."""
+    if not file.spec.origins:
+        raise CheckpointError(f"{file.path} does not say which model it was made from; delete it to have it rebuilt")
+    checkpoint = Checkpoint.find(file.spec.origins[0].directory)
+    with load_errors(checkpoint):
+        target = Target(load_skeleton(checkpoint))
+    paths = [moe_layer.path for moe_layer in target.moe]
+    expected = store_spec(checkpoint, target.model, paths, getattr(torch, file.spec.layout.dtype))
+    if (expected.layout, expected.experts) != (file.spec.layout, file.spec.experts):
+        return list(file.spec.keys())
+    with ExpertReader(checkpoint, target.model, paths) as reader:
+        return outdated_experts(file, reader.fill, on_progress)
 
 
 def find_target(name: str) -> Checkpoint:

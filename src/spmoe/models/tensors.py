@@ -1,18 +1,42 @@
-"""Tensors of a checkpoint: read one at a time by name, and dequantized if they are stored in 8 bits with scales."""
+"""Tensors of a checkpoint: read one at a time by name, and dequantized if they are stored in 8 bits with scales.
+
+Files are read, never mapped: where a mapped file is truncated meanwhile, the system ends the process.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from spmoe.errors import CheckpointError, reason
+from spmoe.files import read_into
 from spmoe.models.checkpoint import DEFAULT_BLOCK, Checkpoint
+from spmoe.system.headers import StoredTensor, read_header
 
+_DTYPES = {  # by name in a header
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # appended to a weight's name; despite `_inv`, both are multiplied
 
 
@@ -21,7 +45,7 @@ class CheckpointTensors:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._open: dict[Path, Any] = {}
+        self._open: dict[str, _WeightFile] = {}
         self._lock = threading.Lock()  # transformers' loader reads from several threads
         files = checkpoint.files
         self._scales: dict[str, str] = {}
@@ -60,15 +84,19 @@ class CheckpointTensors:
         return {name: LazyTensor(self, name) for name in self.names}
 
     def _read_stored(self, name: str, expert: int | None) -> Tensor:
+        tensor = self._checkpoint.tensors[name]
         path = self._checkpoint.files[name]
         try:
             with self._lock:
-                file: Any = self._open.get(path) or safe_open(path, framework="pt")
-                self._open[path] = file
-            tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert : expert + 1]
-            return tensor
-        except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
+                if tensor.file not in self._open:
+                    self._open[tensor.file] = _WeightFile(self._checkpoint, tensor.file)
+                file = self._open[tensor.file]
+            return file.read(tensor, expert)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{name} cannot be read from {path} ({getattr(error, 'strerror', None) or reason(error)}); download it "
+                "again, and let nothing write to it while it is read"
+            ) from error
 
     def _dequantize(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
         quantization = self._checkpoint.quantization
@@ -79,6 +107,41 @@ class CheckpointTensors:
                 "expected one scale per tensor, per output or per block; use the config that belongs to the weights"
             )
         return dense
+
+
+class _WeightFile:
+    """An open safetensors file. It closes with its last reference."""
+
+    def __init__(self, checkpoint: Checkpoint, file: str) -> None:
+        """Open a file of a checkpoint; raise ValueError if its header has changed since the checkpoint was found."""
+        found = read_header(checkpoint.directory, file)
+        known = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.file == file}
+        if any(_place(tensor) != _place(found.get(name)) for name, tensor in known.items()):
+            raise ValueError("it was replaced by another file meanwhile")
+        self._fd = os.open(checkpoint.directory / file, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", -1)) >= 0:
+            os.close(fd)
+
+    def read(self, stored: StoredTensor, expert: int | None) -> Tensor:
+        """Read a tensor, or the slice [1, ...] of one expert."""
+        if stored.dtype not in _DTYPES:
+            raise ValueError(f"spmoe cannot read the type {stored.dtype}")
+        shape, offset, nbytes = stored.shape, stored.offset, stored.nbytes
+        if expert is not None:
+            if not shape or expert >= shape[0]:
+                raise ValueError(f"its shape {list(shape)} has no expert {expert}")
+            nbytes //= shape[0]
+            shape, offset = (1, *shape[1:]), offset + expert * nbytes
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        if missing := nbytes - read_into(self._fd, memoryview(content.numpy()), offset):  # type: ignore[arg-type]
+            raise ValueError(f"the file ends {missing} bytes early, so it was truncated meanwhile")
+        return content.view(_DTYPES[stored.dtype]).view(shape)
+
+
+def _place(tensor: StoredTensor | None) -> object:
+    return tensor and (tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes)
 
 
 class LazyTensor:

@@ -22,9 +22,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from spmoe.config import home
-from spmoe.system.origin import Origin, OriginState, parse_origins
+from spmoe.system.origin import Origin, OriginState, converter, parse_origins
 
-EXPERTS_FORMAT = "spmoe-experts-1"
+EXPERTS_FORMAT = "spmoe-experts-2"  # raise it when the layout changes, or the bytes that conversion writes
 PREDICTOR_FORMAT = "spmoe-predictor-1"
 EXPERTS, PROFILES, PREDICTORS = "experts", "profiles", "predictors"  # folders
 MAX_HEADER_BYTES = 1 << 30
@@ -54,7 +54,7 @@ class State(StrEnum):
 
     CURRENT = "current"
     UNKNOWN = "unknown"  # it does not record its model, or that cannot be read
-    STALE = "stale"  # its model has changed
+    STALE = "stale"  # its model has changed, or the version of the software that converted it
     MODEL_GONE = "model gone"
     OLD_FORMAT = "old format"
     DAMAGED = "damaged"
@@ -191,7 +191,9 @@ def _describe_safetensors(path: Path, folder: str, nbytes: int) -> Description:
     if found[1] != version:  # a newer spmoe may still use its files
         return (State.OLD_FORMAT if int(found[1]) < int(version) else State.UNKNOWN), origins
     ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-    return (State.CURRENT if nbytes == header_bytes + max(ends, default=0) else State.DAMAGED), origins
+    if nbytes != header_bytes + max(ends, default=0):
+        return State.DAMAGED, origins
+    return (State.CURRENT if meta.get("converter", converter()) == converter() else State.STALE), origins
 
 
 def _state_of(origins: tuple[Origin, ...], known: dict[Origin, OriginState]) -> State:
