@@ -247,8 +247,8 @@ class ExpertReader:
                 f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json does not belong "
                 "to it: download it again"
             )
-        for names in found.values():
-            if len(names) not in (1, count):
+        for pattern, names in found.items():
+            if len(names) != count and (len(names) != 1 or _per_expert(pattern)):
                 raise CheckpointError(
                     f"{self._checkpoint.name} has {len(names)} experts for {target} but config.json says {count}; the "
                     "checkpoint is incomplete or config.json does not belong to it: download it again"
@@ -257,10 +257,11 @@ class ExpertReader:
     def _read(self, target: str, expert: int) -> Tensor:
         """Read one expert's slice of a fused parameter."""
         if target in self._mxfp4:  # mxfp4: 4 bits per value, one scale per 32 values; bfloat16 holds them exactly
-            blocks, scales = (self._read_source([f"{target}_{part}"], expert) for part in ("blocks", "scales"))
+            blocks, scales = (self._read_source(None, [f"{target}_{part}"], expert) for part in ("blocks", "scales"))
             unpacked: Tensor = convert_moe_packed_tensors(blocks, scales)
             return unpacked[0]
-        tensors: Any = {pattern: [self._read_source(names, expert)] for pattern, names in self._sources[target].items()}
+        sources = self._sources[target]
+        tensors: Any = {pattern: [self._read_source(pattern, names, expert)] for pattern, names in sources.items()}
         if None in tensors:  # stored fused, as the module holds it
             return tensors[None][0][0]  # type: ignore[no-any-return]
         converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
@@ -283,9 +284,16 @@ class ExpertReader:
             ) from error
         return fused[0]  # type: ignore[no-any-return]
 
-    def _read_source(self, names: list[str], expert: int) -> Tensor:
+    def _read_source(self, pattern: str | None, names: list[str], expert: int) -> Tensor:
         """Read an expert's own tensor, or its slice [1, ...] of a tensor that holds all experts."""
-        return self._tensors.read(names[0], expert) if len(names) == 1 else self._tensors.read(names[expert])
+        if len(names) == 1 and not _per_expert(pattern):
+            return self._tensors.read(names[0], expert)
+        return self._tensors.read(names[expert])
+
+
+def _per_expert(pattern: str | None) -> bool:
+    """Return whether names that match this pattern of a conversion rule are tensors of one expert each."""
+    return pattern is not None and "*" in pattern
 
 
 def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
