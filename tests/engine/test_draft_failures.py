@@ -316,7 +316,7 @@ def test_device_error_in_a_launched_draft_is_reported(mixtral_pair: Pair, monkey
         monkeypatch.setattr(llm.engine.parts.runtime.backend, "synchronize", synchronize)
         Plugin.broken = "launch"
         for _ in range(2):
-            with pytest.raises(SpmoeError, match="illegal memory access.*could not be restored; build another one"):
+            with pytest.raises(SpmoeError, match=r"illegal memory access.*could not be restored; build another one"):
                 llm.generate(PROMPT, GREEDY)
 
 
