@@ -162,9 +162,7 @@ def test_reset_waits_for_running_copies_and_drops_queued_ones(subject: Subject) 
     assert len(subject.gate.read) == reads + 3, "no copy of before has run"
 
 
-def test_submission_that_fails_half_way_gives_no_slot_away(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submission_that_fails_half_way_gives_no_slot_away(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread pool queues a call before it starts the thread for it: the call may run although `submit` failed."""
     with monkeypatch.context() as patch:
         fail_thread(patch, lambda name: name.startswith("spmoe-demand-reader_1"))
