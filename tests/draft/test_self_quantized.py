@@ -17,6 +17,7 @@ from spmoe.config import EngineConfig
 from spmoe.draft.none import NoDraft
 from spmoe.draft.self import QuantizedSelfRunner, SelfDraft
 from spmoe.engine.plan import make_plan
+from spmoe.engine.request import Request
 from spmoe.errors import StoreError, UsageError
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.shipped import sample_text
@@ -208,7 +209,7 @@ def test_proposals_are_the_quantized_models_argmax(pair: Pair, name: str) -> Non
             for _ in range(k):
                 step = [int(model(torch.tensor([step]), past_key_values=cache).logits[0, -1].argmax())]
                 proposed += step
-        sequence = llm._new_sequence(tokens, GREEDY, 10)
+        sequence = Request(llm.engine, 1, tokens, GREEDY)._new_sequence()
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(tokens[:-1], kv, num_logits=1)
         assert original([sequence], k, NoObservers())[0].tokens == proposed
@@ -217,7 +218,7 @@ def test_proposals_are_the_quantized_models_argmax(pair: Pair, name: str) -> Non
 def test_sampled_proposals_have_the_distribution_they_were_drawn_from(pair: Pair) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=0.7, top_k=20, seed=3)
     with build(pair.target, "int4", num_speculative_tokens=3) as llm:
-        sequence = llm._new_sequence(PROMPTS[1], params, 10)
+        sequence = Request(llm.engine, 1, PROMPTS[1], params)._new_sequence()
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(PROMPTS[1][:-1], kv, num_logits=1)
         (draft,) = drafter_of(llm).propose([sequence], 3, NoObservers())

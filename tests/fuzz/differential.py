@@ -401,10 +401,18 @@ class Reference:
 
     def expert_memory(self, share: float) -> str:
         """Return the option for a number of slots between one token's experts (0) and all experts (1)."""
-        most = sum(experts.num_experts for _, experts in experts_modules(self._model))
-        settings = self._model.config.to_dict()
-        least = max(settings[name] for name in _TOP_K if settings.get(name) is not None)
-        slots = least + round(share * (most - least))
+        routed: list[int] = []  # experts of a token; some families ignore their setting
+
+        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routed.append((args[1] if len(args) > 1 else kwargs["top_k_index"]).shape[-1])
+
+        modules = [experts for _, experts in experts_modules(self._model)]
+        handles = [experts.register_forward_pre_hook(note, with_kwargs=True) for experts in modules]
+        self.whole_logits([5])
+        for handle in handles:
+            handle.remove()
+        most = sum(experts.num_experts for experts in modules)
+        slots = max(routed) + round(share * (most - max(routed)))
         return f"{min(100.0, 100 * (slots + 0.25) / most):.6f}%"
 
     @torch.inference_mode()
