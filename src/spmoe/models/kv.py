@@ -7,6 +7,7 @@ the snapshot.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -185,11 +186,11 @@ def position_arguments(model: Any, ids: Tensor, start: int) -> dict[str, Tensor]
 
     As in `generate`: a cache whose first layer keeps no keys, such as MiniMax's linear attention, does not know them.
     """
-    if not _takes_positions(type(model)):
+    if not _takes_positions(type(model).forward):
         return {}
     return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device)[None]}
 
 
 @cache
-def _takes_positions(model_class: type[Any]) -> bool:
-    return "position_ids" in signature(model_class.forward).parameters
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    return "position_ids" in signature(forward).parameters
