@@ -133,13 +133,14 @@ def test_launch_that_fails_leaves_nothing_launched(ahead: RunAhead) -> None:
     assert ahead.launched is Launched.NOTHING, "later launches count as others' again"
 
 
-def test_failed_launch_of_the_next_step_is_ignored_but_interrupts_are_raised(ahead: RunAhead) -> None:
+def test_failed_launch_of_the_next_step_is_returned_but_interrupts_are_raised(ahead: RunAhead) -> None:
     def fail() -> None:
         launch_draft(ahead)
         raise RuntimeError("out of memory")
 
-    ahead.launch_next(fail)
+    assert str(ahead.launch_next(fail)) == "out of memory"
     assert ahead.launched is Launched.NOTHING
+    assert ahead.launch_next(lambda: launch_draft(ahead)) is None
     with pytest.raises(KeyboardInterrupt):
         ahead.launch_next(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
 

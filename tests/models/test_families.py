@@ -66,6 +66,16 @@ def test_family_that_cannot_extend_its_state_by_several_tokens_decodes_without_s
     assert "without speculation" in result.speculation
 
 
+def test_positions_where_the_first_layer_keeps_no_keys(tmp_path: Path) -> None:
+    """The cache cannot tell positions then; MiniMax-Text-01 has seven linear-attention layers first."""
+    model = tiny_model("minimax", layer_types=["linear_attention", "full_attention", "linear_attention"])
+    model.save_pretrained(tmp_path)
+    expected = reference_tokens(tmp_path, family_checks.PROMPT, 8)
+    with LLM(str(tmp_path), "ngram", expert_memory="50%", prefill_chunk=3, dtype="float32", progress=False) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        assert llm.generate(family_checks.PROMPT, params)[0].token_ids == expected
+
+
 def test_only_layers_with_gates_are_prefetched(tmp_path: Path) -> None:
     """DeepSeek-V4 selects the experts of its first layers by token id, so those layers have no gate."""
     result = check_family("deepseek_v4", tmp_path)

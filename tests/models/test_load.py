@@ -97,6 +97,14 @@ def test_more_than_ten_experts_keep_their_order(tmp_path: Path) -> None:
         assert_experts(experts, expert_tensors(model))
 
 
+def test_layers_with_one_expert(tmp_path: Path) -> None:
+    """One tensor of a single expert and one that holds all experts are told apart."""
+    model = seeded(mixtral, 4, num_local_experts=1, num_experts_per_tok=1)
+    for layout in LAYOUTS:
+        _, experts, _ = load(save(model, tmp_path / layout, None, layout), torch.float32)
+        assert_experts(experts, expert_tensors(model))
+
+
 def test_layers_are_counted_among_moe_layers(partly_dense_pair: Pair) -> None:
     target, experts, _ = load(partly_dense_pair.target, torch.float32)
     assert {key.layer for key in experts} == {0, 1}
@@ -263,6 +271,13 @@ def test_missing_expert_is_rejected(own_checkpoint: Path) -> None:
     name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     edit_weights(own_checkpoint, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=r"3 experts for model\.layers\.1\.mlp\.experts\.down_proj"):
+        load(own_checkpoint, torch.float32)
+
+
+def test_all_experts_but_one_missing_is_rejected(own_checkpoint: Path) -> None:
+    names = [f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight" for expert in (0, 1, 3)]
+    edit_weights(own_checkpoint, lambda tensors: [tensors.pop(name) for name in names])
+    with pytest.raises(CheckpointError, match=r"1 experts for model\.layers\.1\.mlp\.experts\.down_proj"):
         load(own_checkpoint, torch.float32)
 
 

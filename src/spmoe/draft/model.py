@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Self
 
@@ -11,13 +12,14 @@ from torch.nn.functional import pad
 
 from spmoe import types
 from spmoe.draft.base import DraftContext, Drafter, DraftSources, Observers
-from spmoe.errors import UsageError
+from spmoe.errors import DraftError, UsageError
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.registry import DRAFTERS
 from spmoe.verify.filters import draw, probabilities
+from spmoe.verify.greedy import argmax_rows, read_argmax
 from spmoe.verify.logits import process_logits
 
 FIRST_PASS_CHUNKS = 2  # a step's first prediction should not wait for a whole pass; later passes use one cheaper call
@@ -129,8 +131,11 @@ class DraftModel(Drafter):
         logits = pad(logits[-1:], (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
         logits = process_logits(logits, sequence, drafted)
         if sequence.sampling.greedy:
-            return int(logits[-1].argmax())
+            largest, (token,) = read_argmax(argmax_rows(logits))
+            _check_not_nan(largest)
+            return token
         probs.append(probabilities(logits, sequence.sampling)[0])
+        _check_not_nan([float(probs[-1].sum())])
         return draw(probs[-1], sequence.rng)
 
     def _greedy_passes(self, k: int, observers: Observers) -> tuple[list[LayerObserver | None], int]:
@@ -140,3 +145,9 @@ class DraftModel(Drafter):
 
     def _observer(self, stage: types.Stage, observers: Observers, chunks: int) -> LayerObserver | None:
         return observers.observer(stage, self.runner.depth_count, chunks)
+
+
+def _check_not_nan(values: list[float]) -> None:
+    """Raise an error if a value computed from the draft's logits is NaN."""
+    if any(math.isnan(value) for value in values):
+        raise DraftError("its logits contain NaN")

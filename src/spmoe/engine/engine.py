@@ -216,6 +216,7 @@ class Engine:
             config.prefill_chunk,
             parts.target_kv,
             self._draft_length(),
+            self._add_notice,
         )
 
     def _draft_length(self) -> DraftLength | None:

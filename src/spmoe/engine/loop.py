@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from spmoe.draft.base import Drafter
+from spmoe.draft.base import Drafter, check_draft
 from spmoe.errors import DraftError, reason
 from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
@@ -59,6 +59,7 @@ class Loop:
         prefill_chunk: int,
         target_kv: MutableMapping[int, KvState],
         draft_length: DraftLength | None = None,
+        add_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -69,6 +70,8 @@ class Loop:
         self._clock = clock
         self._prefill_chunk = prefill_chunk
         self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
+        self._add_notice = add_notice
+        self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
         self._observers = PolicyObservers(policy, experts)
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
@@ -108,7 +111,8 @@ class Loop:
         self._experts.ledger.close_account(sequence.counters)
         if (kv := self._target_kv.pop(sequence.id, None)) is not None:
             self.target.release_kv(kv)
-        self.drafter.release(sequence.id)
+        self._failed_launches.pop(sequence.id, None)
+        self._tell_drafter(sequence, lambda: self.drafter.release(sequence.id))
 
     # ---- draft
 
@@ -117,10 +121,24 @@ class Loop:
         if not sequence.drafts:
             return Draft([])
         try:
+            if (failure := self._failed_launches.pop(sequence.id, None)) is not None:
+                raise failure
             (draft,) = self.drafter.propose([sequence], k, self._observers)
+            check_draft(draft, k, self.target.vocab_size, greedy=sequence.sampling.greedy)
+        except DraftError as error:  # a draft that cannot be used; nothing else is affected
+            self._add_notice(f"a draft was not used: {error}")
+            return Draft([])
         except Exception as error:  # of any model, and of prediction
             raise DraftError(reason(error)) from error
         return draft
+
+    def _tell_drafter(self, sequence: Sequence, tell: Callable[[], None]) -> None:
+        """Call a method of the drafter that returns nothing; if it fails, the sequence is not drafted for any more."""
+        try:
+            tell()
+        except Exception as error:  # of any drafter
+            sequence.drafts = False
+            self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
 
     def _num_draft_tokens(self, sequence: Sequence, max_new_tokens: int) -> int:
         """Return K for the next step: fewer at the end of a request or before LongRoPE switches; 0 for a prompt."""
@@ -204,7 +222,8 @@ class Loop:
         sequence.tokens += new
         length = len(sequence.tokens) - 1
         self._target_kv[sequence.id].rewind(length)
-        self.drafter.rewind({sequence.id: length})
+        if sequence.drafts:
+            self._tell_drafter(sequence, lambda: self.drafter.rewind({sequence.id: length}))
         return new
 
     def _launch_next(self, sequence: Sequence, max_new_tokens: int) -> None:
@@ -218,7 +237,8 @@ class Loop:
             if len(sequence.tokens) == kv.length + 1:
                 self.target.launch_verify(sequence.tokens[-1], k, kv, self._target_observer())
 
-        self._experts.run_ahead.launch_next(launch)
+        if (error := self._experts.run_ahead.launch_next(launch)) is not None:
+            self._failed_launches[sequence.id] = error
 
     # ---- account
 

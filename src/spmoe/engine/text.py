@@ -89,10 +89,11 @@ class TextStream:
         """Return the end of the prompt: a token's text can depend on the tokens before it.
 
         It does not begin inside a character, as single bytes of byte-fallback tokenizers do: such a tokenizer turns
-        all bytes of a run into replacement characters if the run is not complete.
+        all bytes of a run into replacement characters if the run is not complete. Nor does it begin with a token that
+        has no text: some tokenizers drop the space before the first text.
         """
         start = max(0, len(prompt) - _CONTEXT_TOKENS)
-        while start and _REPLACEMENT in self._decode([prompt[start]]):
+        while start and (not (text := self._decode([prompt[start]])) or _REPLACEMENT in text):
             start -= 1
         return list(prompt[start:])
 

@@ -15,7 +15,6 @@ graphs share memory, and the next forward overwrites their results. On a CPU not
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from enum import Enum
 
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.transfer import DeviceEvent, Transfer
-
-_log = logging.getLogger(__name__)
 
 ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
 
@@ -118,16 +115,17 @@ class RunAhead:
             and draft.tokens == tokens[1:]
         )
 
-    def launch_next(self, launch: Callable[[], None]) -> None:
-        """Launch the next step's draft and verification; after a failure nothing is launched.
+    def launch_next(self, launch: Callable[[], None]) -> Exception | None:
+        """Launch the next step's draft and verification. After a failure nothing is launched; return the failure.
 
-        This step's tokens are kept: the failure occurs again where the draft is needed, and is raised there.
+        It is not raised, so that this step's tokens are kept: the caller raises it where the draft is needed.
         """
         try:
             launch()
-        except Exception:
-            _log.debug("the next step could not be launched ahead", exc_info=True)
+        except Exception as error:
             self.invalidate()
+            return error
+        return None
 
     def note_launch(self) -> None:
         """Invalidate all launches because another forward is launched; do nothing inside a launch of this object."""

@@ -18,19 +18,27 @@ class Workers:
         self._name = name
         self._threads = ThreadPoolExecutor(count, name)
         self._running: set[Future[Any]] = set()
+        self._closed = False
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Queue a call. Raise TransferError after `close`."""
+        """Queue a call. Raise TransferError after `close`.
+
+        Any other error, such as of a thread that cannot start, leaves a call in the queue that may still run: it ends
+        with `close`.
+        """
         try:
             future = self._threads.submit(call, *arguments)
         except RuntimeError as error:
-            raise TransferError("the engine is closed") from error
+            if self._closed:
+                raise TransferError("the engine is closed") from error
+            raise
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
     def close(self) -> None:
         """Cancel the calls that have not begun, and wait for the others. Idempotent."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         if stuck := wait(list(self._running), JOIN_SECONDS).not_done:
             raise TransferError(

@@ -156,19 +156,19 @@ def families() -> dict[str, Any]:
     return found
 
 
-def tiny_config(model_type: str) -> Any:
-    """Return the family's default configuration with small sizes."""
+def tiny_config(model_type: str, **settings: Any) -> Any:
+    """Return the family's default configuration with small sizes; `settings` replace any of them."""
     config_class: Any = CONFIG_MAPPING[model_type]
     default = config_class()
-    settings = default.to_dict()
-    changes = _layers(settings)
-    for name, value in settings.items():
+    defaults = default.to_dict()
+    changes = _layers(defaults)
+    for name, value in defaults.items():
         if name not in changes and (size := _size(name, value)) is not None:
             changes[name] = size
-    if settings.get("num_key_value_heads") == settings.get("num_attention_heads"):
+    if defaults.get("num_key_value_heads") == defaults.get("num_attention_heads"):
         changes["num_key_value_heads"] = changes["num_attention_heads"]  # latent attention needs equal numbers
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return config_class(**{**changes, **tokens, **_OVERRIDES.get(model_type, {}), "dtype": "float32"})
+    return config_class(**{**changes, **tokens, **_OVERRIDES.get(model_type, {}), "dtype": "float32", **settings})
 
 
 def _size(name: str, value: Any) -> int | None:
@@ -205,13 +205,16 @@ def _layers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": len(kinds), **{n: list(v) for n, v in zip(lists, values, strict=True)}}
 
 
-def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """Build a tiny model of a family, with random weights that depend only on the seed and all affect the output."""
+def tiny_model(model_type: str, seed: int = 0, **settings: Any) -> Any:
+    """Build a tiny model of a family, with random weights that depend only on the seed and all affect the output.
+
+    `settings` replace those of its tiny configuration.
+    """
     try:
         cls = families()[model_type]
     except KeyError as error:
         raise UsageError(f"{model_type} is not an MoE family whose experts transformers lets spmoe replace") from error
-    model = _random(cls, tiny_config(model_type), seed)
+    model = _random(cls, tiny_config(model_type, **settings), seed)
     if not any(True for _ in experts_modules(model)):
         raise UsageError(f"the tiny {model_type} model has no experts, since its default configuration has none")
     return model

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spmoe.errors import CheckpointError
 from spmoe.models.experts_seam import experts_modules
-from spmoe.models.kv import KvState
+from spmoe.models.kv import KvState, position_arguments
 
 PROBE_TOKENS = 3  # more than one, since shapes with one row are ambiguous
 
@@ -128,7 +128,8 @@ def _resumes(model: Any) -> bool:
     def run(tokens: list[int], kv: KvState) -> Tensor:
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=model.device)
-            output = model(input_ids=ids, past_key_values=kv.cache, use_cache=True).logits[0]
+            positions = position_arguments(model, ids, kv.length)
+            output = model(input_ids=ids, past_key_values=kv.cache, use_cache=True, **positions).logits[0]
         kv.length += len(tokens)
         return output.float()  # type: ignore[no-any-return]
 

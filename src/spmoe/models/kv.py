@@ -7,8 +7,12 @@ the snapshot.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
@@ -175,3 +179,18 @@ def can_rewind(config: Any) -> bool:
     """Return whether every layer's state is keys and values only, so that forgetting tokens is forgetting positions."""
     layers = _new_cache(config).layers
     return bool(layers) and all(type(layer) in _POSITIONS_ONLY for layer in layers)
+
+
+def position_arguments(model: Any, ids: Tensor, start: int) -> dict[str, Tensor]:
+    """Return the positions of a forward of `ids` [1, rows] as an argument; nothing if the model takes none.
+
+    As in `generate`: a cache whose first layer keeps no keys, such as MiniMax's linear attention, does not know them.
+    """
+    if not _takes_positions(type(model).forward):
+        return {}
+    return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device)[None]}
+
+
+@cache
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    return "position_ids" in signature(forward).parameters

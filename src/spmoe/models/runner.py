@@ -18,7 +18,7 @@ from spmoe.models import attention
 from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
 from spmoe.models.inspection import Inspection, inspect_model
-from spmoe.models.kv import KvState, can_rewind
+from spmoe.models.kv import KvState, can_rewind, position_arguments
 from spmoe.models.longrope import LongRope, rope_for_length
 from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
@@ -140,7 +140,13 @@ class ModelRunner:
         raw = self._hooks.listen(on_hidden_states) if on_hidden_states is not None else nullcontext()
         rope = rope_for_length(self.model, end) if crosses else nullcontext()
         with torch.inference_mode(), self.observing(observer), raw, rope, attention.without_cudnn():
-            output = self.model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=num_logits)
+            output = self.model(
+                input_ids=ids,
+                past_key_values=kv.cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+                **position_arguments(self.model, ids, kv.length),
+            )
         kv.length += len(tokens)
         return EagerResult(output.logits[0])
 
