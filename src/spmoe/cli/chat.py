@@ -31,7 +31,7 @@ from spmoe.cli.options import (
 from spmoe.cli.output import is_verbose
 from spmoe.config import SamplingParams, format_bytes, home
 from spmoe.errors import PromptError, SpmoeError, UsageError, reason
-from spmoe.models.chat_template import require_chat_template, require_template_syntax
+from spmoe.models.chat_template import render_chat, require_chat_template, require_template_syntax
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
@@ -324,14 +324,8 @@ class Session:
             _say(stats_line(completion.stats))
 
     def _count_tokens(self, messages: list[Message]) -> int:
-        from spmoe.models.checkpoint import quiet
-
-        tokenizer = self._llm.engine.parts.tokenizer
-        try:
-            with quiet():  # transformers warns about long texts
-                return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        except Exception:  # `stream_chat` then reports what the template rejects
-            return 0
+        tokenizer = self._llm.get_tokenizer()
+        return len(tokenizer(render_chat(tokenizer, messages, self._model), add_special_tokens=False)["input_ids"])
 
     def _rescue(self) -> None:
         """Save the conversation of a user who leaves in the middle of an answer, if it is saved nowhere."""

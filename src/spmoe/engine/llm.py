@@ -28,8 +28,9 @@ from spmoe.engine.prompts import (
 from spmoe.engine.request import Request
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
-from spmoe.errors import PromptError, UsageError, reason
+from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
+from spmoe.models.chat_template import render_chat
 from spmoe.models.shipped import shipped_pair
 
 if TYPE_CHECKING:
@@ -216,14 +217,8 @@ class LLM:
             raise UsageError(f"{name} has no chat template; use `spmoe run` or LLM.generate")
         if not messages:
             raise PromptError("the conversation is empty; give at least one message")
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except Exception as error:  # templates raise their own errors through jinja
-            raise PromptError(
-                f"the chat template of {name} rejects these messages ({reason(error)}); change them, or use "
-                "`spmoe run` or LLM.generate"
-            ) from error
+        text = render_chat(tokenizer, messages, name)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ParsedPrompt(text, ids)
 
 
