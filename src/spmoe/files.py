@@ -51,17 +51,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def decode_json(text: str | bytes) -> Any:
-    """Decode JSON; raise ValueError if it is not JSON, or nested too deeply."""
+    """Decode JSON, with or without a byte order mark; raise ValueError if it is not JSON, or nested too deeply."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
 def decode_toml(text: str) -> dict[str, Any]:
-    """Decode TOML; raise ValueError if it is not TOML, or nested too deeply."""
+    """Decode TOML, with or without a byte order mark; raise ValueError if it is not TOML, or nested too deeply."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

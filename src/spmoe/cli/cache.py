@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import Console
 from spmoe.config import format_bytes, home
 from spmoe.errors import UsageError
 from spmoe.system.cache import PRUNABLE, CacheEntry, delete, linked_folders, list_cache

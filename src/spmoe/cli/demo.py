@@ -6,11 +6,10 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.config import SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span

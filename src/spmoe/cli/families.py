@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, require_writable, stderr
+from spmoe.cli.output import Console
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 

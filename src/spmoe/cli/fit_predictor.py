@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, load, read_text_file, require_draft_model, takes_shared_options_except
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 
 if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit

@@ -6,10 +6,10 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import EMULATED_LINK_NOTE, Json, load, stderr, takes_shared_options
+from spmoe.cli.output import Console
 from spmoe.config import EngineConfig, format_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
@@ -21,7 +20,7 @@ from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
-from spmoe.cli.output import reset_verbosity, set_verbosity
+from spmoe.cli.output import Console, reset_verbosity, set_verbosity
 from spmoe.cli.panels import Command, Group, arranged
 from spmoe.cli.plan import plan
 from spmoe.cli.predictability import predictability
@@ -31,7 +30,7 @@ from spmoe.cli.run import run
 from spmoe.cli.settings import name_source, reset_settings
 from spmoe.cli.trace import trace
 from spmoe.cli.verify import verify
-from spmoe.errors import SpmoeError, UsageError, reason
+from spmoe.errors import SpmoeError, UsageError, is_panic, reason
 
 # the base class of all parsing errors, which typer does not export
 _BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
@@ -130,13 +129,16 @@ def main() -> None:
         code = _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
     except MemoryError:
         code = _fail("out of memory; lower --expert-memory or choose a smaller model")
-    except Exception as error:
-        if os.environ.get("SPMOE_DEBUG"):
+    except BaseException as error:
+        if _is_interrupt(error):
+            code = 130
+        elif (not isinstance(error, Exception) and not is_panic(error)) or os.environ.get("SPMOE_DEBUG"):
             raise
-        code = _fail(
-            f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report the "
-            "output"
-        )
+        else:
+            code = _fail(
+                f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report "
+                "the output"
+            )
     sys.exit(code)
 
 
@@ -144,6 +146,17 @@ def _fail(message: str, code: int = 1) -> int:
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"error: {' '.join(message.splitlines())}", style="red")
     return code
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error was Ctrl-C at first: libraries that are being imported turn it into their own."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or (
+            isinstance(error, ImportError) and "KeyboardInterrupt" in str(error)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _as_usage(error: Any) -> str:

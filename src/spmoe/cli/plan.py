@@ -10,7 +10,7 @@ import typer
 
 from spmoe.cli.options import Json, takes_shared_options_except
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, printable
 from spmoe.files import model_directory
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def plan(
         print(json.dumps(estimate.to_dict()))
     else:
         for line in _lines(estimate):
-            print(line)
+            print(printable(line))
 
 
 def _bytes(name: str, text: str | None) -> int | None:

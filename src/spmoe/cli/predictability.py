@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import (
@@ -18,7 +17,7 @@ from spmoe.cli.options import (
     require_writable,
     takes_shared_options_except,
 )
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 

@@ -185,7 +185,7 @@ _ERRORS = {
 
 
 def _show(profile: EngineProfile, check: Check | None) -> None:
-    from rich.console import Console
+    from spmoe.cli.output import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     tables = (*_profile_tables(profile), *(_check_tables(check) if check is not None else ()))

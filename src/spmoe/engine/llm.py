@@ -32,6 +32,7 @@ from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
 from spmoe.models.chat_template import render_chat
 from spmoe.models.shipped import shipped_pair
+from spmoe.models.tokenizer import encode
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -190,7 +191,7 @@ class LLM:
                 raise PromptError("the prompt is empty; give at least one character")
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise PromptError("the prompt is not text: it has bytes that are not UTF-8; convert it to UTF-8")
-            ids = self.get_tokenizer()(text)["input_ids"]
+            ids = encode(self.get_tokenizer(), text)
         limit, vocabulary = self.engine.parts.max_model_len, self.engine.target.vocab_size
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -218,7 +219,7 @@ class LLM:
         if not messages:
             raise PromptError("the conversation is empty; give at least one message")
         text = render_chat(tokenizer, messages, name)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode(tokenizer, text, add_special_tokens=False)
         return ParsedPrompt(text, ids)
 
 

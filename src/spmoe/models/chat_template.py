@@ -58,7 +58,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: st
 
     try:
         return _render(tokenizer.get_chat_template(), messages, tokenizer.special_tokens_map)
-    except TemplateLimitError as error:
+    except (TemplateLimitError, RecursionError, MemoryError) as error:
         raise PromptError(
             f"the chat template of {model} is refused ({reason(error)}); give another one with --chat-template FILE, "
             "or use `spmoe run` or LLM.generate"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.errors import CheckpointError
-from spmoe.files import GGUF_ADVICE, SUPPORTED_FORMATS
+from spmoe.files import GGUF_ADVICE, SUPPORTED_FORMATS, decode_json
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -60,7 +59,7 @@ def read_header(directory: Path, file: str) -> dict[str, StoredTensor]:
         length = int.from_bytes(opened.read(_SIZE_BYTES), "little")
         if size < _SIZE_BYTES or length > min(_MAX_HEADER, size - _SIZE_BYTES):
             raise ValueError("it ends before its header does")
-        header = json.loads(opened.read(length))
+        header = decode_json(opened.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)

@@ -199,7 +199,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             _require_small(left.bit_length() * max(right, 0))
         return meter.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method, if its result is not too large."""
         meter = __self.meter
         meter.step()

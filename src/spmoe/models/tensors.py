@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spmoe.errors import CheckpointError, reason
+from spmoe.errors import CheckpointError, panics_as_errors, reason
 from spmoe.models.checkpoint import DEFAULT_BLOCK, Checkpoint
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # appended to a weight's name; despite `_inv`, both are multiplied
@@ -62,12 +62,13 @@ class CheckpointTensors:
     def _read_stored(self, name: str, expert: int | None) -> Tensor:
         path = self._checkpoint.files[name]
         try:
-            with self._lock:
-                file: Any = self._open.get(path) or safe_open(path, framework="pt")
-                self._open[path] = file
-            tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert : expert + 1]
-            return tensor
-        except (SafetensorError, OSError, IndexError) as error:
+            with panics_as_errors():
+                with self._lock:
+                    file: Any = self._open.get(path) or safe_open(path, framework="pt")
+                    self._open[path] = file
+                tensor: Tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert : expert + 1]
+                return tensor
+        except (SafetensorError, OSError, IndexError, RuntimeError) as error:
             raise CheckpointError(f"{name} cannot be read from {path} ({reason(error)}); download it again") from error
 
     def _dequantize(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:

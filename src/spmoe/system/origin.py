@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from spmoe.files import decode_json
 
 
 class OriginState(StrEnum):
@@ -48,7 +49,7 @@ def fingerprint(directory: Path) -> str:
     """Return a hash of config.json and of the weight files' names, sizes and modification times."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(decode_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         paths = [directory / shard for shard in shards]
     elif (directory / "model.safetensors").exists():
         paths = [directory / "model.safetensors"]
