@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -31,3 +31,30 @@ def nothing_to_clean_up() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def watched_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed inside, also if the KeyboardInterrupt got lost.
+
+    Imports of modules that import each other lazily report such an interrupt as a module that does not exist.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one may set the file descriptor
+        yield lambda: False
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # gets the number of every signal
+
+    def pressed() -> bool:
+        with suppress(BlockingIOError):
+            return signal.SIGINT in os.read(reading, 4096)
+        return False
+
+    try:
+        yield pressed
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)

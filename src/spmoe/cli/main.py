@@ -20,6 +20,7 @@ from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
+from spmoe.cli.interrupts import INTERRUPTED, watched_interrupts
 from spmoe.cli.output import Console, reset_verbosity, set_verbosity
 from spmoe.cli.panels import Command, Group, arranged
 from spmoe.cli.plan import plan
@@ -109,37 +110,47 @@ def main() -> None:
     """Run the command line; report a failure as one line on standard error, without a traceback."""
     reset_verbosity()
     reset_settings()
+    with watched_interrupts() as interrupted:
+        code = _run(interrupted)
+    sys.exit(code)
+
+
+def _run(interrupted: Callable[[], bool]) -> int:
+    """Run the command line, and return the exit code."""
     try:
         if sys.stdout is None:
             raise UsageError("standard output is closed; open it or redirect it to a file")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # print what the terminal's encoding lacks as escapes
-        code = app(standalone_mode=False, prog_name="spmoe") or 0
+        code: int = app(standalone_mode=False, prog_name="spmoe") or 0
         sys.stdout.flush()  # here, so that a failure is reported below
+        return code
     except UsageError as error:
-        code = _fail(name_source(str(error)), error.exit_code)
+        return _fail(name_source(str(error)), error.exit_code)
     except SpmoeError as error:
-        code = _fail(str(error), error.exit_code)
+        return INTERRUPTED if _failed_import(error) and interrupted() else _fail(str(error), error.exit_code)
     except _BadCommandLine as error:
-        code = _fail(name_source(_as_usage(error)), 2)
+        return _fail(name_source(_as_usage(error)), 2)
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
-        code = _drop_output()
+        return _drop_output()
     except OSError as error:
         _drop_output()
-        code = _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
+        return _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
     except MemoryError:
-        code = _fail("out of memory; lower --expert-memory or choose a smaller model")
+        return _fail("out of memory; lower --expert-memory or choose a smaller model")
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BaseException as error:
-        if _is_interrupt(error):
-            code = 130
-        elif (not isinstance(error, Exception) and not is_panic(error)) or os.environ.get("SPMOE_DEBUG"):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        else:
-            code = _fail(
-                f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report "
-                "the output"
-            )
-    sys.exit(code)
+        if interrupted():
+            return INTERRUPTED
+        if os.environ.get("SPMOE_DEBUG"):
+            raise
+        return _fail(
+            f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report the "
+            "output"
+        )
 
 
 def _fail(message: str, code: int = 1) -> int:
@@ -148,15 +159,11 @@ def _fail(message: str, code: int = 1) -> int:
     return code
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error was Ctrl-C at first: libraries that are being imported turn it into their own."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt) or (
-            isinstance(error, ImportError) and "KeyboardInterrupt" in str(error)
-        ):
-            return True
+def _failed_import(error: BaseException | None) -> bool:
+    """Return whether a module that could not be imported caused an error."""
+    while error is not None and not isinstance(error, ImportError):
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None
 
 
 def _as_usage(error: Any) -> str:

@@ -174,10 +174,8 @@ def _sampling(
 def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
     """Return the model's default sampling parameters with the given options instead; print what the model sets."""
     defaults, plain = llm.get_default_sampling_params(), SamplingParams()
-    if "max_tokens" in given and "min_tokens" not in given:
-        defaults = replace(
-            defaults, max_tokens=given["max_tokens"], min_tokens=min(defaults.min_tokens, given["max_tokens"])
-        )
+    if "max_tokens" in given:  # the model's minimum must not contradict the user's maximum
+        defaults = replace(defaults, min_tokens=min(defaults.min_tokens, given["max_tokens"]))
     params = replace(defaults, **given)
     names = [f.name for f in fields(plain) if f.name not in given]
     own = [f"{name} {getattr(defaults, name)}" for name in names if getattr(defaults, name) != getattr(plain, name)]
