@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from spmoe.config import SamplingParams
     from spmoe.engine.llm import LLM
     from spmoe.engine.outputs import CompletionOutput, RequestOutput

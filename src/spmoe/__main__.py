@@ -3,21 +3,30 @@
 import os
 import signal
 
-from spmoe.cli.interrupts import INTERRUPTED, exit_at_once, nothing_to_clean_up
+
+def _exit_at_once(signum: int, frame: object) -> None:
+    os._exit(130)
+
+
+_own_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not that of a shell or a program
+if _own_handler:  # before anything else is imported
+    signal.signal(signal.SIGINT, _exit_at_once)
 
 
 def main() -> None:
     """Run the command line. Ctrl-C never prints a traceback; the exit code is then 130."""
+    from spmoe.cli.main import main as run_command
+
     try:
-        with nothing_to_clean_up():
-            from spmoe.cli.main import main as run_command
+        if _own_handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             run_command()
         finally:  # everything is written and closed; what is left is the end of the interpreter
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, exit_at_once)
+            if _own_handler:
+                signal.signal(signal.SIGINT, _exit_at_once)
     except KeyboardInterrupt:  # between the parts above
-        os._exit(INTERRUPTED)
+        os._exit(130)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,15 @@ def nothing_to_clean_up() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def import_engine() -> None:
+    """Import torch and all that needs it, which takes seconds. Call this before other imports that need torch.
+
+    torch aborts if a KeyboardInterrupt comes while it is imported; here Ctrl-C ends the process.
+    """
+    with nothing_to_clean_up():
+        import spmoe.engine.llm  # noqa: F401
+
+
 @contextmanager
 def watched_interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether Ctrl-C was pressed inside, also if the KeyboardInterrupt got lost.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmoe.cli.interrupts import nothing_to_clean_up
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.output import is_quiet, note
 from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
@@ -237,8 +237,9 @@ def load(engine: dict[str, Any], *, progress: bool = True) -> Iterator[LLM]:
     """Build an engine with progress on standard error, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
-            with nothing_to_clean_up():
-                from spmoe.engine.llm import LLM
+            import_engine()
+            from spmoe.engine.llm import LLM
+
             llm = held.enter_context(LLM(**engine, progress=progress and not is_quiet()))
         except KeyboardInterrupt:
             stderr().print("interrupted while loading")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, takes_shared_options_except
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
 from spmoe.errors import UsageError, printable
@@ -91,6 +92,7 @@ def plan(
     if draft is not None and drafter_name(draft)[0] == "model":
         model_directory(draft)
 
+    import_engine()
     from spmoe.engine.estimate import make_estimate
     from spmoe.models.shipped import shipped_pair
 

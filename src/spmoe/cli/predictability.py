@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import (
     Json,
     load,
@@ -73,6 +74,7 @@ def predictability(
         from spmoe.bench.charts import require_report_extra
 
         require_report_extra()
+    import_engine()
     from spmoe.bench.predictability import measure_predictability
     from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar

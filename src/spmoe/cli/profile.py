@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.cli.output import is_quiet
@@ -87,6 +88,7 @@ def profile(
     found = read_engine_profile(stored) if stored is not None else None
     checked: Check | None = None
     if found is None or check:
+        import_engine()
         from spmoe.bench import profile_runs
 
         checked = profile_runs.Check([], []) if check else None

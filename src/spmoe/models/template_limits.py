@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from functools import wraps
 from types import GeneratorType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, TemplateRuntimeError, nodes, pass_context
 from jinja2.runtime import Context, LoopContext, Macro
@@ -172,7 +172,9 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)  # makes any number of paragraphs
         self.filters = {name: self._metered_filter(name, one) for name, one in model.filters.items()}
         self.filters |= {"_made": lambda value: self.meter.made(value), "_operand": self._operand}
-        self.tests = {name: self._metered_test(name, one) for name, one in model.tests.items()}
+        self.tests = {
+            name: self._metered_test(name, cast(Callable[..., Any], one)) for name, one in model.tests.items()
+        }
 
     def step(self) -> bool:
         """Count a step; the compiled template calls this in every loop and macro."""
