@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmoe.errors import UsageError
-from spmoe.files import atomic_write, read_into, write_text
+from spmoe.files import atomic_write, decode_json, decode_toml, read_into, write_text
 
 
 def names(directory: Path) -> list[str]:
@@ -117,3 +117,16 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert read_into(fd, memoryview(buffer)[:0], 0) == 0
     finally:
         os.close(fd)
+
+
+def test_json_and_toml_that_are_nested_too_deeply() -> None:
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            decode_json(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode_toml("a = " + "[" * 100_000)
+
+
+def test_json_and_toml_may_have_a_byte_order_mark() -> None:
+    assert decode_json('\ufeff{"a": 1}') == decode_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
+    assert decode_toml("\ufeffa = 1") == {"a": 1}

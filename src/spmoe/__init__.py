@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from spmoe.config import SamplingParams
     from spmoe.engine.llm import LLM
     from spmoe.engine.outputs import CompletionOutput, RequestOutput
 
-try:
-    __version__ = version("spmoe")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0.2.0"
+    __version__: str
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when they are needed, so that `spmoe --help` is fast."""
+    """Import what is needed only when it is needed, so that `spmoe --help` is fast."""
+    if name == "__version__":
+        return _version()
     if name == "LLM":
         from spmoe.engine.llm import LLM
 
@@ -33,3 +32,12 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     raise AttributeError(f"module 'spmoe' has no attribute '{name}'")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("spmoe")
+    except PackageNotFoundError:  # run from a source tree
+        return "0.2.0"

@@ -1,6 +1,33 @@
-"""Run the command line with `python -m spmoe`."""
+"""Entry point of `spmoe` and of `python -m spmoe`: the command line, with Ctrl-C handled from import to exit."""
 
-from spmoe.cli.main import main
+import os
+import signal
+
+
+def _exit_at_once(signum: int, frame: object) -> None:
+    os._exit(130)
+
+
+_own_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not that of a shell or a program
+if _own_handler:  # before anything else is imported
+    signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C never prints a traceback; the exit code is then 130."""
+    from spmoe.cli.main import main as run_command
+
+    try:
+        if _own_handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            run_command()
+        finally:  # everything is written and closed; what is left is the end of the interpreter
+            if _own_handler:
+                signal.signal(signal.SIGINT, _exit_at_once)
+    except KeyboardInterrupt:  # between the parts above
+        os._exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,14 @@
 """Exceptions of spmoe. A message says in one line what is wrong and what to do."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# control characters but newline and tab; a carriage return only where it does not end a line
+_CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
 
 class SpmoeError(Exception):
     """Base class; `exit_code` is the exit status of the command line."""
@@ -37,9 +46,30 @@ class TransferError(SpmoeError):
     """Failed transfer of an expert to its slot."""
 
 
+def printable(text: str) -> str:
+    """Return text that is safe to write to a terminal: control characters, such as ESC, are shown as `\\x1b`."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of a library in Rust; those do not derive from Exception."""
+    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic of a library in Rust (tokenizers, safetensors) into RuntimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if is_panic(error):
+            raise RuntimeError(f"a library failed: {reason(error)}") from error
+        raise
+
+
 def reason(error: BaseException) -> str:
     """Return the message of another library's exception as one line of at most 200 characters, to quote in ours."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     if " " not in text:  # a KeyError, or no message
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,13 +1,16 @@
-"""Atomic writes, complete reads, and lookup of model directories."""
+"""Atomic writes, complete reads, decoding of JSON and TOML, and lookup of model directories."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from spmoe.errors import UsageError, reason
 
@@ -58,6 +61,22 @@ def write_text(path: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Decode JSON, with or without a byte order mark; raise ValueError if it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def decode_toml(text: str) -> dict[str, Any]:
+    """Decode TOML, with or without a byte order mark; raise ValueError if it is not TOML, or nested too deeply."""
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def model_directory(name: str) -> Path | None:

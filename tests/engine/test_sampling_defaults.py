@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from checkpoints import Pair
 from spmoe import LLM, SamplingParams
+from spmoe.cli.options import sampling_params
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.errors import CheckpointError
 
@@ -100,3 +102,29 @@ def test_an_engine_uses_the_defaults_for_requests_without_params(tmp_path: Path,
         LLM(target, **options)
     with LLM(target, generation_config="none", **options) as llm:
         assert llm.get_default_sampling_params().greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"min_new_tokens": 7}, {"min_tokens": 7}),
+        ({"min_new_tokens": 7, "max_new_tokens": 5}, {"min_tokens": 5, "max_tokens": 5}),
+    ],
+)
+def test_least_number_of_tokens(tmp_path: Path, settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert default_sampling_params(write(tmp_path, settings)) == (SamplingParams(**expected), [])
+
+
+def test_a_command_may_ask_for_fewer_tokens_than_the_models_least() -> None:
+    llm: Any = SimpleNamespace(get_default_sampling_params=lambda: SamplingParams(min_tokens=7))
+    assert sampling_params(llm, {"max_tokens": 3}) == SamplingParams(max_tokens=3, min_tokens=3)
+    assert sampling_params(llm, {}) == SamplingParams(min_tokens=7)
+
+
+def test_rounding_that_depends_on_the_draft_is_said_once(mixtral_pair: Pair) -> None:
+    options: dict[str, Any] = {"draft": "ngram", "prefetch": "on-demand", "device": "cpu", "progress": False}
+    for dtype, k, expected in (("bfloat16", 2, 1), ("float16", 2, 1), ("float32", 2, 0), ("bfloat16", 0, 0)):
+        with LLM(mixtral_pair.target, dtype=dtype, num_speculative_tokens=k, **options) as llm:
+            assert sum("rounding depends on the number of draft tokens" in notice for notice in llm.notices) == expected
+            llm.engine.reconfigure(prefetch="next-gate")
+            assert sum("rounding depends" in notice for notice in llm.notices) == expected

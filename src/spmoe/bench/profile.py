@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from spmoe.errors import UsageError
-from spmoe.files import write_text
+from spmoe.files import decode_json, write_text
 from spmoe.predict.latency import ObservedDemand, PredictionQuality, StepCosts, StepInputs, StepTime, predict_step
 from spmoe.registry import ON_DEMAND
 
@@ -134,7 +134,7 @@ def read_engine_profile(path: Path) -> EngineProfile:
     advice = "make one with `spmoe profile -o FILE`"
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
+        values = decode_json(text)
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
     except ValueError as error:

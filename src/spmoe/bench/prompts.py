@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.errors import UsageError, reason
+from spmoe.files import decode_json
 from spmoe.models.shipped import sample_text
 
 SAMPLE = "sample"
@@ -120,8 +121,8 @@ def _require_prompts(found: PromptSet, path: Path) -> PromptSet:
 
 def _record(line: str, number: int, path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = decode_json(line)
+    except ValueError as error:
         raise UsageError(f"line {number} of {path} is not JSON; write one object per line, or plain text") from error
     if not isinstance(record, dict):
         raise UsageError(f"line {number} of {path} is not a JSON object; write one per line, with a prompt")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from spmoe.bench.step_timeline import StepTimeline
 from spmoe.errors import UsageError
-from spmoe.files import write_text
+from spmoe.files import decode_json, write_text
 
 FORMAT = 3  # version of the records
 _HINT = "result files are written by `spmoe bench --json`"
@@ -169,8 +169,8 @@ def read_results(path: Path) -> list[WorkloadResults]:
 
 def _add_record(line: str, where: str, found: list[WorkloadResults]) -> None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = decode_json(line)
+    except ValueError as error:
         raise UsageError(f"{where} is not JSON; {_HINT}") from error
     kind = record.get("type") if isinstance(record, dict) else None
     if kind == "machine":

@@ -6,7 +6,6 @@ both. A key that takes a list also takes a single value. See docs/benchmarking.m
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -40,6 +39,7 @@ from spmoe.config import (
     drafter_name,
 )
 from spmoe.errors import UsageError
+from spmoe.files import decode_toml
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: every number of layers that the model has
@@ -212,12 +212,12 @@ def read_scenario(path: Path) -> Scenario:
     """Read and validate a file; raise UsageError in one line for the first problem."""
     try:
         text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text)
+        data = decode_toml(text)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     blocks = data.pop("matrix", [{}])
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):

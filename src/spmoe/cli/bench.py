@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_draft_tokens, parse_list, parse_whole
 from spmoe.cli.options import EMULATED_LINK_NOTE, ctrl_c_stops, require_writable
 from spmoe.cli.output import is_quiet, stderr
@@ -142,6 +143,7 @@ def bench(
 
         require_report_extra()
 
+    import_engine()
     from spmoe.bench.jobs import make_job, make_workloads
 
     labels = {"scenario": read.name, "scenario_text": read.text, "command": shlex.join(["spmoe", *sys.argv[1:]])}

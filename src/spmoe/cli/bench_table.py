@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.output import Console
 from spmoe.config import max_draft_tokens
 from spmoe.registry import ON_DEMAND
 

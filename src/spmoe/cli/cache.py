@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spmoe.cli.options import Json, stderr
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.config import format_bytes, home
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.system.cache import PRUNABLE, CacheEntry, Kind, delete, linked_folders, list_cache

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.conversation import Conversation, Message
@@ -28,10 +27,10 @@ from spmoe.cli.options import (
     stream_text,
     takes_shared_options,
 )
-from spmoe.cli.output import is_verbose
+from spmoe.cli.output import Console, is_verbose
 from spmoe.config import SamplingParams, format_bytes, home
-from spmoe.errors import PromptError, SpmoeError, UsageError, reason
-from spmoe.models.chat_template import require_chat_template, require_template_syntax
+from spmoe.errors import PromptError, SpmoeError, UsageError, printable, reason
+from spmoe.models.chat_template import render_chat, require_chat_template, require_template_syntax
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
@@ -324,14 +323,10 @@ class Session:
             _say(stats_line(completion.stats))
 
     def _count_tokens(self, messages: list[Message]) -> int:
-        from spmoe.models.checkpoint import quiet
+        from spmoe.models.tokenizer import encode
 
-        tokenizer = self._llm.engine.parts.tokenizer
-        try:
-            with quiet():  # transformers warns about long texts
-                return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        except Exception:  # `stream_chat` then reports what the template rejects
-            return 0
+        tokenizer = self._llm.get_tokenizer()
+        return len(encode(tokenizer, render_chat(tokenizer, messages, self._model), add_special_tokens=False))
 
     def _rescue(self) -> None:
         """Save the conversation of a user who leaves in the middle of an answer, if it is saved nowhere."""
@@ -379,7 +374,7 @@ def stats_line(stats: Stats) -> str:
 
 def _say(text: str) -> None:
     """Print what the user asked for, or has to know, to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _note(text: str, style: str | None = None) -> None:

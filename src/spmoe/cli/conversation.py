@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from spmoe.errors import PromptError, UsageError, reason
-from spmoe.files import write_text
+from spmoe.files import decode_json, write_text
 
 Message = dict[str, str]  # {"role": ..., "content": ...}, as chat templates take them
 
@@ -28,7 +28,7 @@ class Conversation:
     def load(cls, path: Path) -> Self:
         """Read a saved conversation, or a JSON list of messages; raise UsageError if it is neither."""
         try:
-            data: Any = json.loads(path.read_text(encoding="utf-8"))
+            data: Any = decode_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
         except ValueError as error:

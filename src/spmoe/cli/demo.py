@@ -6,11 +6,11 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, stderr
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.config import SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span
@@ -56,6 +56,7 @@ def demo(
     options: dict[str, Any] = {"model": model, "draft": draft or "auto", "expert_memory": "25%", "dtype": "float32"}
     options["progress"] = not is_quiet()
     params = SamplingParams(max_tokens=max_tokens)
+    import_engine()
     if link_gbps is None:
         stderr().print("measuring the compute speed of this machine ...")
         link_gbps = _balanced_link(prompt, params, options)

@@ -8,11 +8,12 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spmoe import __version__
 from spmoe.cli.options import Json, stderr
+from spmoe.cli.output import Console
+from spmoe.errors import printable
 
 if TYPE_CHECKING:
     from spmoe.bench.doctor import Finding
@@ -66,4 +67,4 @@ def _line(finding: Finding, width: int) -> Text:
         lines += wrap(advice, width, initial_indent=indent, subsequent_indent=f"{indent}   ", break_on_hyphens=False)
     verdict = f"{finding.verdict:<8}"
     check = finding.check.ljust(_INDENT - len(verdict))
-    return Text.assemble((verdict, _STYLES[finding.verdict]), check, "\n".join(lines)[_INDENT:])
+    return Text.assemble((verdict, _STYLES[finding.verdict]), check, printable("\n".join(lines)[_INDENT:]))

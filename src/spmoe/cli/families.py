@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, require_writable, stderr
+from spmoe.cli.output import Console
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 
@@ -31,6 +32,7 @@ def families(
 
     Takes a minute or two. The exit code is 1 only if a family named on the command line fails.
     """
+    import_engine()
     from spmoe.backends.devices import choose_device, device_facts
     from spmoe.bench.families import check_families, checks_on, failures, markdown_page
     from spmoe.models.families import families as known_families

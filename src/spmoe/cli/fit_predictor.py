@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, load, read_text_file, require_draft_model, takes_shared_options_except
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 
 if TYPE_CHECKING:
     from spmoe.bench.fit_predictor import Fit
@@ -33,6 +33,7 @@ def fit_predictor(
     """
     words = read_text_file(text)
     require_draft_model(engine)
+    import_engine()
     from spmoe.bench.fit_predictor import fit_predictor as fit
     from spmoe.models.predictors import write_predictor
     from spmoe.observe.progress import progress_bar

@@ -6,10 +6,11 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import EMULATED_LINK_NOTE, Json, load, stderr, takes_shared_options
+from spmoe.cli.output import Console
 from spmoe.config import EngineConfig, format_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show a model, the division of memory, the profile and the cutoff. Loads no weights without --measure."""
+    import_engine()
     from spmoe.engine.llm import with_default_pair
     from spmoe.engine.plan import make_plan
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
@@ -21,7 +20,8 @@ from spmoe.cli.doctor import doctor
 from spmoe.cli.families import families
 from spmoe.cli.fit_predictor import fit_predictor
 from spmoe.cli.info import info
-from spmoe.cli.output import reset_verbosity, set_verbosity
+from spmoe.cli.interrupts import INTERRUPTED, watched_interrupts
+from spmoe.cli.output import Console, reset_verbosity, set_verbosity
 from spmoe.cli.panels import Command, Group, arranged
 from spmoe.cli.plan import plan
 from spmoe.cli.predictability import predictability
@@ -31,7 +31,7 @@ from spmoe.cli.run import run
 from spmoe.cli.settings import name_source, reset_settings
 from spmoe.cli.trace import trace
 from spmoe.cli.verify import verify
-from spmoe.errors import SpmoeError, UsageError, reason
+from spmoe.errors import SpmoeError, UsageError, is_panic, reason
 
 # the base class of all parsing errors, which typer does not export
 _BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
@@ -110,40 +110,60 @@ def main() -> None:
     """Run the command line; report a failure as one line on standard error, without a traceback."""
     reset_verbosity()
     reset_settings()
+    with watched_interrupts() as interrupted:
+        code = _run(interrupted)
+    sys.exit(code)
+
+
+def _run(interrupted: Callable[[], bool]) -> int:
+    """Run the command line, and return the exit code."""
     try:
         if sys.stdout is None:
             raise UsageError("standard output is closed; open it or redirect it to a file")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # print what the terminal's encoding lacks as escapes
-        code = app(standalone_mode=False, prog_name="spmoe") or 0
+        code: int = app(standalone_mode=False, prog_name="spmoe") or 0
         sys.stdout.flush()  # here, so that a failure is reported below
+        return code
     except UsageError as error:
-        code = _fail(name_source(str(error)), error.exit_code)
+        return _fail(name_source(str(error)), error.exit_code)
     except SpmoeError as error:
-        code = _fail(str(error), error.exit_code)
+        return INTERRUPTED if _failed_import(error) and interrupted() else _fail(str(error), error.exit_code)
     except _BadCommandLine as error:
-        code = _fail(name_source(_as_usage(error)), 2)
+        return _fail(name_source(_as_usage(error)), 2)
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
-        code = _drop_output()
+        return _drop_output()
     except OSError as error:
         _drop_output()
-        code = _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
+        return _fail(f"a read or write failed ({reason(error)}); check the disk and where the output goes")
     except MemoryError:
-        code = _fail("out of memory; lower --expert-memory or choose a smaller model")
-    except Exception as error:
+        return _fail("out of memory; lower --expert-memory or choose a smaller model")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if interrupted():
+            return INTERRUPTED
         if os.environ.get("SPMOE_DEBUG"):
             raise
-        code = _fail(
+        return _fail(
             f"internal error ({type(error).__name__}: {reason(error)}); run again with SPMOE_DEBUG=1 and report the "
             "output"
         )
-    sys.exit(code)
 
 
 def _fail(message: str, code: int = 1) -> int:
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"error: {' '.join(message.splitlines())}", style="red")
     return code
+
+
+def _failed_import(error: BaseException | None) -> bool:
+    """Return whether a module that could not be imported caused an error."""
+    while error is not None and not isinstance(error, ImportError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _as_usage(error: Any) -> str:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.output import is_quiet, note
 from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
 from spmoe.config import DEFAULT_MAX_TOKENS, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
-from spmoe.errors import PromptError, UsageError
+from spmoe.errors import PromptError, UsageError, printable
 from spmoe.files import model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
@@ -180,6 +181,8 @@ def _sampling(
 def sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
     """Return the model's default sampling parameters with the given options instead; print what the model sets."""
     defaults, plain = llm.get_default_sampling_params(), SamplingParams()
+    if "max_tokens" in given:  # the model's minimum must not contradict the user's maximum
+        defaults = replace(defaults, min_tokens=min(defaults.min_tokens, given["max_tokens"]))
     params = replace(defaults, **given)
     names = [f.name for f in fields(plain) if f.name not in given]
     own = [f"{name} {getattr(defaults, name)}" for name in names if getattr(defaults, name) != getattr(plain, name)]
@@ -241,6 +244,7 @@ def load(engine: dict[str, Any], *, progress: bool = True) -> Iterator[LLM]:
     """Build an engine with progress on standard error, print its notices, and close it at the end."""
     with ExitStack() as held:
         try:
+            import_engine()
             from spmoe.engine.llm import LLM
 
             llm = held.enter_context(LLM(**engine, progress=progress and not is_quiet()))
@@ -331,15 +335,19 @@ def ctrl_c_stops(generation: Generation) -> Iterator[None]:
 
 
 def stream_text(generation: Generation, *, quiet: bool) -> None:
-    """Run a generation and print its text as it comes; after an error or Ctrl-C, print the rest and end the line."""
-    shown = 0
+    """Run a generation and print its text as it comes; after an error or Ctrl-C, print the rest and end the line.
+
+    A terminal gets control characters as escapes, since a model may write sequences that change it; a pipe or a file
+    gets the text as it is.
+    """
+    shown, show = 0, printable if sys.stdout.isatty() else str
     try:
         for piece in generation:
             if not quiet:
-                sys.stdout.write(piece)
+                sys.stdout.write(show(piece))
                 sys.stdout.flush()
                 shown += len(piece)
     finally:
         text = generation.completion.text
         if text and not quiet:
-            print(text[shown:], flush=True)
+            print(show(text[shown:]), flush=True)

@@ -5,13 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import Any
 
-from rich.console import Console
+import rich.console
+from rich.text import Text
 
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, printable
 from spmoe.observe.progress import hide_bars
 
 _shown = {"verbose": False, "quiet": False}
+
+
+class Console(rich.console.Console):
+    """Console that shows control characters of file names, models and messages instead of sending them."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text with its control characters as escapes; every cell and line goes through here."""
+        return super().render_str(printable(text), **options)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def reset_verbosity() -> None:
@@ -53,7 +68,9 @@ def note(text: str) -> None:
 
 def log_debug_messages() -> None:
     """Print log messages of spmoe to standard error."""
-    logging.basicConfig(format="%(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("spmoe").setLevel(logging.DEBUG)
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, takes_shared_options_except
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, printable
 from spmoe.files import model_directory
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def plan(
     if draft is not None and drafter_name(draft)[0] == "model":
         model_directory(draft)
 
+    import_engine()
     from spmoe.engine.estimate import make_estimate
     from spmoe.models.shipped import shipped_pair
 
@@ -104,7 +106,7 @@ def plan(
         print(json.dumps(estimate.to_dict()))
     else:
         for line in _lines(estimate):
-            print(line)
+            print(printable(line))
 
 
 def _bytes(name: str, text: str | None) -> int | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import (
     Json,
     load,
@@ -18,7 +18,7 @@ from spmoe.cli.options import (
     require_writable,
     takes_shared_options_except,
 )
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.errors import UsageError
 from spmoe.files import write_text
 
@@ -74,6 +74,7 @@ def predictability(
         from spmoe.bench.charts import require_report_extra
 
         require_report_extra()
+    import_engine()
     from spmoe.bench.predictability import measure_predictability
     from spmoe.models.shipped import sample_text
     from spmoe.observe.progress import progress_bar

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
 from spmoe.cli.output import is_quiet
@@ -87,6 +88,7 @@ def profile(
     found = read_engine_profile(stored) if stored is not None else None
     checked: Check | None = None
     if found is None or check:
+        import_engine()
         from spmoe.bench import profile_runs
 
         checked = profile_runs.Check([], []) if check else None
@@ -185,7 +187,7 @@ _ERRORS = {
 
 
 def _show(profile: EngineProfile, check: Check | None) -> None:
-    from rich.console import Console
+    from spmoe.cli.output import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     tables = (*_profile_tables(profile), *(_check_tables(check) if check is not None else ()))

@@ -6,7 +6,6 @@ The command line wins over the environment, the environment over the file, and t
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from spmoe.cli import output
 from spmoe.errors import UsageError
+from spmoe.files import decode_toml
 
 _PREFIX = "SPMOE_"
 _NOT_OPTIONS = ("SPMOE_HOME", "SPMOE_DEBUG")  # the cache directory, and debug messages
@@ -137,12 +137,12 @@ def _dashed(key: str) -> str:
 def _read_file(file: Path, root: Any, path: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield key, value and source: first top-level keys, then those of the command's table, which win."""
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = decode_toml(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text; convert it to UTF-8") from error
     except OSError as error:
         raise UsageError(f"cannot read {file} ({error.strerror}); check --config or SPMOE_CONFIG") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
     yield from _read_table(data, str(file), root, path)
 

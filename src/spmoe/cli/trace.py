@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_gbps, parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, require_writable, stderr, takes_shared_options_except
-from spmoe.cli.output import is_quiet, note
+from spmoe.cli.output import Console, is_quiet, note
 from spmoe.config import Cutoff, SamplingParams, Size, parse_num_speculative_tokens
 from spmoe.errors import UsageError
 
@@ -64,6 +64,7 @@ def record_trace(
         )
     require_writable(output)
 
+    import_engine()
     from spmoe.bench.prompts import find_prompts
     from spmoe.observe.progress import progress_bar
     from spmoe.replay.record import record

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_list, parse_whole
 from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, stderr, takes_shared_options_except
-from spmoe.cli.output import is_quiet
+from spmoe.cli.output import Console, is_quiet
 from spmoe.cli.output import note as print_note
 from spmoe.config import (
     DraftTokens,
@@ -94,6 +94,7 @@ def verify(
     token_ids = [parse_ids(text) for text in prompt_token_ids or ()]
     texts = _read_prompts(prompt or (), prompts, max_prompts)
 
+    import_engine()
     from spmoe.backends.devices import choose_device
     from spmoe.bench.verification import every_config, make_configs
     from spmoe.models.checkpoint import Checkpoint

@@ -121,6 +121,7 @@ def _build(
         target_kv: MutableMapping[int, KvState] = {}
         context = DraftContext(draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv)
         drafter = drafter_class.build(context)
+        notices += _rounding_notice(config, models, drafter)
         _capture(
             runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
         )
@@ -188,6 +189,17 @@ def _warn_of_slow_draft(
         str(config.resolved_draft), k, times.draft_seconds, times.verify_seconds + step, times.plain_seconds + plain
     )
     return [] if notice is None else [notice]
+
+
+def _rounding_notice(config: EngineConfig, models: LoadedModels, drafter: Drafter) -> list[str]:
+    """Return a notice if the text may depend on K: matrix products on a CPU round by the number of rows."""
+    dtype = str(models.dtype).removeprefix("torch.")
+    if models.device.type != "cpu" or dtype == "float32" or not (drafter.proposes and config.max_draft_tokens):
+        return []
+    return [
+        f"in {dtype} on a CPU, rounding depends on the number of draft tokens, so the text may differ from that of "
+        "another number on near-ties; --dtype float32 avoids it"
+    ]
 
 
 def _drafter_class(config: EngineConfig, target: Target, notices: list[str]) -> type[Drafter]:

@@ -28,9 +28,11 @@ from spmoe.engine.prompts import (
 from spmoe.engine.request import Request
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
-from spmoe.errors import PromptError, UsageError, reason
+from spmoe.errors import PromptError, UsageError
 from spmoe.files import model_directory
+from spmoe.models.chat_template import render_chat
 from spmoe.models.shipped import shipped_pair
+from spmoe.models.tokenizer import encode
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -190,7 +192,7 @@ class LLM:
                 raise PromptError("the prompt is empty; give at least one character")
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise PromptError("the prompt is not text: it has bytes that are not UTF-8; convert it to UTF-8")
-            ids = self.get_tokenizer()(text)["input_ids"]
+            ids = encode(self.get_tokenizer(), text)
         limit, vocabulary = self.engine.parts.max_model_len, self.engine.target.vocab_size
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -217,14 +219,8 @@ class LLM:
             raise UsageError(f"{name} has no chat template; use `spmoe run` or LLM.generate")
         if not messages:
             raise PromptError("the conversation is empty; give at least one message")
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except Exception as error:  # templates raise their own errors through jinja
-            raise PromptError(
-                f"the chat template of {name} rejects these messages ({reason(error)}); change them, or use "
-                "`spmoe run` or LLM.generate"
-            ) from error
+        text = render_chat(tokenizer, messages, name)
+        ids = encode(tokenizer, text, add_special_tokens=False)
         return ParsedPrompt(text, ids)
 
 

@@ -25,7 +25,7 @@ from spmoe.config import DraftTokens, EngineConfig, home
 from spmoe.engine.threads import engine_threads
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
-from spmoe.files import atomic_write
+from spmoe.files import atomic_write, decode_json
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -91,7 +91,7 @@ def profile_path(settings: Mapping[str, Any]) -> Path:
 def read_profile(path: Path) -> Profile | None:
     """Read a cached profile; None if there is none or if it is damaged."""
     try:
-        values = json.loads(path.read_text())
+        values = decode_json(path.read_text())
         values.pop("origin", None)
         learned = values.pop("missing_per_layer", None)
         numbers = values.values() if learned is None else [*values.values(), learned]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spmoe.errors import SpmoeError, is_panic, reason
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS = 6
 _MAX_CHARACTER_TOKENS = 4  # of one character, if each is a byte
@@ -103,7 +105,14 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         if not ids:
             return ""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        try:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except BaseException as error:
+            if is_panic(error):
+                raise SpmoeError(
+                    f"the tokenizer cannot decode its tokens ({reason(error)}); check its files"
+                ) from error
+            raise
         return text
 
 

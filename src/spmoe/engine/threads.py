@@ -32,7 +32,7 @@ from spmoe.backends.devices import choose_device
 from spmoe.config import EngineConfig, home
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.slots import Slots
-from spmoe.files import atomic_write
+from spmoe.files import atomic_write, decode_json
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import attach
 from spmoe.models.load import origin_of
@@ -347,7 +347,7 @@ def _times_path(
 def _read(path: Path) -> ComputeTimes | None:
     """Read cached times; None if there are none or if they are damaged."""
     try:
-        values = json.loads(path.read_text())
+        values = decode_json(path.read_text())
         values.pop("origin")
         found = ComputeTimes(**values)
         numbers = [value for value in asdict(found).values() if value is not None]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
-from spmoe.files import atomic_write, read_into
+from spmoe.files import atomic_write, decode_json, read_into
 from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
 from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
@@ -290,12 +290,12 @@ def _read_header(fd: int) -> tuple[StoreSpec, int, list[int]]:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > MAX_HEADER_BYTES:
             raise ValueError("header too long")
-        meta = json.loads(file.read(length))["__metadata__"]
+        meta = decode_json(file.read(length))["__metadata__"]
     if meta["format"] != EXPERTS_FORMAT:
         raise ValueError(f"format {meta['format']}")
-    layout = BlobLayout.from_json(json.loads(meta["layout"]))
-    origins = parse_origins(json.loads(meta.get("origin", "[]")))
-    spec = StoreSpec(meta["fingerprint"], layout, tuple(json.loads(meta["experts"])), meta["converter"], origins)
+    layout = BlobLayout.from_json(decode_json(meta["layout"]))
+    origins = parse_origins(decode_json(meta.get("origin", "[]")))
+    spec = StoreSpec(meta["fingerprint"], layout, tuple(decode_json(meta["experts"])), meta["converter"], origins)
     sums = meta["crc32"]
     checksums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
     if len(checksums) != spec.count:

@@ -1,13 +1,18 @@
-"""Chat templates: find out from a model's small files, before any weights are read, whether it has one."""
+"""Chat templates: find out, before any weights are read, whether a model has one; render it within limits."""
 
 from __future__ import annotations
 
-import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spmoe.errors import CheckpointError, UsageError, reason
-from spmoe.files import model_directory
+from spmoe.errors import CheckpointError, PromptError, UsageError, reason
+from spmoe.files import decode_json, model_directory
+
+if TYPE_CHECKING:
+    from spmoe.models.template_limits import LimitedTemplate
 
 _TEMPLATE, _TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 
@@ -27,18 +32,69 @@ def require_chat_template(model: str) -> None:
 
 
 def require_template_syntax(template: str, origin: str) -> None:
-    """Raise UsageError if a template is not valid Jinja, as transformers compiles it."""
+    """Raise UsageError if a template is not valid Jinja, or takes too long or too much memory for a short message."""
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from spmoe.models.template_limits import TemplateLimitError
 
     try:
-        render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
+        _render(template, [{"role": "user", "content": "hello"}], {})
     except TemplateSyntaxError as error:
         raise UsageError(
             f"{origin} is not a chat template (line {error.lineno}: {reason(error)}); correct it"
         ) from error
+    except TemplateLimitError as error:
+        raise UsageError(f"{origin} cannot be used as a chat template ({reason(error)}); correct it") from error
     except Exception:  # only the tokenizer knows all variables; what the template rejects is reported per message
         return
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: str) -> str:
+    """Return a conversation as a prompt, up to where the answer begins; the same text as `apply_chat_template`.
+
+    Raises PromptError if the template rejects the messages, takes too long, or takes too much memory.
+    """
+    from spmoe.models.template_limits import TemplateLimitError
+
+    try:
+        return _render(tokenizer.get_chat_template(), messages, tokenizer.special_tokens_map)
+    except (TemplateLimitError, RecursionError, MemoryError) as error:
+        raise PromptError(
+            f"the chat template of {model} is refused ({reason(error)}); give another one with --chat-template FILE, "
+            "or use `spmoe run` or LLM.generate"
+        ) from error
+    except Exception as error:  # templates raise their own errors through jinja
+        raise PromptError(
+            f"the chat template of {model} rejects these messages ({reason(error)}); change them, or use `spmoe run` "
+            "or LLM.generate"
+        ) from error
+
+
+_rendering = threading.Lock()  # compiled templates are shared
+
+
+def _render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> str:
+    """Render a template with the variables that transformers gives it."""
+    from transformers.utils import chat_template_utils as theirs
+
+    plain, alias = (getattr(theirs, name, None) for name in ("_plain_template_data", "_alias_reasoning_fields"))
+    chat: Any = list(messages)
+    for prepare in (plain, alias):  # not in every version of transformers
+        chat = chat if prepare is None else prepare(chat)
+    with _rendering:
+        return _compiled(template).render(
+            **{**special_tokens, "messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+        )
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> LimitedTemplate:
+    """Compile a template with the filters, functions and tags of transformers' own environment."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    from spmoe.models.template_limits import LimitedTemplate
+
+    return LimitedTemplate(template, _compile_jinja_template("").environment)
 
 
 def _has_template(path: Path) -> bool:
@@ -46,7 +102,7 @@ def _has_template(path: Path) -> bool:
         text = path.read_text(encoding="utf-8")
         if path.name == _TEMPLATE:
             return bool(text)
-        declared: Any = json.loads(text)
+        declared: Any = decode_json(text)
         template = declared.get("chat_template") if isinstance(declared, dict) else None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({reason(error)}); download it again") from error

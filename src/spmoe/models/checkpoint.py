@@ -17,7 +17,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, reason
-from spmoe.files import model_directory
+from spmoe.files import decode_json, model_directory
 from spmoe.models.hub import cached_model, download, remote_files
 from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
@@ -187,8 +187,8 @@ def _check_generation_config(directory: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        data = decode_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({reason(error)}); download it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} does not hold a JSON object; download it again")

@@ -38,7 +38,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
-from spmoe.files import GGUF_ADVICE
+from spmoe.files import GGUF_ADVICE, decode_json
 from spmoe.system.disk import disk_of
 from spmoe.system.headers import INDEX, StoredTensor, weight_files
 
@@ -69,7 +69,7 @@ def cached_model(name: str) -> Path | None:
         )
         directory = Path(found)
         index = directory / INDEX
-        content = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else None
+        content = decode_json(index.read_text(encoding="utf-8")) if index.is_file() else None
         files = weight_files(name, (path.name for path in directory.iterdir()), content)
     except (OSError, ValueError, CheckpointError):  # not cached, not all of it, or damaged
         return None
@@ -162,7 +162,7 @@ class _Repository:
             )
         index = None
         if INDEX in self.sizes:
-            index = json.loads(_fetch(self.name, INDEX, self.commit).read_text(encoding="utf-8"))
+            index = decode_json(_fetch(self.name, INDEX, self.commit).read_text(encoding="utf-8"))
         files = weight_files(self.name, self.sizes, index)
         if absent := [file for file in files if file not in self.sizes]:
             raise CheckpointError(f"{self.name} on the hub lacks {absent[0]}, which its index names; use another copy")

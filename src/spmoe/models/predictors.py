@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spmoe.config import home
-from spmoe.errors import CheckpointError, UsageError, reason
+from spmoe.errors import CheckpointError, UsageError, panics_as_errors, reason
 from spmoe.files import atomic_write
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.load import origin_of
@@ -67,7 +67,7 @@ def read_predictor(
         return None
     wanted = [len(model.moe), runner.hidden_size, model.hidden_size]
     try:
-        with safe_open(path, framework="pt") as file:
+        with panics_as_errors(), safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
             expected = {"format": PREDICTOR_FORMAT, "target": target.fingerprint, "draft": draft.fingerprint}
             for name, value in expected.items():
@@ -78,7 +78,7 @@ def read_predictor(
             raise ValueError(f"its weights have shape {[*weights.shape]} instead of {wanted}")
         if not (bool(weights.isfinite().all()) and bool(biases.isfinite().all())):
             raise ValueError("its values are not finite")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"the fitted predictor {path} is not used ({reason(error)}); delete it, or fit it again with `spmoe "
             "fit-predictor`"

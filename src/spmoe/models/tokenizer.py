@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from spmoe.errors import CheckpointError, UsageError, reason
+from spmoe.errors import CheckpointError, PromptError, UsageError, panics_as_errors, reason
 from spmoe.models.checkpoint import Checkpoint, quiet
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -18,7 +18,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     if not any((directory / name).is_file() for name in _FILES):
         return None
     try:
-        with quiet():
+        with quiet(), panics_as_errors():
             found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
         advice = "check its permissions" if isinstance(error, PermissionError) else "download it again"
@@ -26,6 +26,18 @@ def load_tokenizer(directory: Path) -> Any | None:
     # the context is checked here, per request; long texts that are split into windows are no reason for a warning
     found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return found
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Return the token ids of a text; raise PromptError if the tokenizer fails."""
+    try:
+        with panics_as_errors():
+            ids: list[int] = tokenizer(text, **options)["input_ids"]
+            return ids
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise PromptError(f"the tokenizer fails on this text ({reason(error)}); change the text") from error
 
 
 def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:

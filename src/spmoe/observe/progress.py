@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from spmoe.errors import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -51,7 +53,7 @@ class _Lines:
             self._start, self._printed_at = (now, done), now
         ends = done >= total and self._printed and not self._ended
         if ends or now - self._printed_at >= LINE_SECONDS:
-            print(self._line(now, done, total, detail), file=sys.stderr, flush=True)
+            print(printable(self._line(now, done, total, detail)), file=sys.stderr, flush=True)
             self._printed_at, self._printed, self._ended = now, True, done >= total
 
     def _line(self, now: float, done: int, total: int, detail: str) -> str:
@@ -85,12 +87,12 @@ def _bar(label: str) -> Iterator[Report]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}", style="dim"),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False),
     )
     # standard output may be a file, and what is written there must not be drawn above the bar
     bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False)
@@ -100,9 +102,9 @@ def _bar(label: str) -> Iterator[Report]:
         nonlocal drawn_at
         if not bar.tasks:
             hide_bars()
-            bar.add_task(label, total=total, detail=detail)
+            bar.add_task(printable(label), total=total, detail="")
             _bars.append(bar)
-        bar.update(bar.tasks[0].id, completed=done, total=total, detail=detail)
+        bar.update(bar.tasks[0].id, completed=done, total=total, detail=printable(detail))
         if not bar.live.is_started:
             bar.start()
         now = time.monotonic()

@@ -19,7 +19,7 @@ import numpy as np
 
 from spmoe.config import MAX_SPECULATIVE_TOKENS
 from spmoe.errors import UsageError
-from spmoe.files import atomic_write
+from spmoe.files import atomic_write, decode_json
 
 FORMAT = "spmoe trace"
 VERSION = 2
@@ -229,9 +229,9 @@ _DIMENSIONS |= {"routed": 3, "routed_weight": 3, "ahead": 4, "ahead_score": 4}  
 
 def _header(path: Path, text: np.ndarray) -> dict[str, Any]:
     try:
-        header = json.loads(str(text))
+        header = decode_json(str(text))
         kind, version = header["format"], header["version"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`") from error
     if kind != FORMAT:
         raise UsageError(f"{path} is not a trace; record one with `spmoe trace record`")

@@ -6,7 +6,6 @@ Only files that spmoe wrote are listed and deleted; symbolic links are not follo
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import stat
@@ -22,6 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from spmoe.config import home
+from spmoe.files import decode_json
 from spmoe.system.origin import Origin, OriginState, converter, parse_origins
 
 EXPERTS_FORMAT = "spmoe-experts-2"  # raise it when the layout changes, or the bytes that conversion writes
@@ -167,7 +167,7 @@ Description = tuple[State, tuple[Origin, ...]]
 
 def _describe_json(path: Path) -> Description:
     """Return state and origins of a profile; raise ValueError if it is not a JSON object."""
-    values = json.loads(_read_quietly(path, MAX_HEADER_BYTES))
+    values = decode_json(_read_quietly(path, MAX_HEADER_BYTES))
     if not isinstance(values, dict):
         raise ValueError("not an object")
     origins = parse_origins(values.get("origin"))
@@ -185,7 +185,7 @@ def _describe_safetensors(path: Path, folder: str, nbytes: int) -> Description:
     if meta is None or found is None:
         raise ValueError("another format")
     try:
-        origins = parse_origins(json.loads(meta.get("origin", "[]")))
+        origins = parse_origins(decode_json(meta.get("origin", "[]")))
     except (ValueError, TypeError):
         origins = ()
     if found[1] != version:  # a newer spmoe may still use its files
@@ -214,7 +214,7 @@ def _read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", _read_quietly(path, 8))
         if length > MAX_HEADER_BYTES:
             raise ValueError("header too long")
-        return dict(json.loads(_read_quietly(path, 8 + length)[8:])), 8 + length
+        return dict(decode_json(_read_quietly(path, 8 + length)[8:])), 8 + length
     except (TypeError, struct.error) as error:
         raise ValueError("no header") from error
 

@@ -6,7 +6,6 @@ the checkpoint's directory, and every tensor lies inside its file and has the si
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from spmoe.errors import CheckpointError
-from spmoe.files import GGUF_ADVICE, SUPPORTED_FORMATS
+from spmoe.files import GGUF_ADVICE, SUPPORTED_FORMATS, decode_json
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -101,10 +100,7 @@ def read_raw_header(path: Path) -> tuple[bytes, int]:
 
 def parse_header(file: str, text: bytes, size: int) -> dict[str, StoredTensor]:
     """Return the tensors that a header describes; raise ValueError unless they fit a file of `size` bytes."""
-    try:
-        header = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("its header is nested too deeply") from error
+    header = decode_json(text)
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)

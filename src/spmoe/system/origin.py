@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.errors import CheckpointError
-from spmoe.files import read_into
+from spmoe.files import decode_json, read_into
 from spmoe.system.headers import INDEX, StoredTensor, parse_header, read_raw_header, weight_files
 
 _PAGE = 4096  # bytes of a sample
@@ -68,7 +67,7 @@ def fingerprint(directory: Path) -> str:
     index = directory / INDEX
     listed = index.read_bytes() if index.is_file() else b""
     names = [path.name for path in directory.iterdir()]
-    files = weight_files(str(directory), names, json.loads(listed) if listed else None)
+    files = weight_files(str(directory), names, decode_json(listed) if listed else None)
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     digest.update(listed)
     with ThreadPoolExecutor(_THREADS) as threads:
