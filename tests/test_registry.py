@@ -244,5 +244,6 @@ print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names, heavy = result.stdout.splitlines()
-    assert {*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names()} == {*names.split()}
+    here = {*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names()}
+    assert {"draft-gate", "lru", "ngram"} < {*names.split()} <= here, "other tests may have registered more"
     assert heavy == ""

@@ -19,6 +19,7 @@ PAGES = {  # by path in the repository
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
     "src/spmoe/pair/README.md": "pair.md",
     "extras/fine/README.md": "fine.md",

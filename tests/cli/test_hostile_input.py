@@ -23,7 +23,7 @@ from spmoe.bench.prompts import find_prompts
 from spmoe.cli.options import stream_text
 from spmoe.engine import text
 from spmoe.errors import SpmoeError
-from spmoe.models import tensors, tokenizer
+from spmoe.models import tokenizer
 from spmoe.observe import progress
 from spmoe.observe.announce import announcer
 
@@ -123,11 +123,6 @@ def test_text_stream_of_a_tokenizer_that_panics() -> None:
     found = text.TextStream(type("Tokenizer", (), {"decode": panic}), [], ())
     with pytest.raises(SpmoeError, match="the tokenizer cannot decode"):
         found.push(3)
-
-
-def test_weights_that_panic(checkpoints: Path, own_home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "safe_open", panic)
-    invoke("run", checkpoints / "target", *PROMPT).refused(1, "cannot be read from", "Option::unwrap", "download")
 
 
 def test_any_other_panic_is_one_line(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

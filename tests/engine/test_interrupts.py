@@ -8,7 +8,7 @@ from checkpoints import Pair
 from interrupts import InterruptedEngine
 
 
-@pytest.mark.parametrize("budget", ["12%", "50%"])
+@pytest.mark.parametrize("budget", ["17%", "50%"])
 def test_engine_recovers_from_interrupts(mixtral_pair: Pair, budget: str) -> None:
     engine = InterruptedEngine(
         0, str(mixtral_pair.target), str(mixtral_pair.good), expert_memory=budget, dtype="float32"

@@ -277,7 +277,7 @@ def test_missing_expert_is_rejected(own_checkpoint: Path) -> None:
 def test_all_experts_but_one_missing_is_rejected(own_checkpoint: Path) -> None:
     names = [f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight" for expert in (0, 1, 3)]
     edit_weights(own_checkpoint, lambda tensors: [tensors.pop(name) for name in names])
-    with pytest.raises(CheckpointError, match=r"1 experts for model\.layers\.1\.mlp\.experts\.down_proj"):
+    with pytest.raises(CheckpointError, match=r"1 expert for model\.layers\.1\.mlp\.experts\.down_proj"):
         load(own_checkpoint, torch.float32)
 
 
