@@ -16,10 +16,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NamedTuple
 
 import spmoe
+from checkpoints import save_pair
 from recovery import SECONDS, Resources, tokens, within
 from spmoe import LLM
 
@@ -148,21 +150,27 @@ def faults(reached: set[Line], count: int | None, seed: int = 0) -> list[Fault]:
 
 def _try_part(part: int, parts: int, arguments: argparse.Namespace) -> tuple[int, int, list[str]]:
     """Inject every `parts`-th fault; return the numbers of lines and of faults, and the problems."""
-    with subject(TARGET, arguments.draft, expert_memory=arguments.expert_memory) as tested:
+    with subject(arguments.model, arguments.draft, expert_memory=arguments.expert_memory) as tested:
         lines = len(tested.tracer.reached)
         tried = faults(tested.tracer.reached, arguments.count)[part::parts]
         return lines, len(tried), tested.inject_all(tried)
 
 
 def main() -> None:
-    """Inject faults into an engine that runs the shipped pair, and report what is wrong."""
+    """Inject faults into an engine, and report what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, help="number of faults, drawn at random; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--model", default=TARGET, help="default: the shipped target; 'tiny': a random one, much faster"
+    )
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--expert-memory", default="10%")
     arguments = parser.parse_args()
-    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as processes:
+    directory = TemporaryDirectory()
+    if arguments.model == "tiny":
+        arguments.model = str(save_pair(Path(directory.name), "mixtral", seed=40).target)
+    with directory, ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as processes:
         calls = [processes.submit(_try_part, part, arguments.jobs, arguments) for part in range(arguments.jobs)]
         results = [call.result() for call in calls]
     problems = [problem for _, _, found in results for problem in found]

@@ -156,16 +156,16 @@ class FutureHandle:
 
     def wait(self) -> None:
         try:
-            self._future.result()
+            error = self._future.exception()  # of the read, not of waiting for it
         except CancelledError:
             raise TransferError("the engine was closed") from None
-        except SpmoeError:
-            raise
-        except Exception as error:
+        if isinstance(error, Exception) and not isinstance(error, SpmoeError):
             raise TransferError(
                 f"expert {self._key.expert} of layer {self._key.layer} could not be read from {self._file.path} "
                 f"({error}); check the disk, or delete the file to have it rebuilt"
             ) from error
+        if error is not None:
+            raise error
 
     stream_wait = wait
 
