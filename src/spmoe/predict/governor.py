@@ -1,0 +1,430 @@
+"""The governor: choose K, the number of draft tokens of each step, so that speculation never costs time.
+
+`-k auto` asks it before every step and reports every finished step to it. docs/governor.md explains the formulas:
+
+    cost(K)    = seconds(K) / tokens(K)                       seconds per output token, which the governor minimizes
+    tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)      p: share of drafts that exist, a_i: acceptance of position i
+    seconds(K) = base + p (row K + e_K) + load m_K            e_K: measured difference of this K from the formula
+    m_K        = s_K n(K + 1)                                 n: experts that rows need, s_K: share of them that is missing
+
+All of it is learned from finished steps. Each learned vector is tracked by a Kalman filter: what the values of K have in
+common drifts quickly, what sets one K apart drifts slowly, so a change seen at one K moves the estimates of all others.
+The formulas are only the prior; a K that was measured is judged by its own steps. A K that may be better than the
+present one is tried for a few steps if the time that the trial may lose fits in a budget.
+
+Nothing here reads a clock, a device or a random number: the same reports lead to the same choices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
+
+# trials
+TRIAL_SHARE = 0.02  # share of the time that trials may lose
+_FIRST_BUDGET = 6.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
+_MAX_BUDGET = 8.0  # largest budget that is saved up, in tokens of plain decoding
+_TRIAL_STEPS = 3
+_STEPS_BETWEEN_TRIALS = 4
+_MIN_STEPS = 2  # steps with one K before another one is chosen
+_MIN_GAIN = 0.02  # expected gain for which K changes; possible gain for which another K is tried
+_CAUTION = 0.4  # standard deviations by which drafting must beat plain decoding
+_OPTIMISM = 1.0  # standard deviations by which a K may turn out better than expected, if it is tried
+_HORIZON = 96.0  # tokens for which a better K is expected to stay better
+
+# seconds
+_NOISE = 0.1  # relative standard deviation of the seconds of a step whose missing experts are known
+_OUTLIER = 3.0  # ratio of measured to expected seconds from which on a step counts as an outlier
+_OUTLIERS_OF_A_CHANGE = 3  # outliers in a row that are no outliers but a change
+_COST_DRIFT = 0.01  # relative change of base, load and row per step
+_OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
+_OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
+# missing experts
+_SHARE_EXPONENT = 0.05
+_SHARE_DRIFT = 0.05  # relative change of all shares per step
+_SHARE_SLOPE = 0.15  # relative standard deviation of the shares' dependence on log rows
+_SHARE_ERROR = 0.08  # relative standard deviation of one share beside that
+_SHARE_OWN_DRIFT = 0.008
+_OVERDISPERSION = 2.0  # variance of the number of missing experts, relative to independent ones
+# acceptance
+_DRAFT_DECAY = 0.98  # weight of an acceptance result, per later draft
+_STEP_DECAY = 0.997  # the same, per later step without a draft
+_PRIOR_DRAFTS = 2.0  # drafts that the prior of an acceptance rate counts for
+_PRIOR_ACCEPTANCE = 0.7
+# changes
+_CHANGE_DECAY = 0.8  # of the sum that detects changes
+_CHANGE_LIMIT = 3.2  # standard deviations of that sum which are a change
+_KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step of a sequence that did not read a prompt."""
+
+    k: int  # draft tokens that were asked for
+    drafted: int  # draft tokens that were proposed
+    accepted: int
+    seconds: float  # since the end of the step before, without the time between steps
+    needed: int  # routed experts, over all layers
+    missing: int  # of these, experts that were loaded for this step
+    disturbed: bool = False  # contains work of another K, such as reading tokens that the draft has not seen
+
+
+@dataclass(frozen=True, slots=True)
+class CostPrior:
+    """Costs that are known before the first step, in seconds."""
+
+    base: float  # a step of one row, every expert resident
+    load: float  # one missing expert
+    row: float  # one draft token: its draft pass, and its row of the verification
+
+
+class LinearFilter:
+    """Kalman filter of a vector that drifts: `condition` learns from one measured linear combination of it."""
+
+    def __init__(self, mean: np.ndarray, covariance: np.ndarray) -> None:
+        self.mean = mean  # [n]
+        self.covariance = covariance  # [n, n]
+
+    def drift(self, covariance: np.ndarray) -> None:
+        """Let the vector change by noise of this covariance."""
+        self.covariance = self.covariance + covariance
+
+    def condition(self, inputs: np.ndarray, value: float, variance: float) -> None:
+        """Learn that `inputs` @ vector is `value`, measured with this variance."""
+        gain = self.covariance @ inputs
+        total = variance + float(inputs @ gain)
+        if total > 0.0:
+            self.mean = self.mean + gain * ((value - float(inputs @ self.mean)) / total)
+            self.covariance = self.covariance - np.outer(gain, gain / total)
+
+    def variance(self, inputs: np.ndarray) -> float:
+        """Return the variance of `inputs` @ vector."""
+        return max(0.0, float(inputs @ self.covariance @ inputs))
+
+
+class ChangeDetector:
+    """Decaying sum of normalized deviations; reports when it is too large to be chance."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._limit = _CHANGE_LIMIT / math.sqrt(1 - _CHANGE_DECAY**2)
+
+    def add(self, deviation: float) -> bool:
+        """Add a deviation in standard deviations; return whether something has changed, and start again if so."""
+        self._sum = _CHANGE_DECAY * self._sum + max(-3.0, min(3.0, deviation))
+        changed = abs(self._sum) > self._limit
+        if changed:
+            self._sum = 0.0
+        return changed
+
+
+class AcceptanceModel:
+    """Acceptance rate of every draft position, given that it is reached, and the share of drafts that exist."""
+
+    def __init__(self, most: int) -> None:
+        self.reached = np.zeros(most)  # drafts that reached each position, decayed
+        self.accepted = np.zeros(most)
+        self.asked = self.proposed = 0.0
+        self._change = ChangeDetector()
+        self._positions = np.arange(most)
+
+    def learn(self, drafted: int, accepted: int) -> bool:
+        """Count a draft that was asked for; return whether acceptance has changed."""
+        self.asked = _DRAFT_DECAY * self.asked + 1
+        self.proposed = _DRAFT_DECAY * self.proposed + (drafted > 0)
+        if not drafted:
+            return False
+        chances = np.cumprod(self.rates()[:drafted])  # of accepting so many tokens
+        mean, square = float(chances.sum()), float((2 * self._positions[:drafted] + 1) @ chances)
+        changed = self._change.add((accepted - mean) / math.sqrt(max(0.05, square - mean * mean)))
+        if changed:
+            self.forget(_KEPT_AT_CHANGE)
+        self.reached = _DRAFT_DECAY * self.reached + (self._positions < min(drafted, accepted + 1))
+        self.accepted = _DRAFT_DECAY * self.accepted + (self._positions < accepted)
+        return changed
+
+    def forget(self, kept: float) -> None:
+        """Reduce the weight of everything counted so far."""
+        self.reached, self.accepted = kept * self.reached, kept * self.accepted
+        self.asked *= kept
+        self.proposed *= kept
+
+    @property
+    def proposal_rate(self) -> float:
+        """Share of steps that have a draft, if one is asked for."""
+        return (self.proposed + 1.0) / (self.asked + 1.0)
+
+    def rates(self) -> np.ndarray:
+        """Return the acceptance rate of each position, given that it is reached."""  # [positions]
+        pooled = (self.accepted.sum() + _PRIOR_DRAFTS * _PRIOR_ACCEPTANCE) / (self.reached.sum() + _PRIOR_DRAFTS)
+        rates: np.ndarray = (self.accepted + _PRIOR_DRAFTS * pooled) / (self.reached + _PRIOR_DRAFTS)
+        return rates
+
+    def variances(self, rates: np.ndarray) -> np.ndarray:
+        """Return the variance of each rate."""
+        found: np.ndarray = np.maximum(rates * (1 - rates), 0.02) / (_PRIOR_DRAFTS + self.reached)
+        return found
+
+
+class Governor:
+    """Chooser of K, updated after every step; `current` is the K of the next step."""
+
+    def __init__(self, most: int, experts_per_row: float, prior: CostPrior | None = None) -> None:
+        self.lengths = tuple(k for k in LENGTHS if k <= most)
+        self.current = 0
+        self.acceptance = AcceptanceModel(most)
+        self._ks = np.array(self.lengths)
+        self._index = {k: i for i, k in enumerate(self.lengths)}
+        self._log_rows = np.log(self._ks + 1.0)
+        self._experts_per_row = experts_per_row
+        self._spread, self._spread_weight = 0.85, 1.0
+        self._shares: LinearFilter | None = None  # of missing experts, by K
+        self._costs: LinearFilter | None = None  # base, load, row, then e_K by K
+        self._noise = _NOISE**2
+        self._outliers = 0
+        self._change = ChangeDetector()
+        self._settled = 0  # the K that is not a trial
+        self._trial_left = 0  # steps
+        self._steps_at = 0  # steps since K changed
+        self._budget: float | None = None  # seconds that trials may lose; None: not known yet
+        self._largest = 0  # K that was used so far
+        if prior is not None:
+            self._start_costs(np.array([prior.base, prior.load, prior.row]), prior.base + prior.row)
+
+    # ---- estimates
+
+    def estimates(self) -> Estimates:
+        """Return what is expected of every K."""
+        rates, rate = self.acceptance.rates(), self.acceptance.proposal_rate
+        chances = rate * np.cumprod(rates)
+        totals = np.concatenate(([0.0], np.cumsum(chances)))
+        tokens = 1 + totals[self._ks]
+        # derivative of log tokens(K) by each rate: everything from its position on is proportional to it
+        later = (totals[self._ks][:, None] - totals[None, :-1]).clip(min=0.0)
+        token_gradient = later / rates / tokens[:, None]
+        needed = self._needed(self._ks)
+        shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
+        missing = needed * shares
+        missing = rate * missing + (1 - rate) * missing[0]
+        inputs = np.zeros((len(self._ks), 3 + len(self._ks)))
+        inputs[:, 0], inputs[:, 1], inputs[:, 2] = 1.0, missing, rate * self._ks
+        inputs[:, 3:] = rate * np.eye(len(self._ks))
+        inputs[:, 3] += 1 - rate
+        plain = inputs[:, :3] @ self._costs.mean[:3]
+        seconds = np.maximum(inputs @ self._costs.mean, 0.1 * plain + 1e-9)
+        return Estimates(tokens, seconds, token_gradient, inputs, needed)
+
+    def _needed(self, k):
+        return self._experts_per_row * (k + 1.0) ** self._spread
+
+    def cost(self, k: int) -> float:
+        """Return the expected seconds per token with K draft tokens."""
+        return float(self.estimates().costs[self._index[k]])
+
+    def _deviations(self, found: Estimates, other: int) -> np.ndarray:
+        """Return the standard deviation of log(cost(K) / cost(other)), for every K."""
+        tokens = found.token_gradient - found.token_gradient[other]
+        rates = self.acceptance.rates()
+        variance = (tokens**2) @ self.acceptance.variances(rates)
+        relative = found.inputs / found.seconds[:, None]
+        relative = relative - relative[other]
+        variance = variance + ((relative @ self._costs.covariance) * relative).sum(axis=1)
+        if self._shares is not None:
+            load = self._costs.mean[1] * self.acceptance.proposal_rate
+            part = np.diag(load * found.needed / found.seconds)
+            part = part - part[other]
+            variance = variance + ((part @ self._shares.covariance) * part).sum(axis=1)
+        return np.sqrt(np.maximum(variance, 0.0))
+
+    # ---- learning
+
+    def learn(self, step: StepReport) -> None:
+        """Record a finished step; may change `current`."""
+        if step.k:
+            self.acceptance.learn(step.drafted, step.accepted)
+        else:
+            self.acceptance.forget(_STEP_DECAY)
+        if 0.0 < step.seconds < math.inf and step.drafted in self._index:
+            self._learn_missing(step)
+            if not step.disturbed:
+                self._learn_seconds(step)
+        self._steps_at += 1
+        if self._costs is not None:
+            self._choose(step)
+
+    def _learn_missing(self, step: StepReport) -> None:
+        if step.needed <= 0:
+            return
+        if step.drafted:
+            exponent = math.log(max(1.0, step.needed / self._experts_per_row)) / math.log(step.drafted + 1)
+            self._spread_weight = 0.9 * self._spread_weight + 1
+            self._spread += (min(1.0, exponent) - self._spread) / self._spread_weight
+        share = step.missing / step.needed
+        if self._shares is None:
+            if not step.missing:
+                return
+            scale = share**2
+            covariance = scale * (
+                0.5 + _SHARE_SLOPE**2 * np.outer(self._log_rows, self._log_rows) + _SHARE_ERROR**2 * np.eye(len(self._ks))
+            )
+            self._shares = LinearFilter(share * (self._ks + 1.0) ** _SHARE_EXPONENT, covariance)
+            return
+        filter, at = self._shares, self._index[step.drafted]
+        mean = filter.mean
+        level = max(float(mean[at]), 0.5 / step.needed)
+        filter.drift(_SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2))
+        variance = _OVERDISPERSION * level * max(0.05, 1 - level) / step.needed
+        if self._steps_at == 0:  # the slots hold what another K has left
+            variance *= 4
+        inputs = np.zeros(len(self._ks))
+        inputs[at] = 1.0
+        filter.condition(inputs, share, variance)
+        filter.mean = np.clip(filter.mean, 0.0, 1.0)
+
+    def _inputs(self, missing: float, drafted: int) -> np.ndarray:
+        inputs = np.zeros(3 + len(self._ks))
+        inputs[:3] = 1.0, missing, drafted
+        inputs[3 + self._index[drafted]] = 1.0
+        return inputs
+
+    def _learn_seconds(self, step: StepReport) -> None:
+        self._largest = max(self._largest, step.drafted)
+        if self._costs is None:
+            each = step.seconds / (1 + 0.1 * step.drafted)
+            loads = 0.5 * each if step.missing else 0.0
+            per_load = loads / step.missing if step.missing else 0.1 * each
+            self._start_costs(np.array([each - loads, per_load, 0.1 * each]), each)
+            return
+        costs, inputs = self._costs, self._inputs(step.missing, step.drafted)
+        expected = max(0.1 * float(costs.mean[:3] @ inputs[:3]), float(inputs @ costs.mean), 1e-9)
+        ratio = step.seconds / expected
+        if not 1 / _OUTLIER < ratio < _OUTLIER:
+            self._outliers += 1
+            if self._outliers < _OUTLIERS_OF_A_CHANGE:
+                return
+            costs.mean, costs.covariance = ratio * costs.mean, ratio**2 * costs.covariance
+            self._widen(0.3)
+            self._outliers = 0
+            return
+        self._outliers = 0
+        deviation = math.log(ratio)
+        if self._change.add(deviation / math.sqrt(self._noise + costs.variance(inputs) / expected**2)):
+            self._widen(0.3)
+        self._noise += 0.05 * (min(deviation * deviation, 9 * self._noise) - self._noise)
+        self._noise = max(0.02**2, min(0.3**2, self._noise))
+        drift = np.full(len(inputs), _OWN_DRIFT * expected)
+        drift[:3] = _COST_DRIFT * expected / np.array([1.0, 1.0 + step.missing, 1.0 + step.drafted])
+        costs.drift(np.diag(drift**2))
+        costs.condition(inputs, step.seconds, self._noise * expected**2)
+        for i in range(3):  # no cost is negative
+            if costs.mean[i] < 0.0:
+                single = np.zeros(len(inputs))
+                single[i] = 1.0
+                costs.condition(single, 0.0, abs(float(costs.covariance[i, i])))
+                costs.mean[i] = max(0.0, costs.mean[i])
+
+    def _start_costs(self, mean: np.ndarray, seconds: float) -> None:
+        deviations = np.concatenate((
+            [0.5 * seconds, 0.5 * mean[1], 0.2 * seconds], np.full(len(self._ks), _OWN_ERROR * seconds)
+        ))
+        self._costs = LinearFilter(np.concatenate((mean, np.zeros(len(self._ks)))), np.diag(deviations**2))
+
+    def _widen(self, share: float) -> None:
+        costs = self._costs
+        common = np.zeros(len(costs.mean))
+        common[:3] = share * costs.mean[:3]
+        costs.drift(np.outer(common, common) + np.diag((0.5 * common) ** 2))
+
+    # ---- decision
+
+    def _choose(self, step: StepReport) -> None:
+        found = self.estimates()
+        costs, plain = found.costs, float(found.costs[0])
+        self._spend(step, found, plain)
+        if self._trial_left:
+            self._trial_left -= 1
+            if self._trial_left:
+                return
+        elif self._steps_at < _MIN_STEPS:
+            return
+        allowed = self._ks <= 2 * self._largest + 2
+        cautious = np.where(allowed, costs * (1 + _CAUTION * self._deviations(found, 0)), np.inf)
+        best = int(cautious.argmin())
+        settled = self._index[self._settled]
+        if cautious[best] < (1 - _MIN_GAIN) * cautious[settled]:
+            settled = best
+        self._settled = self.lengths[settled]
+        choice = settled
+        trial = None
+        if self.lengths[settled] == self.current and self._steps_at >= _STEPS_BETWEEN_TRIALS:
+            trial = self._best_trial(found, allowed, settled)
+        if trial is not None:
+            choice, self._trial_left = trial, _TRIAL_STEPS
+        if self.lengths[choice] != self.current:
+            self.current, self._steps_at = self.lengths[choice], 0
+
+    def _spend(self, step: StepReport, found: Estimates, plain: float) -> None:
+        """Add this step's share to the budget; subtract what it has lost, if it was a trial."""
+        if self._budget is None:
+            self._budget = _FIRST_BUDGET * plain
+        at = self._index.get(step.k)
+        seconds = step.seconds if at is None else min(step.seconds, _OUTLIER * float(found.seconds[at]))
+        self._budget = min(_MAX_BUDGET * plain, self._budget + TRIAL_SHARE * seconds)
+        if self._trial_left and at is not None:
+            self._budget -= max(0.0, seconds - float(found.tokens[at] * found.costs[self._index[self._settled]]))
+
+    def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
+        """Return the index of the K whose trial is worth most; None if no trial is worth its loss.
+
+        A trial is worth what is expected to be saved afterwards, if its result changes the choice.
+        """
+        costs, now = found.costs, float(found.costs[settled])
+        deviations = self._deviations(found, settled)
+        best, best_value = None, 0.0
+        for i in np.flatnonzero(allowed).tolist():
+            loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1)
+            if i == settled or loss * now > (self._budget or 0.0):
+                continue
+            variance = float(deviations[i]) ** 2
+            learned = variance / math.sqrt(variance + self._step_variance(found, i) / _TRIAL_STEPS)
+            value = _HORIZON * expected_gain(math.log(float(costs[i]) / now), learned) - loss
+            if value > best_value:
+                best, best_value = i, value
+        return best if best_value > _MIN_GAIN * _HORIZON / 4 else None
+
+    def _step_variance(self, found: Estimates, i: int) -> float:
+        """Return the variance of log cost(K) as one step measures it."""
+        missing = float(found.inputs[i, 1])
+        loads = float(self._costs.mean[1]) / float(found.seconds[i])
+        return self._noise + loads**2 * _OVERDISPERSION * missing + (0.15 if i else 0.0)
+
+
+def expected_gain(mean: float, deviation: float) -> float:
+    """Return the expectation of max(0, -x) for a normal x."""
+    if deviation <= 0.0:
+        return max(0.0, -mean)
+    z = mean / deviation
+    density, tail = math.exp(-z * z / 2) / math.sqrt(2 * math.pi), 0.5 * math.erfc(z / math.sqrt(2))
+    return deviation * density - mean * tail
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Expected tokens and seconds of a step, by index of K, and their derivatives."""
+
+    tokens: np.ndarray  # [lengths]
+    seconds: np.ndarray  # [lengths]
+    token_gradient: np.ndarray  # [lengths, positions], of log tokens by the acceptance rates
+    inputs: np.ndarray  # [lengths, costs], of seconds by the costs
+    needed: np.ndarray  # [lengths], experts
+
+    @property
+    def costs(self) -> np.ndarray:
+        """Seconds per token."""
+        found: np.ndarray = self.seconds / self.tokens
+        return found

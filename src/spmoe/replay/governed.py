@@ -1,0 +1,85 @@
+"""Compare the governor with every fixed K on replayed texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spmoe.predict.governor import Governor, StepReport
+from spmoe.replay.replay import ReplayConfig
+from spmoe.replay.text import DecodedStep, DecodedText, ReplayText, StepTimes, TextDecoder
+from spmoe.replay.trace import Shape
+
+FIXED = (0, 1, 2, 4, 8, 12)  # values of K that the governor is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Seconds per token of each request, in order: governed, and with every fixed K."""
+
+    governed: list[DecodedText]
+    fixed: dict[int, list[DecodedText]]
+
+    def best(self, requests: slice = slice(None)) -> int:
+        """Return the fixed K that is fastest over these requests."""
+        return min(self.fixed, key=lambda k: _mean(self.fixed[k][requests]))
+
+    def of_best(self, requests: slice = slice(None)) -> float:
+        """Return the speed of the governor, relative to the best fixed K."""
+        return _mean(self.fixed[self.best(requests)][requests]) / _mean(self.governed[requests])
+
+    def of_plain(self, requests: slice = slice(None)) -> float:
+        """Return the speed of the governor, relative to plain decoding."""
+        return _mean(self.fixed[0][requests]) / _mean(self.governed[requests])
+
+
+def compare(
+    texts: Sequence[ReplayText],
+    shape: Shape,
+    config: ReplayConfig,
+    times: StepTimes,
+    tokens: int = 256,
+    fixed: Sequence[int] = FIXED,
+    slowdown: Callable[[int, int], float] = lambda request, token: 1.0,
+) -> Comparison:
+    """Decode the texts one after the other, from empty slots: governed, and with every fixed K.
+
+    `slowdown` returns a factor of all times at a token of a request, for the governor and every K alike.
+    """
+    governor = Governor(max(fixed), shape.layers * shape.top_k)
+    governed = _decode_all(texts, shape, config, times, tokens, lambda: governor.current, _teach(governor), slowdown)
+    each = {k: _decode_all(texts, shape, config, times, tokens, lambda k=k: k, None, slowdown) for k in fixed}  # type: ignore[misc]
+    return Comparison(governed, each)
+
+
+def _decode_all(
+    texts: Sequence[ReplayText],
+    shape: Shape,
+    config: ReplayConfig,
+    times: StepTimes,
+    tokens: int,
+    choose: Callable[[], int],
+    learn: Callable[[DecodedStep], None] | None,
+    slowdown: Callable[[int, int], float],
+) -> list[DecodedText]:
+    decoder = TextDecoder(shape, config, times)
+    try:
+        return [
+            decoder.decode(text, tokens, choose, learn or (lambda step: None), lambda token, n=number: slowdown(n, token))  # type: ignore[misc]
+            for number, text in enumerate(texts)
+        ]
+    finally:
+        decoder.close()
+
+
+def _teach(governor: Governor) -> Callable[[DecodedStep], None]:
+    def learn(step: DecodedStep) -> None:
+        governor.learn(
+            StepReport(step.k, step.k, step.accepted, step.seconds, step.needed, step.missing, step.caught_up)
+        )
+
+    return learn
+
+
+def _mean(decoded: Sequence[DecodedText]) -> float:
+    return sum(one.seconds for one in decoded) / sum(one.tokens for one in decoded)
