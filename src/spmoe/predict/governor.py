@@ -18,11 +18,14 @@ Nothing here reads a clock, a device or a random number: the same reports lead t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
+USUAL = 4  # K that memory, threads and profiles are planned for; K of sampled requests, which must not depend on time
 
 # trials
 TRIAL_SHARE = 0.02  # share of the time that trials may lose
@@ -30,10 +33,11 @@ _FIRST_BUDGET = 6.0  # further time that the trials of a new governor may lose, 
 _MAX_BUDGET = 8.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
 _STEPS_BETWEEN_TRIALS = 4
+_STEPS_BETWEEN_CHOICES = 4  # while nothing changes; a choice takes a tenth of a millisecond
 _MIN_STEPS = 2  # steps with one K before another one is chosen
-_MIN_GAIN = 0.02  # expected gain for which K changes; possible gain for which another K is tried
+_MIN_GAIN = 0.02  # expected gain for which K changes
+_MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
 _CAUTION = 0.4  # standard deviations by which drafting must beat plain decoding
-_OPTIMISM = 1.0  # standard deviations by which a K may turn out better than expected, if it is tried
 _HORIZON = 96.0  # tokens for which a better K is expected to stay better
 
 # seconds
@@ -44,7 +48,7 @@ _COST_DRIFT = 0.01  # relative change of base, load and row per step
 _OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
 _OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
 # missing experts
-_SHARE_EXPONENT = 0.05
+_SHARE_EXPONENT = 0.05  # prior: the missing share grows with rows to this power
 _SHARE_DRIFT = 0.05  # relative change of all shares per step
 _SHARE_SLOPE = 0.15  # relative standard deviation of the shares' dependence on log rows
 _SHARE_ERROR = 0.08  # relative standard deviation of one share beside that
@@ -59,6 +63,7 @@ _PRIOR_ACCEPTANCE = 0.7
 _CHANGE_DECAY = 0.8  # of the sum that detects changes
 _CHANGE_LIMIT = 3.2  # standard deviations of that sum which are a change
 _KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
+_OTHER_RUN = 0.3  # relative change of costs and shares from one run to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,20 @@ class LinearFilter:
     def variance(self, inputs: np.ndarray) -> float:
         """Return the variance of `inputs` @ vector."""
         return max(0.0, float(inputs @ self.covariance @ inputs))
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"mean": self.mean.tolist(), "covariance": self.covariance.tolist()}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], size: int) -> Self:
+        """Return the filter of a state; raise ValueError if its values are unusable."""
+        mean, covariance = np.array(state["mean"], dtype=float), np.array(state["covariance"], dtype=float)
+        if mean.shape != (size,) or covariance.shape != (size, size):
+            raise ValueError("the state has another size")
+        if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and (covariance.diagonal() >= 0).all()):
+            raise ValueError("the state has values that are no numbers")
+        return cls(mean, covariance)
 
 
 class ChangeDetector:
@@ -192,6 +211,10 @@ class Governor:
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
         self._budget: float | None = None  # seconds that trials may lose; None: not known yet
+        self._first_budget = _FIRST_BUDGET
+        self._settled_cost = 0.0  # seconds per token with the settled K
+        self.plain_cost: float | None = None  # expected seconds per token of plain decoding; None: not known yet
+        self.steps = 0  # that were learned from
         self._largest = 0  # K that was used so far
         if prior is not None:
             self._start_costs(np.array([prior.base, prior.load, prior.row]), prior.base + prior.row)
@@ -219,12 +242,17 @@ class Governor:
         seconds = np.maximum(inputs @ self._costs.mean, 0.1 * plain + 1e-9)
         return Estimates(tokens, seconds, token_gradient, inputs, needed)
 
-    def _needed(self, k):
+    def _needed(self, k: np.ndarray) -> np.ndarray:
+        """Return the experts that K + 1 rows need: all rows share theirs at spread 0, and none at spread 1."""
         return self._experts_per_row * (k + 1.0) ** self._spread
 
     def cost(self, k: int) -> float:
         """Return the expected seconds per token with K draft tokens."""
         return float(self.estimates().costs[self._index[k]])
+
+    def tokens(self, k: int) -> float:
+        """Return the expected tokens of a step with K draft tokens."""
+        return 1 + self.acceptance.proposal_rate * float(np.cumprod(self.acceptance.rates()[:k]).sum())
 
     def _deviations(self, found: Estimates, other: int) -> np.ndarray:
         """Return the standard deviation of log(cost(K) / cost(other)), for every K."""
@@ -245,6 +273,7 @@ class Governor:
 
     def learn(self, step: StepReport) -> None:
         """Record a finished step; may change `current`."""
+        self.steps += 1
         if step.k:
             self.acceptance.learn(step.drafted, step.accepted)
         else:
@@ -255,7 +284,8 @@ class Governor:
                 self._learn_seconds(step)
         self._steps_at += 1
         if self._costs is not None:
-            self._choose(step)
+            self._spend(step)
+            self._choose()
 
     def _learn_missing(self, step: StepReport) -> None:
         if step.needed <= 0:
@@ -270,7 +300,9 @@ class Governor:
                 return
             scale = share**2
             covariance = scale * (
-                0.5 + _SHARE_SLOPE**2 * np.outer(self._log_rows, self._log_rows) + _SHARE_ERROR**2 * np.eye(len(self._ks))
+                0.5
+                + _SHARE_SLOPE**2 * np.outer(self._log_rows, self._log_rows)
+                + _SHARE_ERROR**2 * np.eye(len(self._ks))
             )
             self._shares = LinearFilter(share * (self._ks + 1.0) ** _SHARE_EXPONENT, covariance)
             return
@@ -329,9 +361,9 @@ class Governor:
                 costs.mean[i] = max(0.0, costs.mean[i])
 
     def _start_costs(self, mean: np.ndarray, seconds: float) -> None:
-        deviations = np.concatenate((
-            [0.5 * seconds, 0.5 * mean[1], 0.2 * seconds], np.full(len(self._ks), _OWN_ERROR * seconds)
-        ))
+        deviations = np.concatenate(
+            ([0.5 * seconds, 0.5 * mean[1], 0.2 * seconds], np.full(len(self._ks), _OWN_ERROR * seconds))
+        )
         self._costs = LinearFilter(np.concatenate((mean, np.zeros(len(self._ks)))), np.diag(deviations**2))
 
     def _widen(self, share: float) -> None:
@@ -340,43 +372,95 @@ class Governor:
         common[:3] = share * costs.mean[:3]
         costs.drift(np.outer(common, common) + np.diag((0.5 * common) ** 2))
 
+    # ---- between runs
+
+    def state(self) -> dict[str, Any]:
+        """Return what was learned, as plain values for JSON."""
+        acceptance, costs, shares = self.acceptance, self._costs, self._shares
+        return {
+            "lengths": list(self.lengths),
+            "settled": self._settled,
+            "largest": self._largest,
+            "spread": self._spread,
+            "reached": acceptance.reached.tolist(),
+            "accepted": acceptance.accepted.tolist(),
+            "asked": acceptance.asked,
+            "proposed": acceptance.proposed,
+            "costs": None if costs is None else costs.state(),
+            "shares": None if shares is None else shares.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Start from what another governor has learned, with less weight; return False if the state is unusable."""
+        try:
+            costs = LinearFilter.restored(state["costs"], 3 + len(self._ks))
+            shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
+            counts = np.array([state["reached"], state["accepted"]], dtype=float)
+            asked, proposed, spread = (float(state[name]) for name in ("asked", "proposed", "spread"))
+            settled, largest = int(state["settled"]), int(state["largest"])
+        except (KeyError, TypeError, ValueError):
+            return False
+        most = len(self.acceptance.reached)
+        valid = (
+            list(state["lengths"]) == list(self.lengths)
+            and counts.shape == (2, most)
+            and bool(np.isfinite(counts).all() and (counts >= 0).all() and (counts[1] <= counts[0]).all())
+            and 0 <= proposed <= asked < math.inf
+            and 0 <= spread <= 1
+            and settled in self._index
+        )
+        if not valid:
+            return False
+        self._costs, self._shares = costs, shares
+        self._widen(_OTHER_RUN)
+        if shares is not None:
+            shares.drift(
+                np.outer(shares.mean, shares.mean) * _OTHER_RUN**2 + np.diag((0.5 * _OTHER_RUN * shares.mean) ** 2)
+            )
+        self.acceptance.reached, self.acceptance.accepted = counts
+        self.acceptance.asked, self.acceptance.proposed = asked, proposed
+        self.acceptance.forget(_KEPT_AT_CHANGE)
+        self._spread, self._largest = spread, largest
+        self.current = self._settled = settled
+        self._first_budget = 0.5 * _FIRST_BUDGET
+        return True
+
     # ---- decision
 
-    def _choose(self, step: StepReport) -> None:
-        found = self.estimates()
-        costs, plain = found.costs, float(found.costs[0])
-        self._spend(step, found, plain)
+    def _choose(self) -> None:
         if self._trial_left:
             self._trial_left -= 1
             if self._trial_left:
                 return
-        elif self._steps_at < _MIN_STEPS:
+        elif self._steps_at < _MIN_STEPS or (self._steps_at > 8 and self._steps_at % _STEPS_BETWEEN_CHOICES):
             return
-        allowed = self._ks <= 2 * self._largest + 2
+        found = self.estimates()
+        costs = found.costs
+        allowed = self._ks <= 2 * self._largest + 2  # nothing is known of much longer drafts
         cautious = np.where(allowed, costs * (1 + _CAUTION * self._deviations(found, 0)), np.inf)
-        best = int(cautious.argmin())
-        settled = self._index[self._settled]
+        best, settled = int(cautious.argmin()), self._index[self._settled]
         if cautious[best] < (1 - _MIN_GAIN) * cautious[settled]:
             settled = best
-        self._settled = self.lengths[settled]
+        self._settled, self._settled_cost = self.lengths[settled], float(costs[settled])
+        self.plain_cost = float(costs[0])
         choice = settled
-        trial = None
         if self.lengths[settled] == self.current and self._steps_at >= _STEPS_BETWEEN_TRIALS:
             trial = self._best_trial(found, allowed, settled)
-        if trial is not None:
-            choice, self._trial_left = trial, _TRIAL_STEPS
+            if trial is not None:
+                choice, self._trial_left = trial, _TRIAL_STEPS
         if self.lengths[choice] != self.current:
             self.current, self._steps_at = self.lengths[choice], 0
 
-    def _spend(self, step: StepReport, found: Estimates, plain: float) -> None:
+    def _spend(self, step: StepReport) -> None:
         """Add this step's share to the budget; subtract what it has lost, if it was a trial."""
-        if self._budget is None:
-            self._budget = _FIRST_BUDGET * plain
-        at = self._index.get(step.k)
-        seconds = step.seconds if at is None else min(step.seconds, _OUTLIER * float(found.seconds[at]))
-        self._budget = min(_MAX_BUDGET * plain, self._budget + TRIAL_SHARE * seconds)
-        if self._trial_left and at is not None:
-            self._budget -= max(0.0, seconds - float(found.tokens[at] * found.costs[self._index[self._settled]]))
+        if self.plain_cost is None or self._budget is None:
+            self.plain_cost = self._settled_cost = self.cost(0)
+            self._budget = self._first_budget * self.plain_cost
+        longest = _OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
+        seconds = min(step.seconds, longest)
+        self._budget = min(_MAX_BUDGET * self.plain_cost, self._budget + TRIAL_SHARE * seconds)
+        if self._trial_left:
+            self._budget -= max(0.0, seconds - self.tokens(step.k) * self._settled_cost)
 
     def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K whose trial is worth most; None if no trial is worth its loss.
@@ -395,7 +479,7 @@ class Governor:
             value = _HORIZON * expected_gain(math.log(float(costs[i]) / now), learned) - loss
             if value > best_value:
                 best, best_value = i, value
-        return best if best_value > _MIN_GAIN * _HORIZON / 4 else None
+        return best if best_value > _MIN_TRIAL_GAIN * _HORIZON else None
 
     def _step_variance(self, found: Estimates, i: int) -> float:
         """Return the variance of log cost(K) as one step measures it."""

@@ -65,7 +65,9 @@ def _decode_all(
     decoder = TextDecoder(shape, config, times)
     try:
         return [
-            decoder.decode(text, tokens, choose, learn or (lambda step: None), lambda token, n=number: slowdown(n, token))  # type: ignore[misc]
+            decoder.decode(
+                text, tokens, choose, learn or (lambda step: None), lambda token, n=number: slowdown(n, token)
+            )  # type: ignore[misc]
             for number, text in enumerate(texts)
         ]
     finally:

@@ -166,7 +166,9 @@ def _read_text(prompt: list[StepPlan], steps: list[StepPlan], trace: Trace) -> R
         if step.accepted == step.drafted and following is not None:
             right[first] = bool(rng.random() < rate)
     tokens = _join(kept)
-    return ReplayText(prompt, tokens, np.array(right), _join(rejected) if rejected else tokens.at(np.arange(0)), rejected_at)
+    return ReplayText(
+        prompt, tokens, np.array(right), _join(rejected) if rejected else tokens.at(np.arange(0)), rejected_at
+    )
 
 
 def _join(parts: list[Rows]) -> Rows:
@@ -204,7 +206,9 @@ def _chunk(rows: Rows, row: int, times: StepTimes) -> ChunkPlan:
     """Plan the draft pass that reads one row's token, as one chunk."""
     layers = range(rows.routed.shape[1])
     experts, scores = rows.predicted[row][:, None, :], rows.predicted_score[row][:, None, :]  # [layers, 1, top_k]
-    unknown = experts < 0  # the row of the last draft token of a recorded step has no pass: the routing itself stands in
+    unknown = (
+        experts < 0
+    )  # the row of the last draft token of a recorded step has no pass: the routing itself stands in
     experts = np.where(unknown, rows.routed[row][:, None, :], experts)
     scores = np.where(unknown, 1 / experts.shape[-1], scores)
     return ChunkPlan(times.draft_pass, Prediction(Stage.DRAFT, layers, layers, _routing(experts, scores)))
@@ -268,7 +272,9 @@ class TextDecoder:
         self._policies = {name: ReplayPolicy(name, shape, []) for name in (config.prefetch, "on-demand")}
         self._prefetch = config.prefetch
         eviction = make_replay_eviction(eviction_of(config.prefetch, config.eviction), shape.experts, [])
-        self._engine = ReplayEngine(shape, slot_count(config.memory, shape), link_rate(config.link_gbps, shape), eviction)
+        self._engine = ReplayEngine(
+            shape, slot_count(config.memory, shape), link_rate(config.link_gbps, shape), eviction
+        )
         self._sequence_id = -1
 
     @property
