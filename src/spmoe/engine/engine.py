@@ -240,7 +240,9 @@ class Engine:
         if file not in known:
             profile = self.prefetching.profile
             prior = None if profile is None else cost_prior(profile, inputs)
-            known[file] = Governor(config.max_draft_tokens, inputs.layers * inputs.top_k, prior)
+            known[file] = Governor(
+                config.max_draft_tokens, inputs.layers, inputs.experts_per_layer, inputs.top_k, prior
+            )
             read_governor(file, known[file])
         return known[file]
 

@@ -168,13 +168,13 @@ class Loop:
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
-    def _learn(
-        self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int
-    ) -> None:
-        """Report the step to the governor, unless the step read a prompt; `loads`, `asked`: counts before it."""
+    def _learn(self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int) -> None:
+        """Report the step to the governor; `loads`, `asked`: counts before it."""
         seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
-        reads_prompt = len(sequence.tokens) == sequence.prompt_length
-        if governor is None or reads_prompt or not sequence.sampling.greedy:
+        if governor is None or not sequence.sampling.greedy:
+            return
+        if len(sequence.tokens) == sequence.prompt_length:
+            governor.begin_request()
             return
         report = StepReport(
             k,

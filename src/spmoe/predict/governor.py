@@ -24,6 +24,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from spmoe.predict.latency import expected_experts
+
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
 USUAL = 4  # K that memory, threads and profiles are planned for; K of sampled requests, which must not depend on time
 
@@ -32,13 +34,17 @@ TRIAL_SHARE = 0.02  # share of the time that trials may lose
 _FIRST_BUDGET = 6.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
 _MAX_BUDGET = 8.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
-_STEPS_BETWEEN_TRIALS = 4
+_HOPELESS = 1.5  # standard deviations that a K is worse by when its trial ends early
+_CERTAIN = 2.5  # the same of plain decoding when it is not tried again
+_STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many again after the next, and so on
+_STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
+_MAX_STEPS_BETWEEN_TRIALS = 64
 _STEPS_BETWEEN_CHOICES = 4  # while nothing changes; a choice takes a tenth of a millisecond
 _MIN_STEPS = 2  # steps with one K before another one is chosen
 _MIN_GAIN = 0.02  # expected gain for which K changes
 _MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
-_CAUTION = 0.4  # standard deviations by which drafting must beat plain decoding
-_HORIZON = 96.0  # tokens for which a better K is expected to stay better
+_CAUTION = 0.35  # standard deviations by which drafting must beat plain decoding
+_HORIZON = 64.0  # tokens for which a better K is expected to stay better
 
 # seconds
 _NOISE = 0.1  # relative standard deviation of the seconds of a step whose missing experts are known
@@ -48,12 +54,13 @@ _COST_DRIFT = 0.01  # relative change of base, load and row per step
 _OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
 _OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
 # missing experts
-_SHARE_EXPONENT = 0.05  # prior: the missing share grows with rows to this power
-_SHARE_DRIFT = 0.05  # relative change of all shares per step
-_SHARE_SLOPE = 0.15  # relative standard deviation of the shares' dependence on log rows
+_SHARE_EXPONENT = 0.15  # prior: the missing share grows with rows to this power
+_SHARE_DRIFT = 0.07  # relative change of all shares per step
+_SHARE_SLOPE = 0.18  # relative standard deviation of the shares' dependence on log rows
 _SHARE_ERROR = 0.08  # relative standard deviation of one share beside that
-_SHARE_OWN_DRIFT = 0.008
-_OVERDISPERSION = 2.0  # variance of the number of missing experts, relative to independent ones
+_SHARE_OWN_DRIFT = 0.012  # the same of one share alone
+_OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to independent ones
+_ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
 # acceptance
 _DRAFT_DECAY = 0.98  # weight of an acceptance result, per later draft
 _STEP_DECAY = 0.997  # the same, per later step without a draft
@@ -63,6 +70,9 @@ _PRIOR_ACCEPTANCE = 0.7
 _CHANGE_DECAY = 0.8  # of the sum that detects changes
 _CHANGE_LIMIT = 3.2  # standard deviations of that sum which are a change
 _KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
+_KEPT_OF_OTHER_TEXT = 0.5  # weight of acceptance in earlier requests
+_CHANGE_OF_TEXT = 0.3  # variance that a new text adds to the differences of missing shares, relative to the prior
+_CHANGE_OF_LEVEL = 0.5  # relative change of all missing shares from one text to the next
 _OTHER_RUN = 0.3  # relative change of costs and shares from one run to the next
 
 
@@ -190,18 +200,46 @@ class AcceptanceModel:
         return found
 
 
+class RoutingModel:
+    """Number of experts that several rows need: that of even routing over as many experts as this text seems to use."""
+
+    def __init__(self, layers: int, experts_per_layer: int, top_k: int) -> None:
+        self.in_use = float(experts_per_layer)  # from top_k, if all rows share their experts, to all experts
+        self._layers, self._most, self._top_k = layers, float(experts_per_layer), float(top_k)
+        self._weight = 0.0
+
+    def learn(self, rows: int, needed: int) -> None:
+        """Count a step of several rows that needed so many experts, over all layers."""
+        low, high, each = self._top_k, self._most, needed / self._layers
+        for _ in range(8):  # `needed` grows with the experts in use
+            middle = (low + high) / 2
+            low, high = (middle, high) if expected_experts(middle, self._top_k, rows) < each else (low, middle)
+        self._weight = _ROUTING_DECAY * self._weight + 1
+        self.in_use += (high - self.in_use) / self._weight
+
+    def needed(self, rows: np.ndarray) -> np.ndarray:
+        """Return the experts that so many rows need, over all layers."""
+        found: np.ndarray = self._layers * self.in_use * (1 - (1 - self._top_k / self.in_use) ** rows)
+        return found
+
+
 class Governor:
     """Chooser of K, updated after every step; `current` is the K of the next step."""
 
-    def __init__(self, most: int, experts_per_row: float, prior: CostPrior | None = None) -> None:
+    def __init__(
+        self, most: int, layers: int, experts_per_layer: int, top_k: int, prior: CostPrior | None = None
+    ) -> None:
         self.lengths = tuple(k for k in LENGTHS if k <= most)
         self.current = 0
         self.acceptance = AcceptanceModel(most)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
-        self._log_rows = np.log(self._ks + 1.0)
-        self._experts_per_row = experts_per_row
-        self._spread, self._spread_weight = 0.85, 1.0
+        log_rows = np.log(self._ks + 1.0)
+        # prior covariance of the missing shares, beside what they have in common, relative to their square
+        self._share_differences = _SHARE_SLOPE**2 * np.outer(log_rows, log_rows) + _SHARE_ERROR**2 * np.eye(
+            len(log_rows)
+        )
+        self._routing = RoutingModel(layers, experts_per_layer, top_k)
         self._shares: LinearFilter | None = None  # of missing experts, by K
         self._costs: LinearFilter | None = None  # base, load, row, then e_K by K
         self._noise = _NOISE**2
@@ -211,11 +249,13 @@ class Governor:
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
         self._budget: float | None = None  # seconds that trials may lose; None: not known yet
+        self._trial_gap = float(_STEPS_BETWEEN_TRIALS)  # steps between two trials
+        self._plain_gap = _STEPS_UNTIL_PLAIN  # steps without plain decoding after which it is tried
+        self._since_plain = 0
         self._first_budget = _FIRST_BUDGET
         self._settled_cost = 0.0  # seconds per token with the settled K
         self.plain_cost: float | None = None  # expected seconds per token of plain decoding; None: not known yet
         self.steps = 0  # that were learned from
-        self._largest = 0  # K that was used so far
         if prior is not None:
             self._start_costs(np.array([prior.base, prior.load, prior.row]), prior.base + prior.row)
 
@@ -230,7 +270,7 @@ class Governor:
         # derivative of log tokens(K) by each rate: everything from its position on is proportional to it
         later = (totals[self._ks][:, None] - totals[None, :-1]).clip(min=0.0)
         token_gradient = later / rates / tokens[:, None]
-        needed = self._needed(self._ks)
+        needed = self._routing.needed(self._ks + 1.0)
         shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
         missing = needed * shares
         missing = rate * missing + (1 - rate) * missing[0]
@@ -241,10 +281,6 @@ class Governor:
         plain = inputs[:, :3] @ self._costs.mean[:3]
         seconds = np.maximum(inputs @ self._costs.mean, 0.1 * plain + 1e-9)
         return Estimates(tokens, seconds, token_gradient, inputs, needed)
-
-    def _needed(self, k: np.ndarray) -> np.ndarray:
-        """Return the experts that K + 1 rows need: all rows share theirs at spread 0, and none at spread 1."""
-        return self._experts_per_row * (k + 1.0) ** self._spread
 
     def cost(self, k: int) -> float:
         """Return the expected seconds per token with K draft tokens."""
@@ -271,11 +307,22 @@ class Governor:
 
     # ---- learning
 
+    def begin_request(self) -> None:
+        """Take note that another text begins: its acceptance and its locality may differ."""
+        self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
+        if self._shares is not None:
+            mean = self._shares.mean
+            differences = _CHANGE_OF_TEXT * float(mean.mean()) ** 2 * self._share_differences
+            self._shares.drift(_CHANGE_OF_LEVEL**2 * np.outer(mean, mean) + differences)
+        self._expect_change()
+
     def learn(self, step: StepReport) -> None:
         """Record a finished step; may change `current`."""
         self.steps += 1
+        self._since_plain = self._since_plain + 1 if step.k else 0
         if step.k:
-            self.acceptance.learn(step.drafted, step.accepted)
+            if self.acceptance.learn(step.drafted, step.accepted):
+                self._expect_change()
         else:
             self.acceptance.forget(_STEP_DECAY)
         if 0.0 < step.seconds < math.inf and step.drafted in self._index:
@@ -291,24 +338,18 @@ class Governor:
         if step.needed <= 0:
             return
         if step.drafted:
-            exponent = math.log(max(1.0, step.needed / self._experts_per_row)) / math.log(step.drafted + 1)
-            self._spread_weight = 0.9 * self._spread_weight + 1
-            self._spread += (min(1.0, exponent) - self._spread) / self._spread_weight
+            self._routing.learn(step.drafted + 1, step.needed)
         share = step.missing / step.needed
         if self._shares is None:
             if not step.missing:
                 return
             scale = share**2
-            covariance = scale * (
-                0.5
-                + _SHARE_SLOPE**2 * np.outer(self._log_rows, self._log_rows)
-                + _SHARE_ERROR**2 * np.eye(len(self._ks))
-            )
+            covariance = scale * (0.5 + self._share_differences)
             self._shares = LinearFilter(share * (self._ks + 1.0) ** _SHARE_EXPONENT, covariance)
             return
         filter, at = self._shares, self._index[step.drafted]
         mean = filter.mean
-        level = max(float(mean[at]), 0.5 / step.needed)
+        level = max((float(mean[at]) + share) / 2, 0.25 / step.needed)
         filter.drift(_SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2))
         variance = _OVERDISPERSION * level * max(0.05, 1 - level) / step.needed
         if self._steps_at == 0:  # the slots hold what another K has left
@@ -325,7 +366,6 @@ class Governor:
         return inputs
 
     def _learn_seconds(self, step: StepReport) -> None:
-        self._largest = max(self._largest, step.drafted)
         if self._costs is None:
             each = step.seconds / (1 + 0.1 * step.drafted)
             loads = 0.5 * each if step.missing else 0.0
@@ -370,7 +410,12 @@ class Governor:
         costs = self._costs
         common = np.zeros(len(costs.mean))
         common[:3] = share * costs.mean[:3]
+        self._expect_change()
         costs.drift(np.outer(common, common) + np.diag((0.5 * common) ** 2))
+
+    def _expect_change(self) -> None:
+        """Try other lengths soon."""
+        self._trial_gap, self._plain_gap = _STEPS_BETWEEN_TRIALS, _STEPS_UNTIL_PLAIN
 
     # ---- between runs
 
@@ -380,8 +425,7 @@ class Governor:
         return {
             "lengths": list(self.lengths),
             "settled": self._settled,
-            "largest": self._largest,
-            "spread": self._spread,
+            "experts_in_use": self._routing.in_use,
             "reached": acceptance.reached.tolist(),
             "accepted": acceptance.accepted.tolist(),
             "asked": acceptance.asked,
@@ -396,8 +440,8 @@ class Governor:
             costs = LinearFilter.restored(state["costs"], 3 + len(self._ks))
             shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
             counts = np.array([state["reached"], state["accepted"]], dtype=float)
-            asked, proposed, spread = (float(state[name]) for name in ("asked", "proposed", "spread"))
-            settled, largest = int(state["settled"]), int(state["largest"])
+            asked, proposed, in_use = (float(state[name]) for name in ("asked", "proposed", "experts_in_use"))
+            settled = int(state["settled"])
         except (KeyError, TypeError, ValueError):
             return False
         most = len(self.acceptance.reached)
@@ -406,7 +450,7 @@ class Governor:
             and counts.shape == (2, most)
             and bool(np.isfinite(counts).all() and (counts >= 0).all() and (counts[1] <= counts[0]).all())
             and 0 <= proposed <= asked < math.inf
-            and 0 <= spread <= 1
+            and 1 <= in_use < math.inf
             and settled in self._index
         )
         if not valid:
@@ -420,7 +464,7 @@ class Governor:
         self.acceptance.reached, self.acceptance.accepted = counts
         self.acceptance.asked, self.acceptance.proposed = asked, proposed
         self.acceptance.forget(_KEPT_AT_CHANGE)
-        self._spread, self._largest = spread, largest
+        self._routing.in_use = in_use
         self.current = self._settled = settled
         self._first_budget = 0.5 * _FIRST_BUDGET
         return True
@@ -431,21 +475,27 @@ class Governor:
         if self._trial_left:
             self._trial_left -= 1
             if self._trial_left:
-                return
+                found, settled = self.estimates(), self._index[self._settled]
+                if self._deviations_worse(found, self._index[self.current], settled) < _HOPELESS:
+                    return
+                self._trial_left = 0
         elif self._steps_at < _MIN_STEPS or (self._steps_at > 8 and self._steps_at % _STEPS_BETWEEN_CHOICES):
             return
         found = self.estimates()
         costs = found.costs
-        allowed = self._ks <= 2 * self._largest + 2  # nothing is known of much longer drafts
+        near = self._ks <= 2 * self._settled + 2  # much longer drafts are chosen only after a trial
+        allowed = near | (self._ks == self.current)
         cautious = np.where(allowed, costs * (1 + _CAUTION * self._deviations(found, 0)), np.inf)
         best, settled = int(cautious.argmin()), self._index[self._settled]
         if cautious[best] < (1 - _MIN_GAIN) * cautious[settled]:
-            settled = best
+            if not settled:
+                self._plain_gap = _STEPS_UNTIL_PLAIN
+            settled, self._trial_gap = best, _STEPS_BETWEEN_TRIALS
         self._settled, self._settled_cost = self.lengths[settled], float(costs[settled])
         self.plain_cost = float(costs[0])
         choice = settled
-        if self.lengths[settled] == self.current and self._steps_at >= _STEPS_BETWEEN_TRIALS:
-            trial = self._best_trial(found, allowed, settled)
+        if self.lengths[settled] == self.current:
+            trial = self._next_trial(found, near | (costs < costs[settled]), settled)
             if trial is not None:
                 choice, self._trial_left = trial, _TRIAL_STEPS
         if self.lengths[choice] != self.current:
@@ -458,9 +508,26 @@ class Governor:
             self._budget = self._first_budget * self.plain_cost
         longest = _OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
         seconds = min(step.seconds, longest)
-        self._budget = min(_MAX_BUDGET * self.plain_cost, self._budget + TRIAL_SHARE * seconds)
+        self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * seconds)
         if self._trial_left:
             self._budget -= max(0.0, seconds - self.tokens(step.k) * self._settled_cost)
+
+    def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
+        """Return the index of the K to try now; None if none is to be tried."""
+        if settled and self._since_plain >= self._plain_gap:  # whatever is believed: nothing may be slower than plain
+            worse = self._deviations_worse(found, 0, settled)
+            if worse <= 0.0 or (worse < _CERTAIN and (self._budget or 0.0) > 0.0):  # maybe into debt, paid off later
+                self._plain_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 2 * self._plain_gap)
+                return 0
+        if self._steps_at < self._trial_gap or (trial := self._best_trial(found, allowed, settled)) is None:
+            return None
+        self._trial_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 1.5 * self._trial_gap)
+        return trial
+
+    def _deviations_worse(self, found: Estimates, i: int, settled: int) -> float:
+        """Return by how many standard deviations a K is more expensive than the settled one."""
+        deviation = max(1e-3, float(self._deviations(found, settled)[i]))
+        return math.log(float(found.costs[i]) / float(found.costs[settled])) / deviation
 
     def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K whose trial is worth most; None if no trial is worth its loss.

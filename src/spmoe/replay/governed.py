@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from spmoe.predict.governor import Governor, StepReport
 from spmoe.replay.replay import ReplayConfig
-from spmoe.replay.text import DecodedStep, DecodedText, ReplayText, StepTimes, TextDecoder
+from spmoe.replay.text import Chooser, DecodedStep, DecodedText, ReplayText, StepTimes, TextDecoder
 from spmoe.replay.trace import Shape
 
 FIXED = (0, 1, 2, 4, 8, 12)  # values of K that the governor is compared with
@@ -46,41 +47,52 @@ def compare(
 
     `slowdown` returns a factor of all times at a token of a request, for the governor and every K alike.
     """
-    governor = Governor(max(fixed), shape.layers * shape.top_k)
-    governed = _decode_all(texts, shape, config, times, tokens, lambda: governor.current, _teach(governor), slowdown)
-    each = {k: _decode_all(texts, shape, config, times, tokens, lambda k=k: k, None, slowdown) for k in fixed}  # type: ignore[misc]
-    return Comparison(governed, each)
+    choosers: list[Chooser] = [Governed(max(fixed), shape), *(FixedK(k) for k in fixed)]
+    governed, *others = [decode_all(texts, shape, config, times, one, tokens, slowdown) for one in choosers]
+    return Comparison(governed, dict(zip(fixed, others, strict=True)))
 
 
-def _decode_all(
+def decode_all(
     texts: Sequence[ReplayText],
     shape: Shape,
     config: ReplayConfig,
     times: StepTimes,
-    tokens: int,
-    choose: Callable[[], int],
-    learn: Callable[[DecodedStep], None] | None,
-    slowdown: Callable[[int, int], float],
+    chooser: Chooser,
+    tokens: int = 256,
+    slowdown: Callable[[int, int], float] = lambda request, token: 1.0,
 ) -> list[DecodedText]:
+    """Decode the texts one after the other, from empty slots, with the K of a chooser."""
     decoder = TextDecoder(shape, config, times)
     try:
-        return [
-            decoder.decode(
-                text, tokens, choose, learn or (lambda step: None), lambda token, n=number: slowdown(n, token)
-            )  # type: ignore[misc]
-            for number, text in enumerate(texts)
-        ]
+        return [decoder.decode(text, tokens, chooser, partial(slowdown, n)) for n, text in enumerate(texts)]
     finally:
         decoder.close()
 
 
-def _teach(governor: Governor) -> Callable[[DecodedStep], None]:
-    def learn(step: DecodedStep) -> None:
-        governor.learn(
+@dataclass(frozen=True, slots=True)
+class FixedK(Chooser):
+    """The same K for every step."""
+
+    current: int
+
+
+class Governed(Chooser):
+    """K as the governor chooses it."""
+
+    def __init__(self, most: int, shape: Shape) -> None:
+        self.governor = Governor(most, shape.layers, max(shape.experts), shape.top_k)
+
+    @property
+    def current(self) -> int:
+        return self.governor.current
+
+    def begin_request(self) -> None:
+        self.governor.begin_request()
+
+    def learn(self, step: DecodedStep) -> None:
+        self.governor.learn(
             StepReport(step.k, step.k, step.accepted, step.seconds, step.needed, step.missing, step.caught_up)
         )
-
-    return learn
 
 
 def _mean(decoded: Sequence[DecodedText]) -> float:

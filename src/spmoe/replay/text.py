@@ -158,12 +158,11 @@ def _read_text(prompt: list[StepPlan], steps: list[StepPlan], trace: Trace) -> R
         if step.accepted + 1 < len(rows):
             rejected.append(rows.at(np.arange(step.accepted + 1, len(rows))))
             rejected_at += [len(right) - 1] * len(rejected[-1])
-    # after a draft that was accepted as a whole, nothing is known of the next token; it counts as the others do
-    rate, first = float(np.mean(right)), 0
-    rng = np.random.default_rng(len(right))
-    for step, following in zip(steps, steps[1:], strict=False):
+    # after a draft that was accepted as a whole, nothing is known of the next token: it is as likely right as others
+    rate, rng, first = float(np.mean(right)), np.random.default_rng(len(right)), 0
+    for step in steps[:-1]:
         first += step.accepted + 1
-        if step.accepted == step.drafted and following is not None:
+        if step.accepted == step.drafted:
             right[first] = bool(rng.random() < rate)
     tokens = _join(kept)
     return ReplayText(
@@ -193,12 +192,11 @@ def _rows_of(step: StepPlan, trace: Trace) -> Rows:
                 score[row, layer] = chunk.prediction.routing.scores[place, -1].numpy()
     distances = len(trace.ahead)
     ahead, ahead_score = np.full((distances, *shape), -1, dtype=np.int16), np.zeros((distances, *shape), np.float32)
-    for layer, prediction in enumerate(forward.ahead):
+    for prediction in forward.ahead:
         if prediction is not None:
             for distance, later in enumerate(prediction.layers):
                 ahead[distance, :, later] = prediction.routing.experts[distance].numpy()
                 ahead_score[distance, :, later] = prediction.routing.scores[distance].numpy()
-        del layer
     return Rows(forward.routed, predicted, score, ahead, ahead_score)
 
 
@@ -264,6 +262,21 @@ class DecodedText:
         return self.seconds / self.tokens
 
 
+class Chooser:
+    """Chooses K of every step of replayed texts; learns nothing unless a subclass does."""
+
+    @property
+    def current(self) -> int:
+        """K of the next step."""
+        raise NotImplementedError
+
+    def begin_request(self) -> None:
+        """Take note that another text begins."""
+
+    def learn(self, step: DecodedStep) -> None:
+        """Take note of a finished step."""
+
+
 class TextDecoder:
     """Decodes texts one after the other with the live expert cache, eviction and prefetching on a virtual clock."""
 
@@ -286,21 +299,21 @@ class TextDecoder:
         self,
         text: ReplayText,
         tokens: int,
-        choose: Callable[[], int],
-        learn: Callable[[DecodedStep], None] = lambda step: None,
+        chooser: Chooser,
         slowdown: Callable[[int], float] = lambda token: 1.0,
     ) -> DecodedText:
-        """Decode `tokens` tokens; `choose` returns K of each step, and `learn` is told about it.
+        """Decode `tokens` tokens with the K of the chooser.
 
         `slowdown` returns a factor of the compute times at a token.
         """
         engine, counters = self._engine, self._engine.counters
         self._sequence_id += 1
+        chooser.begin_request()
         for step in text.prompt:
             replay_step(engine, self._policies[self._prefetch], replace(step, sequence_id=self._sequence_id))
         began, done, lengths, unread = engine.now, 0, list[int](), 0
         while done < tokens:
-            k = min(choose(), tokens - done - 1)
+            k = min(chooser.current, tokens - done - 1)
             started, asked, missing = engine.now, counters.asked, counters.useful_loads
             step = replace(text.plan(done, k, self._times), sequence_id=self._sequence_id)
             policy = self._policies[self._prefetch if k else "on-demand"]
@@ -313,7 +326,7 @@ class TextDecoder:
             if (factor := slowdown(done)) > 1.0:
                 engine.compute((factor - 1.0) * (engine.now - started))
             needed, loaded = counters.asked - asked, counters.useful_loads - missing
-            learn(DecodedStep(k, step.accepted, engine.now - started, needed, loaded, caught_up))
+            chooser.learn(DecodedStep(k, step.accepted, engine.now - started, needed, loaded, caught_up))
             done += step.tokens
             lengths.append(k)
         return DecodedText(done, engine.now - began, tuple(lengths))
