@@ -2,15 +2,16 @@
 
 `-k auto` asks it before every step and reports every finished step to it. docs/governor.md explains the formulas:
 
-    cost(K)    = seconds(K) / tokens(K)                       seconds per output token, which the governor minimizes
-    tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)      p: share of drafts that exist, a_i: acceptance of position i
-    seconds(K) = base + p (row K + e_K) + load m_K            e_K: measured difference of this K from the formula
-    m_K        = s_K n(K + 1)                                 n: experts that rows need, s_K: share of them that is missing
+    cost(K)    = seconds(K) / tokens(K)                     seconds per output token, which the governor minimizes
+    tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)    p: share of steps with a draft, a_i: acceptance by position
+    seconds(K) = base + p (row K + e_K) + load m_K          e_K: measured difference of this K from the formula
+    m_K        = s_K n(K + 1)                               n: experts that rows need, s_K: share that is missing
 
-All of it is learned from finished steps. Each learned vector is tracked by a Kalman filter: what the values of K have in
-common drifts quickly, what sets one K apart drifts slowly, so a change seen at one K moves the estimates of all others.
-The formulas are only the prior; a K that was measured is judged by its own steps. A K that may be better than the
-present one is tried for a few steps if the time that the trial may lose fits in a budget.
+All of it is learned from finished steps. A Kalman filter tracks each learned vector: what the values of K have in
+common drifts quickly, what sets one K apart drifts slowly, so a change seen at one K moves the estimates of all. The
+formulas are only the prior; a K that was measured is judged by its own steps. A K that may be better than the present
+one is tried for a few steps if the time that the trial may lose fits in a budget. Plain decoding is tried again and
+again in any case.
 
 Nothing here reads a clock, a device or a random number: the same reports lead to the same choices.
 """
@@ -285,6 +286,15 @@ class Governor:
     def cost(self, k: int) -> float:
         """Return the expected seconds per token with K draft tokens."""
         return float(self.estimates().costs[self._index[k]])
+
+    def seconds(self, k: int) -> float:
+        """Return the expected seconds of a step with K draft tokens."""
+        return float(self.estimates().seconds[self._index[k]])
+
+    @property
+    def settled(self) -> int:
+        """The K that is believed to be the best; `current` differs from it during a trial."""
+        return self._settled
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a step with K draft tokens."""
