@@ -94,7 +94,7 @@ def test_follows_acceptance_that_drops(name: str) -> None:
 
 def test_follows_a_link_that_slows_down() -> None:
     """With a fast link drafting pays; with a slow one every further row costs more than it yields."""
-    machine, ratios = replace(MACHINES["90 % of slots, diverse"], share=0.06, load=0.4), []
+    machine, ratios, late = replace(MACHINES["90 % of slots, diverse"], share=0.06, load=0.4), [], []
     for seed in range(4):
         text = Text(768, constant(0.7), seed)
 
@@ -105,8 +105,9 @@ def test_follows_a_link_that_slows_down() -> None:
         best = min(decode(k, machine, text, seed, slowdown)[0] for k in FIXED)
         ratios.append(best / cost)
         assert mean(lengths[:100]) > 1, lengths
-        assert mean(lengths[-60:]) < 0.5, lengths
-    assert mean(ratios) > 0.98, "better than, or close to, any K that is kept"
+        late.append(mean(lengths[-60:]))
+    assert mean(late) < 0.6, "plain decoding is the fastest then, and K=1 as fast"
+    assert mean(ratios) > 0.97, "better than, or close to, any K that is kept"
 
 
 @pytest.mark.parametrize("times", [10, 100, 1000])

@@ -4,7 +4,7 @@
 
     cost(K)    = seconds(K) / tokens(K)                     seconds per output token, which the governor minimizes
     tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)    p: share of steps with a draft, a_i: acceptance by position
-    seconds(K) = base + p (row K + e_K) + load m_K          e_K: measured difference of this K from the formula
+    seconds(K) = base + p (row K + e_K) + load m_K + expert n(K + 1)      e_K: what this K differs by, as measured
     m_K        = s_K n(K + 1)                               n: experts that rows need, s_K: share that is missing
 
 All of it is learned from finished steps. A Kalman filter tracks each learned vector: what the values of K have in
@@ -32,13 +32,14 @@ USUAL = 4  # K that memory, threads and profiles are planned for; K of sampled r
 
 # trials
 TRIAL_SHARE = 0.02  # share of the time that trials may lose
-_FIRST_BUDGET = 6.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
-_MAX_BUDGET = 8.0  # largest budget that is saved up, in tokens of plain decoding
+_FIRST_BUDGET = 4.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
+_MAX_BUDGET = 4.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
 _HOPELESS = 1.5  # standard deviations that a K is worse by when its trial ends early
 _CERTAIN = 2.5  # the same of plain decoding when it is not tried again
 _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many again after the next, and so on
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
+_STEPS_WITHOUT_DRAFT = 24  # after which one is tried even if little is expected of it
 _MAX_STEPS_BETWEEN_TRIALS = 64
 _STEPS_BETWEEN_CHOICES = 4  # while nothing changes; a choice takes a tenth of a millisecond
 _MIN_STEPS = 2  # steps with one K before another one is chosen
@@ -48,6 +49,8 @@ _CAUTION = 0.35  # standard deviations by which drafting must beat plain decodin
 _HORIZON = 64.0  # tokens for which a better K is expected to stay better
 
 # seconds
+_RATES = 4  # base, load, row, expert
+_EXPERT_SHARE = 0.3  # prior: share of compute that grows with the experts that a step needs
 _NOISE = 0.1  # relative standard deviation of the seconds of a step whose missing experts are known
 _OUTLIER = 3.0  # ratio of measured to expected seconds from which on a step counts as an outlier
 _OUTLIERS_OF_A_CHANGE = 3  # outliers in a row that are no outliers but a change
@@ -64,7 +67,7 @@ _OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to 
 _ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
 # acceptance
 _DRAFT_DECAY = 0.98  # weight of an acceptance result, per later draft
-_STEP_DECAY = 0.997  # the same, per later step without a draft
+_STEP_DECAY = 0.992  # the same, per later step without a draft
 _PRIOR_DRAFTS = 2.0  # drafts that the prior of an acceptance rate counts for
 _PRIOR_ACCEPTANCE = 0.7
 # changes
@@ -240,9 +243,10 @@ class Governor:
         self._share_differences = _SHARE_SLOPE**2 * np.outer(log_rows, log_rows) + _SHARE_ERROR**2 * np.eye(
             len(log_rows)
         )
+        self._counts_needed = False  # whether steps report the experts that they need
         self._routing = RoutingModel(layers, experts_per_layer, top_k)
         self._shares: LinearFilter | None = None  # of missing experts, by K
-        self._costs: LinearFilter | None = None  # base, load, row, then e_K by K
+        self._costs: LinearFilter | None = None  # base, load, row, expert, then e_K by K
         self._noise = _NOISE**2
         self._outliers = 0
         self._change = ChangeDetector()
@@ -258,7 +262,7 @@ class Governor:
         self.plain_cost: float | None = None  # expected seconds per token of plain decoding; None: not known yet
         self.steps = 0  # that were learned from
         if prior is not None:
-            self._start_costs(np.array([prior.base, prior.load, prior.row]), prior.base + prior.row)
+            self._start_costs(prior.base, prior.load, prior.row, prior.base)
 
     # ---- estimates
 
@@ -275,11 +279,12 @@ class Governor:
         shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
         missing = needed * shares
         missing = rate * missing + (1 - rate) * missing[0]
-        inputs = np.zeros((len(self._ks), 3 + len(self._ks)))
+        inputs = np.zeros((len(self._ks), _RATES + len(self._ks)))
         inputs[:, 0], inputs[:, 1], inputs[:, 2] = 1.0, missing, rate * self._ks
-        inputs[:, 3:] = rate * np.eye(len(self._ks))
-        inputs[:, 3] += 1 - rate
-        plain = inputs[:, :3] @ self._costs.mean[:3]
+        inputs[:, 3] = rate * needed + (1 - rate) * needed[0] if self._counts_needed else 0.0
+        inputs[:, _RATES:] = rate * np.eye(len(self._ks))
+        inputs[:, _RATES] += 1 - rate
+        plain = inputs[:, :_RATES] @ self._costs.mean[:_RATES]
         seconds = np.maximum(inputs @ self._costs.mean, 0.1 * plain + 1e-9)
         return Estimates(tokens, seconds, token_gradient, inputs, needed)
 
@@ -345,8 +350,9 @@ class Governor:
             self._choose()
 
     def _learn_missing(self, step: StepReport) -> None:
-        if step.needed <= 0:
+        if step.needed <= 0:  # every expert is resident, and nobody asks the host for them
             return
+        self._counts_needed = True
         if step.drafted:
             self._routing.learn(step.drafted + 1, step.needed)
         share = step.missing / step.needed
@@ -369,10 +375,10 @@ class Governor:
         filter.condition(inputs, share, variance)
         filter.mean = np.clip(filter.mean, 0.0, 1.0)
 
-    def _inputs(self, missing: float, drafted: int) -> np.ndarray:
-        inputs = np.zeros(3 + len(self._ks))
-        inputs[:3] = 1.0, missing, drafted
-        inputs[3 + self._index[drafted]] = 1.0
+    def _inputs(self, step: StepReport) -> np.ndarray:
+        inputs = np.zeros(_RATES + len(self._ks))
+        inputs[:_RATES] = 1.0, step.missing, step.drafted, step.needed
+        inputs[_RATES + self._index[step.drafted]] = 1.0
         return inputs
 
     def _learn_seconds(self, step: StepReport) -> None:
@@ -380,10 +386,10 @@ class Governor:
             each = step.seconds / (1 + 0.1 * step.drafted)
             loads = 0.5 * each if step.missing else 0.0
             per_load = loads / step.missing if step.missing else 0.1 * each
-            self._start_costs(np.array([each - loads, per_load, 0.1 * each]), each)
+            self._start_costs(each - loads, per_load, 0.1 * each, each)
             return
-        costs, inputs = self._costs, self._inputs(step.missing, step.drafted)
-        expected = max(0.1 * float(costs.mean[:3] @ inputs[:3]), float(inputs @ costs.mean), 1e-9)
+        costs, inputs = self._costs, self._inputs(step)
+        expected = max(0.1 * float(costs.mean[:_RATES] @ inputs[:_RATES]), float(inputs @ costs.mean), 1e-9)
         ratio = step.seconds / expected
         if not 1 / _OUTLIER < ratio < _OUTLIER:
             self._outliers += 1
@@ -400,26 +406,29 @@ class Governor:
         self._noise += 0.05 * (min(deviation * deviation, 9 * self._noise) - self._noise)
         self._noise = max(0.02**2, min(0.3**2, self._noise))
         drift = np.full(len(inputs), _OWN_DRIFT * expected)
-        drift[:3] = _COST_DRIFT * expected / np.array([1.0, 1.0 + step.missing, 1.0 + step.drafted])
+        drift[:_RATES] = _COST_DRIFT * expected / (1.0 + inputs[:_RATES])
         costs.drift(np.diag(drift**2))
         costs.condition(inputs, step.seconds, self._noise * expected**2)
-        for i in range(3):  # no cost is negative
+        for i in range(_RATES):  # no cost is negative
             if costs.mean[i] < 0.0:
                 single = np.zeros(len(inputs))
                 single[i] = 1.0
                 costs.condition(single, 0.0, abs(float(costs.covariance[i, i])))
                 costs.mean[i] = max(0.0, costs.mean[i])
 
-    def _start_costs(self, mean: np.ndarray, seconds: float) -> None:
-        deviations = np.concatenate(
-            ([0.5 * seconds, 0.5 * mean[1], 0.2 * seconds], np.full(len(self._ks), _OWN_ERROR * seconds))
-        )
-        self._costs = LinearFilter(np.concatenate((mean, np.zeros(len(self._ks)))), np.diag(deviations**2))
+    def _start_costs(self, compute: float, load: float, row: float, seconds: float) -> None:
+        """Start from a step of plain decoding that takes `seconds`, of which `compute` without loads."""
+        experts = float(self._routing.needed(np.ones(1))[0])
+        rates = [(1 - _EXPERT_SHARE) * compute, load, row, _EXPERT_SHARE * compute / experts]
+        deviations = [0.5 * seconds, 0.5 * load, 0.2 * seconds, _EXPERT_SHARE * seconds / experts]
+        own = len(self._ks)
+        covariance = np.diag(np.array(deviations + [_OWN_ERROR * seconds] * own) ** 2)
+        self._costs = LinearFilter(np.array(rates + [0.0] * own), covariance)
 
     def _widen(self, share: float) -> None:
         costs = self._costs
         common = np.zeros(len(costs.mean))
-        common[:3] = share * costs.mean[:3]
+        common[:_RATES] = share * costs.mean[:_RATES]
         self._expect_change()
         costs.drift(np.outer(common, common) + np.diag((0.5 * common) ** 2))
 
@@ -447,7 +456,7 @@ class Governor:
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Start from what another governor has learned, with less weight; return False if the state is unusable."""
         try:
-            costs = LinearFilter.restored(state["costs"], 3 + len(self._ks))
+            costs = LinearFilter.restored(state["costs"], _RATES + len(self._ks))
             shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
             counts = np.array([state["reached"], state["accepted"]], dtype=float)
             asked, proposed, in_use = (float(state[name]) for name in ("asked", "proposed", "experts_in_use"))
@@ -529,7 +538,11 @@ class Governor:
             if worse <= 0.0 or (worse < _CERTAIN and (self._budget or 0.0) > 0.0):  # maybe into debt, paid off later
                 self._plain_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 2 * self._plain_gap)
                 return 0
-        if self._steps_at < self._trial_gap or (trial := self._best_trial(found, allowed, settled)) is None:
+        if self._steps_at < self._trial_gap:
+            return None
+        # without drafts nothing shows that they would be right again: try one even if little is expected of it
+        due = not settled and self._steps_at >= _STEPS_WITHOUT_DRAFT
+        if (trial := self._best_trial(found, allowed, settled, due=due)) is None:
             return None
         self._trial_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 1.5 * self._trial_gap)
         return trial
@@ -539,14 +552,14 @@ class Governor:
         deviation = max(1e-3, float(self._deviations(found, settled)[i]))
         return math.log(float(found.costs[i]) / float(found.costs[settled])) / deviation
 
-    def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
-        """Return the index of the K whose trial is worth most; None if no trial is worth its loss.
+    def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int, *, due: bool) -> int | None:
+        """Return the index of the K whose trial is worth most; None if no trial is worth its loss, unless one is due.
 
         A trial is worth what is expected to be saved afterwards, if its result changes the choice.
         """
         costs, now = found.costs, float(found.costs[settled])
         deviations = self._deviations(found, settled)
-        best, best_value = None, 0.0
+        best, best_value = None, -math.inf
         for i in np.flatnonzero(allowed).tolist():
             loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1)
             if i == settled or loss * now > (self._budget or 0.0):
@@ -556,7 +569,7 @@ class Governor:
             value = _HORIZON * expected_gain(math.log(float(costs[i]) / now), learned) - loss
             if value > best_value:
                 best, best_value = i, value
-        return best if best_value > _MIN_TRIAL_GAIN * _HORIZON else None
+        return best if due or best_value > _MIN_TRIAL_GAIN * _HORIZON else None
 
     def _step_variance(self, found: Estimates, i: int) -> float:
         """Return the variance of log cost(K) as one step measures it."""
