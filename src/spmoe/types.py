@@ -186,10 +186,10 @@ class Speculation:
         )
 
     def summary(self) -> str | None:
-        """Return one line for the user; None if there was no step."""
+        """Return K and the gain in words; None if there was no step."""
         if not self.steps:
             return None
-        line = f"speculation: K {self.least} to {self.most} (mean {self.drafts / self.steps:.1f})"
+        line = f"K {self.least} to {self.most} (mean {self.drafts / self.steps:.1f})"
         if self.tokens:
             plain, taken = (1e3 * seconds / self.tokens for seconds in (self.plain_seconds, self.seconds))
             line += f"; plain would have taken {plain:.3g} ms/token, this took {taken:.3g}"

@@ -266,6 +266,12 @@ class Governor:
 
     # ---- estimates
 
+    @property
+    def _known_costs(self) -> LinearFilter:
+        if self._costs is None:
+            raise ValueError("no step was reported yet, so nothing is known of any K")
+        return self._costs
+
     def estimates(self) -> Estimates:
         """Return what is expected of every K."""
         rates, rate = self.acceptance.rates(), self.acceptance.proposal_rate
@@ -284,8 +290,9 @@ class Governor:
         inputs[:, 3] = rate * needed + (1 - rate) * needed[0] if self._counts_needed else 0.0
         inputs[:, _RATES:] = rate * np.eye(len(self._ks))
         inputs[:, _RATES] += 1 - rate
-        plain = inputs[:, :_RATES] @ self._costs.mean[:_RATES]
-        seconds = np.maximum(inputs @ self._costs.mean, 0.1 * plain + 1e-9)
+        costs = self._known_costs.mean
+        plain = inputs[:, :_RATES] @ costs[:_RATES]
+        seconds = np.maximum(inputs @ costs, 0.1 * plain + 1e-9)
         return Estimates(tokens, seconds, token_gradient, inputs, needed)
 
     def cost(self, k: int) -> float:
@@ -312,13 +319,14 @@ class Governor:
         variance = (tokens**2) @ self.acceptance.variances(rates)
         relative = found.inputs / found.seconds[:, None]
         relative = relative - relative[other]
-        variance = variance + ((relative @ self._costs.covariance) * relative).sum(axis=1)
+        variance = variance + ((relative @ self._known_costs.covariance) * relative).sum(axis=1)
         if self._shares is not None:
-            load = self._costs.mean[1] * self.acceptance.proposal_rate
+            load = self._known_costs.mean[1] * self.acceptance.proposal_rate
             part = np.diag(load * found.needed / found.seconds)
             part = part - part[other]
             variance = variance + ((part @ self._shares.covariance) * part).sum(axis=1)
-        return np.sqrt(np.maximum(variance, 0.0))
+        deviations: np.ndarray = np.sqrt(np.maximum(variance, 0.0))
+        return deviations
 
     # ---- learning
 
@@ -426,7 +434,7 @@ class Governor:
         self._costs = LinearFilter(np.array(rates + [0.0] * own), covariance)
 
     def _widen(self, share: float) -> None:
-        costs = self._costs
+        costs = self._known_costs
         common = np.zeros(len(costs.mean))
         common[:_RATES] = share * costs.mean[:_RATES]
         self._expect_change()
@@ -574,7 +582,7 @@ class Governor:
     def _step_variance(self, found: Estimates, i: int) -> float:
         """Return the variance of log cost(K) as one step measures it."""
         missing = float(found.inputs[i, 1])
-        loads = float(self._costs.mean[1]) / float(found.seconds[i])
+        loads = float(self._known_costs.mean[1]) / float(found.seconds[i])
         return self._noise + loads**2 * _OVERDISPERSION * missing + (0.15 if i else 0.0)
 
 
