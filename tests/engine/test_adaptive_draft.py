@@ -13,9 +13,10 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
+from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor, StepReport
-from spmoe.types import Sequence
+from spmoe.types import PrefetchRequests, Sequence
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
 
@@ -140,3 +141,84 @@ def test_auto_without_a_draft_decodes_plainly(mixtral_pair: Pair) -> None:
 def test_invalid_number_of_draft_tokens_is_rejected(mixtral_pair: Pair, given: Any) -> None:
     with pytest.raises(UsageError, match="num_speculative_tokens must be"):
         load(mixtral_pair, num_speculative_tokens=given)
+
+
+def test_experience_is_kept_for_the_next_run(
+    mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with load(mixtral_pair) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.plain_cost is None, "a new governor knows nothing"
+        expected = llm.generate(PROMPT, params)[0].token_ids
+        state = llm.engine.loop.governor.state()
+    (file,) = (tmp_path / "profiles").glob("governor-*.json")
+    with load(mixtral_pair) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.current == state["settled"]
+        assert llm.engine.loop.governor.state()["costs"]["mean"] == state["costs"]["mean"]
+        assert llm.generate(PROMPT, params)[0].token_ids == expected
+    with load(mixtral_pair, expert_memory=memory_for(4)) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.acceptance.asked == 0, "other slots, other experience"
+    file.write_text("{damaged")
+    with load(mixtral_pair) as llm:
+        assert llm.generate(PROMPT, params)[0].token_ids == expected
+
+
+def test_statistics_say_which_k_was_used_and_what_it_gained(mixtral_pair: Pair) -> None:
+    with load(mixtral_pair) as llm:
+        stats = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0].stats
+        assert stats.speculation is not None
+        found = stats.to_dict()["speculation"]
+        counted = stats.decode_counters
+        assert 0 <= found["k_min"] <= found["k_mean"] <= found["k_max"] <= LENGTHS[-1]
+        assert stats.speculation.steps == counted.steps
+        assert found["plain_tpot_seconds"] > 0
+        assert stats.speculation.seconds <= stats.decode_seconds
+        summary = stats.speculation.summary()
+        assert summary is not None
+        assert summary.startswith(f"K {found['k_min']} to {found['k_max']} (mean ")
+        assert "plain would have taken" in summary
+        sampled = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.8, seed=1))[0].stats
+        assert sampled.to_dict()["speculation"] is None, "the governor has no part in it"
+    with load(mixtral_pair, num_speculative_tokens=3) as llm:
+        assert llm.generate(PROMPT, SamplingParams(max_tokens=8))[0].stats.to_dict()["speculation"] is None
+
+
+@pytest.mark.parametrize("draft", ["good", "ngram"])
+def test_steps_without_a_draft_predict_nothing(mixtral_pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step of `auto` is one of `--draft none`: no draft pass, no prediction, no prefetch."""
+    monkeypatch.setattr(Governor, "learn", lambda self, step: None)  # K stays 0
+    with load(mixtral_pair, draft, prefetch="draft-gate+next-gate" if draft == "good" else "next-gate") as llm:
+        stats = llm.generate(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
+    assert stats.decode_counters.drafted == 0
+    assert stats.decode_counters.prefetches_requested == 0
+
+
+def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that the draft has to catch up on are past: their experts are not needed again."""
+    steps = iter([0, 0, 0, 0, 3, 0, 3] + [3] * 40)
+    requested: list[int] = []
+
+    def learn(self: Governor, step: StepReport) -> None:
+        self.current = next(steps)
+
+    original = PrefetchScheduler.request
+
+    def request(self: PrefetchScheduler, requests: PrefetchRequests) -> None:
+        requested.append(len(requests))
+        original(self, requests)
+
+    monkeypatch.setattr(Governor, "learn", learn)
+    monkeypatch.setattr(PrefetchScheduler, "request", request)
+    with load(mixtral_pair, cutoff="all") as llm:
+        layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
+        requested.clear()
+        found = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 30)
+    assert found.stats.decode_counters.drafted > 6
+    assert max(requested[10:]) <= 2 * layers * top_k, "two rows at most: the newest token, and one accepted before it"

@@ -31,8 +31,8 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
 USUAL = 4  # K that memory, threads and profiles are planned for; K of sampled requests, which must not depend on time
 
 # trials
-TRIAL_SHARE = 0.02  # share of the time that trials may lose
-_FIRST_BUDGET = 4.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
+TRIAL_SHARE = 0.015  # share of the time that trials may lose
+_FIRST_BUDGET = 3.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
 _MAX_BUDGET = 4.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
 _HOPELESS = 1.5  # standard deviations that a K is worse by when its trial ends early
