@@ -19,7 +19,7 @@ Nothing here reads a clock, a device or a random number: the same reports lead t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -41,7 +41,8 @@ _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many ag
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
 _STEPS_WITHOUT_DRAFT = 24  # after which one is tried even if little is expected of it
 _MAX_STEPS_BETWEEN_TRIALS = 64
-_STEPS_BETWEEN_CHOICES = 4  # while nothing changes; a choice takes a tenth of a millisecond
+_NEW_STEPS = 8  # with one K, after which it is considered only now and then whether to change it
+_STEPS_BETWEEN_CHOICES = 4  # then; a choice takes a tenth of a millisecond
 _MIN_STEPS = 2  # steps with one K before another one is chosen
 _MIN_GAIN = 0.02  # expected gain for which K changes
 _MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
@@ -88,8 +89,8 @@ class StepReport:
     drafted: int  # draft tokens that were proposed
     accepted: int
     seconds: float  # since the end of the step before, without the time between steps
-    needed: int  # routed experts, over all layers
-    missing: int  # of these, experts that were loaded for this step
+    needed: float  # routed experts, over all layers
+    missing: float  # of these, experts that were loaded for this step
     disturbed: bool = False  # contains work of another K, such as reading tokens that the draft has not seen
 
 
@@ -212,7 +213,7 @@ class RoutingModel:
         self._layers, self._most, self._top_k = layers, float(experts_per_layer), float(top_k)
         self._weight = 0.0
 
-    def learn(self, rows: int, needed: int) -> None:
+    def learn(self, rows: int, needed: float) -> None:
         """Count a step of several rows that needed so many experts, over all layers."""
         low, high, each = self._top_k, self._most, needed / self._layers
         for _ in range(8):  # `needed` grows with the experts in use
@@ -250,6 +251,7 @@ class Governor:
         self._noise = _NOISE**2
         self._outliers = 0
         self._change = ChangeDetector()
+        self._plain_steps: list[StepReport] = []  # not learned from yet
         self._settled = 0  # the K that is not a trial
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
@@ -332,6 +334,7 @@ class Governor:
 
     def begin_request(self) -> None:
         """Take note that another text begins: its acceptance and its locality may differ."""
+        self._plain_steps.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
         if self._shares is not None:
             mean = self._shares.mean
@@ -342,22 +345,29 @@ class Governor:
     def learn(self, step: StepReport) -> None:
         """Record a finished step; may change `current`."""
         self.steps += 1
+        self._steps_at += 1
         self._since_plain = self._since_plain + 1 if step.k else 0
+        weight = 1.0
+        if not step.k and not self.current and not self._trial_left and self._steps_at > _NEW_STEPS:
+            self._plain_steps.append(step)  # plain steps may be short, so they are learned from together
+            if len(self._plain_steps) < _STEPS_BETWEEN_CHOICES:
+                return
+            step, weight = _mean_report(self._plain_steps), float(len(self._plain_steps))
+        self._plain_steps.clear()
         if step.k:
             if self.acceptance.learn(step.drafted, step.accepted):
                 self._expect_change()
         else:
-            self.acceptance.forget(_STEP_DECAY)
+            self.acceptance.forget(_STEP_DECAY**weight)
         if 0.0 < step.seconds < math.inf and step.drafted in self._index:
-            self._learn_missing(step)
+            self._learn_missing(step, weight)
             if not step.disturbed:
-                self._learn_seconds(step)
-        self._steps_at += 1
+                self._learn_seconds(step, weight)
         if self._costs is not None:
-            self._spend(step)
+            self._spend(step, weight)
             self._choose()
 
-    def _learn_missing(self, step: StepReport) -> None:
+    def _learn_missing(self, step: StepReport, weight: float) -> None:
         if step.needed <= 0:  # every expert is resident, and nobody asks the host for them
             return
         self._counts_needed = True
@@ -374,9 +384,10 @@ class Governor:
         filter, at = self._shares, self._index[step.drafted]
         mean = filter.mean
         level = max((float(mean[at]) + share) / 2, 0.25 / step.needed)
-        filter.drift(_SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2))
-        variance = _OVERDISPERSION * level * max(0.05, 1 - level) / step.needed
-        if self._steps_at == 0:  # the slots hold what another K has left
+        drift = _SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2)
+        filter.drift(weight * drift)
+        variance = _OVERDISPERSION * level * max(0.05, 1 - level) / step.needed / weight
+        if self._steps_at == 1:  # the slots hold what another K has left
             variance *= 4
         inputs = np.zeros(len(self._ks))
         inputs[at] = 1.0
@@ -389,7 +400,7 @@ class Governor:
         inputs[_RATES + self._index[step.drafted]] = 1.0
         return inputs
 
-    def _learn_seconds(self, step: StepReport) -> None:
+    def _learn_seconds(self, step: StepReport, weight: float) -> None:
         if self._costs is None:
             each = step.seconds / (1 + 0.1 * step.drafted)
             loads = 0.5 * each if step.missing else 0.0
@@ -409,14 +420,14 @@ class Governor:
             return
         self._outliers = 0
         deviation = math.log(ratio)
-        if self._change.add(deviation / math.sqrt(self._noise + costs.variance(inputs) / expected**2)):
+        if self._change.add(deviation / math.sqrt(self._noise / weight + costs.variance(inputs) / expected**2)):
             self._widen(0.3)
-        self._noise += 0.05 * (min(deviation * deviation, 9 * self._noise) - self._noise)
+        self._noise += 0.05 * (min(weight * deviation * deviation, 9 * self._noise) - self._noise)
         self._noise = max(0.02**2, min(0.3**2, self._noise))
         drift = np.full(len(inputs), _OWN_DRIFT * expected)
         drift[:_RATES] = _COST_DRIFT * expected / (1.0 + inputs[:_RATES])
-        costs.drift(np.diag(drift**2))
-        costs.condition(inputs, step.seconds, self._noise * expected**2)
+        costs.drift(weight * np.diag(drift**2))
+        costs.condition(inputs, step.seconds, self._noise * expected**2 / weight)
         for i in range(_RATES):  # no cost is negative
             if costs.mean[i] < 0.0:
                 single = np.zeros(len(inputs))
@@ -506,8 +517,10 @@ class Governor:
                 if self._deviations_worse(found, self._index[self.current], settled) < _HOPELESS:
                     return
                 self._trial_left = 0
-        elif self._steps_at < _MIN_STEPS or (self._steps_at > 8 and self._steps_at % _STEPS_BETWEEN_CHOICES):
-            return
+        else:
+            seldom = self.current > 0 and self._steps_at > _NEW_STEPS  # plain steps are reported together by then
+            if self._steps_at < _MIN_STEPS or (seldom and self._steps_at % _STEPS_BETWEEN_CHOICES):
+                return
         found = self.estimates()
         costs = found.costs
         near = self._ks <= 2 * self._settled + 2  # much longer drafts are chosen only after a trial
@@ -528,14 +541,14 @@ class Governor:
         if self.lengths[choice] != self.current:
             self.current, self._steps_at = self.lengths[choice], 0
 
-    def _spend(self, step: StepReport) -> None:
+    def _spend(self, step: StepReport, weight: float) -> None:
         """Add this step's share to the budget; subtract what it has lost, if it was a trial."""
         if self.plain_cost is None or self._budget is None:
             self.plain_cost = self._settled_cost = self.cost(0)
             self._budget = self._first_budget * self.plain_cost
         longest = _OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
         seconds = min(step.seconds, longest)
-        self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * seconds)
+        self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * weight * seconds)
         if self._trial_left:
             self._budget -= max(0.0, seconds - self.tokens(step.k) * self._settled_cost)
 
@@ -584,6 +597,14 @@ class Governor:
         missing = float(found.inputs[i, 1])
         loads = float(self._known_costs.mean[1]) / float(found.seconds[i])
         return self._noise + loads**2 * _OVERDISPERSION * missing + (0.15 if i else 0.0)
+
+
+def _mean_report(steps: Sequence[StepReport]) -> StepReport:
+    """Return the mean of steps without a draft."""
+    seconds, needed, missing = (
+        sum(values) / len(steps) for values in zip(*((s.seconds, s.needed, s.missing) for s in steps), strict=True)
+    )
+    return StepReport(0, 0, 0, seconds, needed, missing)
 
 
 def expected_gain(mean: float, deviation: float) -> float:
