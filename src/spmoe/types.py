@@ -149,6 +149,54 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(slots=True)
+class Speculation:
+    """K of the steps of one sequence that did not read its prompt, as `-k auto` chose it, and what that gained."""
+
+    steps: int = 0
+    least: int = 0  # K
+    most: int = 0
+    drafts: int = 0  # draft tokens that were asked for
+    tokens: int = 0  # of steps for which the time of plain decoding is known
+    seconds: float = 0.0  # of these steps
+    plain_seconds: float = 0.0  # that their tokens would have taken in plain decoding
+
+    def add(self, k: int, tokens: int, seconds: float, plain_cost: float | None) -> None:
+        """Count one step; `plain_cost`: expected seconds per token of plain decoding, None if they are not known."""
+        self.least = k if not self.steps else min(self.least, k)
+        self.most = max(self.most, k)
+        self.steps += 1
+        self.drafts += k
+        if plain_cost is not None:
+            self.tokens += tokens
+            self.seconds += seconds
+            self.plain_seconds += tokens * plain_cost
+
+    def plus(self, other: Speculation) -> Speculation:
+        """Return the sum of both."""
+        if not self.steps or not other.steps:
+            return self if self.steps else other
+        return Speculation(
+            self.steps + other.steps,
+            min(self.least, other.least),
+            max(self.most, other.most),
+            self.drafts + other.drafts,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.plain_seconds + other.plain_seconds,
+        )
+
+    def summary(self) -> str | None:
+        """Return K and the gain in words; None if there was no step."""
+        if not self.steps:
+            return None
+        line = f"K {self.least} to {self.most} (mean {self.drafts / self.steps:.1f})"
+        if self.tokens:
+            plain, taken = (1e3 * seconds / self.tokens for seconds in (self.plain_seconds, self.seconds))
+            line += f"; plain would have taken {plain:.3g} ms/token, this took {taken:.3g}"
+        return line
+
+
+@dataclass(slots=True)
 class Sequence:
     """One generation request: the prompt's tokens, then every accepted, recovered or bonus token."""
 
@@ -162,6 +210,7 @@ class Sequence:
     counters: Counters = field(default_factory=Counters)  # its account; the ledger writes it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, if they are asked for
     drafts: bool = True  # False once its draft has failed
+    speculation: Speculation | None = None  # what `-k auto` did; None: K is fixed
 
 
 @dataclass(frozen=True, slots=True)

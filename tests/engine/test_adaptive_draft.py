@@ -13,9 +13,10 @@ from spmoe import LLM, SamplingParams
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
+from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.cutoff import CutoffInputs
-from spmoe.predict.draft_length import FIRST, LENGTHS, DraftLength
-from spmoe.types import Sequence
+from spmoe.predict.governor import LENGTHS, USUAL, Governor, StepReport
+from spmoe.types import PrefetchRequests, Sequence
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
 
@@ -31,11 +32,11 @@ def test_changing_k_at_every_step_changes_no_token(
 ) -> None:
     rng, drafted = random.Random(5), set[int]()
 
-    def learn(self: DraftLength, drafted_now: int, *rest: Any) -> None:
-        drafted.add(drafted_now)
+    def learn(self: Governor, step: StepReport) -> None:
+        drafted.add(step.drafted)
         self.current = rng.choice(LENGTHS)
 
-    monkeypatch.setattr(DraftLength, "learn", learn)
+    monkeypatch.setattr(Governor, "learn", learn)
     with load(mixtral_pair, draft) as llm:
         found = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0]
         assert found.stats.draft_tokens == "auto"
@@ -45,24 +46,28 @@ def test_changing_k_at_every_step_changes_no_token(
 
 def test_sampled_tokens_do_not_depend_on_the_learned_k(mixtral_pair: Pair) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=7)
-    with load(mixtral_pair, num_speculative_tokens=FIRST) as llm:
+    with load(mixtral_pair, num_speculative_tokens=USUAL) as llm:
         expected = llm.generate(PROMPT, params)[0].token_ids
     with load(mixtral_pair) as llm:
-        assert llm.engine.loop.draft_length is not None
+        assert llm.engine.loop.governor is not None
         for current in (0, 4, 16):
-            llm.engine.loop.draft_length.current = current
+            llm.engine.loop.governor.current = current
             assert llm.generate(PROMPT, params)[0].token_ids == expected
-            assert llm.engine.loop.draft_length.current == current, "sampling does not change it"
+            assert llm.engine.loop.governor.current == current, "sampling does not change it"
 
 
 def test_prompt_step_is_not_learned_from(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    learned: list[tuple[int, int]] = []
-    monkeypatch.setattr(DraftLength, "learn", lambda self, k, accepted, *seconds: learned.append((k, accepted)))
+    learned: list[StepReport] = []
+    monkeypatch.setattr(Governor, "learn", lambda self, step: learned.append(step))
     with load(mixtral_pair) as llm:
         stats = llm.generate(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
     decoded = stats.decode_counters
     assert len(learned) == decoded.steps
-    assert (sum(k for k, _ in learned), sum(accepted for _, accepted in learned)) == (decoded.drafted, decoded.accepted)
+    assert sum(step.drafted for step in learned) == decoded.drafted
+    assert sum(step.accepted for step in learned) == decoded.accepted
+    assert sum(step.needed for step in learned) == decoded.asked
+    assert sum(step.missing for step in learned) == decoded.useful_loads
+    assert 0 < sum(step.seconds for step in learned) <= stats.latency_seconds
 
 
 def test_k_of_the_launched_draft_is_used_in_the_next_step(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +87,15 @@ def test_k_of_the_launched_draft_is_used_in_the_next_step(mixtral_pair: Pair, mo
 
 def test_isolated_configurations_learn_separately(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, num_speculative_tokens=16, prefetch="on-demand") as llm:
-        assert llm.engine.loop.draft_length is None
+        assert llm.engine.loop.governor is None
         configs, changes = IsolatedConfigs(llm.engine), {"num_speculative_tokens": "auto"}
         lengths = []
         for name in ("one", "other", "one"):
             configs.select(name, changes)
-            lengths.append(llm.engine.loop.draft_length)
+            lengths.append(llm.engine.loop.governor)
         assert lengths[0] is lengths[2] is not lengths[1]
         configs.select("fixed", {"num_speculative_tokens": 3})
-        assert llm.engine.loop.draft_length is None
+        assert llm.engine.loop.governor is None
         assert llm.engine.loop.max_draft_tokens == 3
 
 
@@ -116,16 +121,16 @@ def test_automatic_cutoff_uses_the_present_k(mixtral_pair: Pair, monkeypatch: py
         return 1
 
     monkeypatch.setattr("spmoe.engine.prefetching.choose_cutoff", choose_cutoff)
-    monkeypatch.setattr(DraftLength, "learn", lambda self, *step: setattr(self, "current", 2))
+    monkeypatch.setattr(Governor, "learn", lambda self, step: setattr(self, "current", 2))
     with load(mixtral_pair) as llm:
         llm.generate([PROMPT] * 2, SamplingParams(max_tokens=60, ignore_eos=True))
         llm.engine.learn_cutoff()
-    assert (used[0], used[-1]) == (FIRST, 2)
+    assert (used[0], used[-1]) == (USUAL, 2)
 
 
 def test_auto_without_a_draft_decodes_plainly(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, draft=None) as llm:
-        assert llm.engine.loop.draft_length is None
+        assert llm.engine.loop.governor is None
         found = llm.generate(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))[0]
         assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 8)
         with pytest.raises(UsageError, match="without a draft"):
@@ -136,3 +141,84 @@ def test_auto_without_a_draft_decodes_plainly(mixtral_pair: Pair) -> None:
 def test_invalid_number_of_draft_tokens_is_rejected(mixtral_pair: Pair, given: Any) -> None:
     with pytest.raises(UsageError, match="num_speculative_tokens must be"):
         load(mixtral_pair, num_speculative_tokens=given)
+
+
+def test_experience_is_kept_for_the_next_run(
+    mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with load(mixtral_pair) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.plain_cost is None, "a new governor knows nothing"
+        expected = llm.generate(PROMPT, params)[0].token_ids
+        state = llm.engine.loop.governor.state()
+    (file,) = (tmp_path / "profiles").glob("governor-*.json")
+    with load(mixtral_pair) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.current == state["settled"]
+        assert llm.engine.loop.governor.state()["costs"]["mean"] == state["costs"]["mean"]
+        assert llm.generate(PROMPT, params)[0].token_ids == expected
+    with load(mixtral_pair, expert_memory=memory_for(4)) as llm:
+        assert llm.engine.loop.governor is not None
+        assert llm.engine.loop.governor.acceptance.asked == 0, "other slots, other experience"
+    file.write_text("{damaged")
+    with load(mixtral_pair) as llm:
+        assert llm.generate(PROMPT, params)[0].token_ids == expected
+
+
+def test_statistics_say_which_k_was_used_and_what_it_gained(mixtral_pair: Pair) -> None:
+    with load(mixtral_pair) as llm:
+        stats = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0].stats
+        assert stats.speculation is not None
+        found = stats.to_dict()["speculation"]
+        counted = stats.decode_counters
+        assert 0 <= found["k_min"] <= found["k_mean"] <= found["k_max"] <= LENGTHS[-1]
+        assert stats.speculation.steps == counted.steps
+        assert found["plain_tpot_seconds"] > 0
+        assert stats.speculation.seconds <= stats.decode_seconds
+        summary = stats.speculation.summary()
+        assert summary is not None
+        assert summary.startswith(f"K {found['k_min']} to {found['k_max']} (mean ")
+        assert "plain would have taken" in summary
+        sampled = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.8, seed=1))[0].stats
+        assert sampled.to_dict()["speculation"] is None, "the governor has no part in it"
+    with load(mixtral_pair, num_speculative_tokens=3) as llm:
+        assert llm.generate(PROMPT, SamplingParams(max_tokens=8))[0].stats.to_dict()["speculation"] is None
+
+
+@pytest.mark.parametrize("draft", ["good", "ngram"])
+def test_steps_without_a_draft_predict_nothing(mixtral_pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step of `auto` is one of `--draft none`: no draft pass, no prediction, no prefetch."""
+    monkeypatch.setattr(Governor, "learn", lambda self, step: None)  # K stays 0
+    with load(mixtral_pair, draft, prefetch="draft-gate+next-gate" if draft == "good" else "next-gate") as llm:
+        stats = llm.generate(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))[0].stats
+    assert stats.decode_counters.drafted == 0
+    assert stats.decode_counters.prefetches_requested == 0
+
+
+def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that the draft has to catch up on are past: their experts are not needed again."""
+    steps = iter([0, 0, 0, 0, 3, 0, 3] + [3] * 40)
+    requested: list[int] = []
+
+    def learn(self: Governor, step: StepReport) -> None:
+        self.current = next(steps)
+
+    original = PrefetchScheduler.request
+
+    def request(self: PrefetchScheduler, requests: PrefetchRequests) -> None:
+        requested.append(len(requests))
+        original(self, requests)
+
+    monkeypatch.setattr(Governor, "learn", learn)
+    monkeypatch.setattr(PrefetchScheduler, "request", request)
+    with load(mixtral_pair, cutoff="all") as llm:
+        layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
+        requested.clear()
+        found = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 30)
+    assert found.stats.decode_counters.drafted > 6
+    assert max(requested[10:]) <= 2 * layers * top_k, "two rows at most: the newest token, and one accepted before it"

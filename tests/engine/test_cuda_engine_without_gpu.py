@@ -45,7 +45,7 @@ from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
-from spmoe.predict.draft_length import LENGTHS, DraftLength
+from spmoe.predict.governor import LENGTHS, Governor
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
 
@@ -171,7 +171,7 @@ def test_tokens_do_not_depend_on_changing_draft_lengths(
 ) -> None:
     """A draft after steps without one has more pending tokens than its graphs were captured for."""
     rng = random.Random(3)
-    monkeypatch.setattr(DraftLength, "learn", lambda self, *step: setattr(self, "current", rng.choice(LENGTHS)))
+    monkeypatch.setattr(Governor, "learn", lambda self, step: setattr(self, "current", rng.choice(LENGTHS)))
     expected = greedy(reference(pair.target), PROMPT, COUNT)
     for _ in range(3):
         assert generate(pair.target, pair.good, num_speculative_tokens="auto") == expected

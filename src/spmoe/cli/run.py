@@ -75,6 +75,8 @@ def stats_table(stats: Stats) -> Table:
         drafted = f"{c.drafted / c.verified:.1f} drafted per step; " if stats.draft_tokens == "auto" else ""
         accepted = f"{drafted}{c.mean_acceptance_length:.2f} tokens per step; by position {positions}"
         table.add_row("acceptance", accepted)
+    if stats.speculation is not None and (summary := stats.speculation.summary()) is not None:
+        table.add_row("speculation", summary)
     rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
     table.add_row("experts", f"hit rate {rate}, {c.demand_loads} demand loads, {c.prefetch_loads} prefetches")
     if c.prefetches_requested:

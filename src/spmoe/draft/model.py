@@ -77,6 +77,7 @@ class DraftModel(Drafter):
     def prepare(self, k: int, observers: Observers) -> None:
         for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
+            self.runner.prepare(pending, 1, None)  # tokens of steps without a draft; see `_catch_up`
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -95,6 +96,7 @@ class DraftModel(Drafter):
             kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity)
         elif k == 0:
             return types.Draft([])
+        self._catch_up(sequence, kv)
         if (tokens := self._launched_tokens(sequence, k, observers)) is not None:
             return types.Draft(tokens)
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
@@ -106,6 +108,12 @@ class DraftModel(Drafter):
                 logits = self.runner.forward(tokens[-1:], kv, 1, observer=observer)
             tokens.append(self._choose(logits, sequence, tokens, probs))
         return types.Draft(tokens, torch.stack(probs) if probs else None)
+
+    def _catch_up(self, sequence: types.Sequence, kv: KvState) -> None:
+        """Read all but the newest token of steps without a draft; they predict nothing that is still to come."""
+        pending = sequence.tokens[kv.length : -1]
+        if kv.length and len(pending) > 1:
+            self._read(pending, kv, None)
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
         """Return the tokens of the launched draft; launch it now if it was not. None if it cannot be launched."""

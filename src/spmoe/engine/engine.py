@@ -17,15 +17,24 @@ from spmoe.draft.none import NoDraft
 from spmoe.engine.loop import Loop
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.prefetching import Prefetching, make_prefetching
-from spmoe.engine.profiling import write_profile
+from spmoe.engine.profiling import (
+    cost_prior,
+    cutoff_inputs,
+    governor_path,
+    profile_settings,
+    read_governor,
+    usual_draft_tokens,
+    write_governor,
+    write_profile,
+)
 from spmoe.errors import BudgetError, DraftError, SpmoeError, UsageError, reason
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
-from spmoe.predict.cutoff import Profile
-from spmoe.predict.draft_length import DraftLength
+from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
+from spmoe.predict.governor import Governor
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
@@ -184,6 +193,9 @@ class Engine:
         self._keep_profile()
         for file, profile in self._new_profiles.items():
             write_profile(file, profile, self.parts.origins)
+        for file, governor in self.learned.governors.items():
+            if governor.steps >= ENOUGH_STEPS:
+                write_governor(file, governor, self.parts.origins)
         with suppress(RuntimeError):  # of a device that is broken
             self.parts.runtime.backend.synchronize()  # a launched draft may still use memory that is freed below
         self.experts.close()
@@ -215,19 +227,25 @@ class Engine:
             config.max_draft_tokens if drafter.proposes else 0,
             config.prefill_chunk,
             parts.target_kv,
-            self._draft_length(),
+            self._governor(),
             self._add_notice,
         )
 
-    def _draft_length(self) -> DraftLength | None:
-        """Return the object that chooses K, with its learned state; None if K is fixed."""
-        config = self.config
-        if config.num_speculative_tokens != "auto" or not self.parts.drafter.proposes:
+    def _governor(self) -> Governor | None:
+        """Return the object that chooses K, with what it has learned in this and earlier runs; None if K is fixed."""
+        config, parts, known = self.config, self.parts, self.learned.governors
+        if config.num_speculative_tokens != "auto" or not parts.drafter.proposes:
             return None
-        known, name = self.learned.draft_lengths, config.prefetch
-        if name not in known:
-            known[name] = DraftLength(max(self.spec.experts), self.target.top_k, config.max_draft_tokens)
-        return known[name]
+        inputs = cutoff_inputs(self.spec, self.target.top_k, self.slots, usual_draft_tokens("auto"))
+        file = governor_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
+        if file not in known:
+            profile = self.prefetching.profile
+            prior = None if profile is None else cost_prior(profile, inputs)
+            known[file] = Governor(
+                config.max_draft_tokens, inputs.layers, inputs.experts_per_layer, inputs.top_k, prior
+            )
+            read_governor(file, known[file])
+        return known[file]
 
     def _change_eviction(self, config: EngineConfig, learned: LearnedState | None) -> None:
         name, known = config.eviction_policy, (learned or self.learned).evictions

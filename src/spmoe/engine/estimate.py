@@ -27,7 +27,7 @@ from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile
-from spmoe.predict.draft_length import LENGTHS
+from spmoe.predict.governor import LENGTHS
 from spmoe.predict.latency import (
     NO_PREDICTION,
     ObservedDemand,

@@ -17,7 +17,7 @@ from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.draft_length import FIRST, DraftLength
+from spmoe.predict.governor import USUAL, Governor, StepReport
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
@@ -45,6 +45,38 @@ class PolicyObservers:
         return LayerObserver(chunks, partial(self._policy.predict_routing, stage), show, key, immediate)
 
 
+class Stopwatch:
+    """Time of each step of a sequence, from the end of the verification before to the end of its own.
+
+    So a step includes the launch of its own draft. Time between two calls of `Loop.step` does not count.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.plain_steps = 0  # of this sequence, since its last draft
+        self._clock = clock
+        self._sequence_id: int | None = None
+        self._ended = self._since = 0.0
+
+    def begin_step(self, sequence_id: int) -> None:
+        """Begin a step."""
+        now = self._clock.now()
+        if sequence_id == self._sequence_id:
+            self._since += now - self._ended  # not spent in a step
+        else:
+            self._sequence_id, self._since, self.plain_steps = sequence_id, now, 0
+
+    def lap(self) -> float:
+        """Return the step's seconds; what follows belongs to the next step."""
+        now = self._clock.now()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+    def end_step(self, k: int) -> None:
+        """End a step that drafted K tokens."""
+        self.plain_steps = 0 if k else self.plain_steps + 1
+        self._ended = self._clock.now()
+
+
 class Loop:
     """Runs steps with one drafter and one prefetch policy."""
 
@@ -58,14 +90,14 @@ class Loop:
         max_draft_tokens: int,
         prefill_chunk: int,
         target_kv: MutableMapping[int, KvState],
-        draft_length: DraftLength | None = None,
+        governor: Governor | None = None,
         add_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy
-        self.max_draft_tokens = max_draft_tokens  # K, or its upper bound if `draft_length` chooses it
-        self.draft_length = draft_length  # chooses K; None: K is fixed
+        self.max_draft_tokens = max_draft_tokens  # K, or its upper bound if the governor chooses it
+        self.governor = governor  # chooses K; None: K is fixed
         self._experts = experts
         self._clock = clock
         self._prefill_chunk = prefill_chunk
@@ -73,11 +105,14 @@ class Loop:
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
         self._observers = PolicyObservers(policy, experts)
+        self._stopwatch = Stopwatch(clock)
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; return at most `max_new_tokens` new tokens."""
         self._experts.ledger.charge(sequence.counters)
-        started, loads = self._clock.now(), self._experts.ledger.counters.useful_loads
+        started, counters = self._clock.now(), self._experts.ledger.counters
+        loads, asked = counters.useful_loads, counters.asked
+        self._stopwatch.begin_step(sequence.id)
         self._experts.step.begin(sequence.id, self.policy.on_routed)
         self._experts.scheduler.request(self.policy.begin_step(sequence.id))
 
@@ -90,18 +125,19 @@ class Loop:
         self._experts.step.end()
         result = self._judge(sequence, draft, output)
         self._experts.step.finish_compute()
-        self._learn_draft_length(sequence, draft, result, started, drafted)
+        self._learn(sequence, k, draft, result, loads, asked)
 
         new = self._accept(sequence, draft, result)
         self._launch_next(sequence, max_new_tokens - len(new))
         self._account(draft, result, loads, started, drafted)
+        self._stopwatch.end_step(k)
         return new
 
     def prepare(self) -> None:
         """Capture every forward that greedy requests replay, over the KV caches of earlier requests."""
         observer = self._target_observer()
         for rows in range(1, self.max_draft_tokens + 2):  # drafts get shorter at the end of a request
-            self.target.prepare(rows, rows, observer)
+            self.target.prepare(rows, rows, self._step_observer(rows - 1) if rows == 1 else observer)
         self.drafter.prepare(self.max_draft_tokens, self._observers)
 
     def release(self, sequence: Sequence) -> None:
@@ -145,19 +181,31 @@ class Loop:
         if sequence.id not in self._target_kv or not sequence.drafts:
             return 0
         k = self.max_draft_tokens
-        if self.draft_length is not None:  # sampled text must not depend on how long steps take
-            k = self.draft_length.current if sequence.sampling.greedy else min(k, FIRST)
+        if self.governor is not None:  # sampled text must not depend on how long steps take
+            k = self.governor.current if sequence.sampling.greedy else min(k, USUAL)
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
-    def _learn_draft_length(
-        self, sequence: Sequence, draft: Draft, result: VerifyResult, started: float, drafted: float
-    ) -> None:
-        """Let `draft_length` learn from this step, unless the step read a prompt."""
-        reads_prompt = len(sequence.tokens) == sequence.prompt_length
-        if self.draft_length is not None and sequence.sampling.greedy and not reads_prompt:
-            now = self._clock.now()
-            self.draft_length.learn(len(draft.tokens), result.accepted, drafted - started, now - drafted)
+    def _learn(self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int) -> None:
+        """Report the step to the governor; `loads`, `asked`: counts before it."""
+        seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
+        if governor is None or not sequence.sampling.greedy:
+            return
+        if len(sequence.tokens) == sequence.prompt_length:
+            governor.begin_request()
+            return
+        report = StepReport(
+            k,
+            len(draft.tokens),
+            result.accepted,
+            seconds,
+            counters.asked - asked,
+            counters.useful_loads - loads,
+            disturbed=k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None,
+        )
+        governor.learn(report)
+        if sequence.speculation is not None:
+            sequence.speculation.add(k, result.accepted + 1, seconds, governor.plain_cost)
 
     # ---- verify
 
@@ -175,7 +223,7 @@ class Loop:
                 self.target.forward(certain[:rows], kv, 1, total_length=total_length)
                 certain = certain[rows:]
             kv.snapshot()
-        observer = self._target_observer()
+        observer = self._target_observer() if total_length else self._step_observer(len(draft_tokens))
         parts = [
             self.target.run(
                 pending[start : start + chunk], kv, num_logits, observer=observer, total_length=total_length
@@ -193,6 +241,10 @@ class Loop:
         if kv is None:
             kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity)
         return kv
+
+    def _step_observer(self, k: int) -> LayerObserver | None:
+        """Return the observer of a step after the prompt; None for a step that the governor decodes plainly."""
+        return None if self.governor is not None and not k else self._target_observer()
 
     def _target_observer(self) -> LayerObserver | None:
         if not self.target.has_hidden_states:

@@ -21,7 +21,7 @@ from spmoe.models.loaded import LoadedModels
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
 from spmoe.predict.cutoff import Profile
-from spmoe.predict.draft_length import DraftLength
+from spmoe.predict.governor import Governor
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.system.origin import Origin
@@ -34,7 +34,7 @@ class LearnedState:
 
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name
     policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
-    draft_lengths: dict[str, DraftLength] = field(default_factory=dict)  # by prefetch policy; only if K is `auto`
+    governors: dict[Path, Governor] = field(default_factory=dict)  # by the file that keeps their experience
     residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
     # by cache file, each with the counts that it was learned from
     profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)

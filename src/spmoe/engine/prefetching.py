@@ -55,7 +55,7 @@ class Prefetching:
             return
         missing = counts.missing / counts.verified / self.inputs.layers
         self.profile = replace(self.profile, missing_per_layer=missing)
-        k = loop.max_draft_tokens if loop.draft_length is None else round(counts.drafted / counts.verified)
+        k = loop.max_draft_tokens if loop.governor is None else round(counts.drafted / counts.verified)
         self.cutoff = choose_cutoff(self.config.cutoff, self.profile, replace(self.inputs, draft_tokens=k))
         self.policy.set_cutoff(self.cutoff)
 

@@ -32,7 +32,7 @@ from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
 from spmoe.predict.cutoff import CutoffInputs, Profile
-from spmoe.predict.draft_length import FIRST
+from spmoe.predict.governor import USUAL, CostPrior, Governor
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.system.origin import Origin, origins_to_json
@@ -54,8 +54,8 @@ def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) ->
 
 
 def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
-    """Return K, or its initial value for `auto`."""
-    return FIRST if draft_tokens == "auto" else draft_tokens
+    """Return K, or a usual value for `auto`."""
+    return USUAL if draft_tokens == "auto" else draft_tokens
 
 
 def profile_settings(
@@ -106,12 +106,49 @@ def write_profile(path: Path, profile: Profile, origins: Sequence[Origin]) -> No
 
     An unwritable directory is ignored, since the profile can be measured again.
     """
+    _write_json(path, {**asdict(profile), "origin": origins_to_json(origins)})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps({**asdict(profile), "origin": origins_to_json(origins)}, indent=2))
+            temporary.write_text(json.dumps(values, indent=2))
     except OSError:
         pass
+
+
+# ---- the governor's experience
+
+
+def cost_prior(profile: Profile, inputs: CutoffInputs) -> CostPrior:
+    """Return the costs of a step that a profile knows."""
+    return CostPrior(
+        base=inputs.layers * profile.verify_seconds_per_layer,
+        load=profile.seconds_per_expert,
+        row=profile.draft_layers * profile.draft_seconds_per_layer,
+    )
+
+
+def governor_path(settings: Mapping[str, Any]) -> Path:
+    """Return the file that keeps what the governor has learned under these settings on this machine."""
+    path = profile_path(settings)
+    return path.with_name(f"governor-{path.name}")
+
+
+def read_governor(path: Path, governor: Governor) -> None:
+    """Let a governor start from what earlier runs have learned, if there is a usable file."""
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(state, dict):
+        governor.restore(state)
+
+
+def write_governor(path: Path, governor: Governor, origins: Sequence[Origin]) -> None:
+    """Keep what a governor has learned for later runs; an unwritable directory is ignored."""
+    _write_json(path, {**governor.state(), "origin": origins_to_json(origins)})
 
 
 # ---- drafts that cost more than they can gain

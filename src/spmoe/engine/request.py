@@ -52,6 +52,7 @@ class Request:
         self._cumulative_logprob = 0.0
         self._started = self._first = self._ended = 0.0
         self._counters, self._prompt_counters = Counters(), Counters()
+        self._speculation: types.Speculation | None = None  # of the sequence
 
     def stop(self) -> None:
         """End after the current step."""
@@ -64,6 +65,7 @@ class Request:
         self._started = self._first = self._ended = clock.now()
         sequence = self._new_sequence()
         self._raw_logprobs = sequence.logprobs
+        self._speculation = sequence.speculation
         try:
             while self.finish_reason == INTERRUPTED and not self.stopped:
                 new = self._engine.step(sequence, self._max_new_tokens - len(self.token_ids))
@@ -98,8 +100,9 @@ class Request:
             cutoff_layers=engine.prefetching.cutoff,
             layers=len(engine.target.moe),
             prefetch=engine.loop.policy.name,
-            draft_tokens="auto" if engine.loop.draft_length is not None else engine.loop.max_draft_tokens,
+            draft_tokens="auto" if engine.loop.governor is not None else engine.loop.max_draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
+            speculation=self._speculation,
         )
         output = CompletionOutput(
             self._index,
@@ -129,6 +132,7 @@ class Request:
             capacity=len(self._prompt) + self._max_new_tokens,
             processors=LogitsProcessors.of(params, ends, len(self._prompt), self._engine.target.vocab_size),
             counters=self._counters,
+            speculation=types.Speculation() if self._engine.loop.governor is not None else None,
         )
 
     def _take(self, token: int) -> Iterator[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from spmoe.config import DraftTokens
 from spmoe.observe.ledger import Counters
+from spmoe.types import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Stats:
     prefetch: str
     draft_tokens: DraftTokens  # K
     emulated_link_gbps: float | None
+    speculation: Speculation | None = None  # K as `-k auto` chose it; None: K is fixed
     completions: int = 1  # that have a token at least
     reread_seconds: float = 0.0  # part of the latency: the prompt was read again for the completions after the first
 
@@ -45,6 +48,7 @@ class Stats:
             latency_seconds=sum(one.latency_seconds for one in parts),
             counters=counters,
             prompt_counters=prompt_counters,
+            speculation=reduce(_sum, (one.speculation for one in parts)),
             completions=sum(one.output_tokens > 0 for one in parts),
             reread_seconds=sum(one.ttft_seconds for one in others),
         )
@@ -74,6 +78,7 @@ class Stats:
             "emulated_link_gbps": self.emulated_link_gbps,
             "prefetch": self.prefetch,
             "num_speculative_tokens": self.draft_tokens,
+            "speculation": _speculation_to_dict(self.speculation),
             "cutoff_layers": self.cutoff_layers,
             "layers": self.layers,
             "ttft_seconds": self.ttft_seconds,
@@ -108,3 +113,20 @@ class Stats:
             "slots": self.slots,
             "peak_slots": self.peak_slots,
         }
+
+
+def _sum(one: Speculation | None, other: Speculation | None) -> Speculation | None:
+    return one.plus(other) if one is not None and other is not None else one or other
+
+
+def _speculation_to_dict(speculation: Speculation | None) -> dict[str, Any] | None:
+    if speculation is None or not speculation.steps:
+        return None
+    tokens = speculation.tokens
+    return {
+        "k_min": speculation.least,
+        "k_max": speculation.most,
+        "k_mean": speculation.drafts / speculation.steps,
+        "plain_tpot_seconds": speculation.plain_seconds / tokens if tokens else None,  # estimate
+        "tpot_seconds": speculation.seconds / tokens if tokens else None,
+    }

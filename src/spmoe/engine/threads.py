@@ -38,7 +38,7 @@ from spmoe.models.experts_seam import attach
 from spmoe.models.load import origin_of
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
-from spmoe.predict.draft_length import FIRST
+from spmoe.predict.governor import USUAL
 from spmoe.system.origin import origins_to_json
 
 PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
@@ -331,7 +331,7 @@ def engine_threads(config: EngineConfig, checkpoint: Checkpoint, draft_checkpoin
 
 
 def _draft_tokens(config: EngineConfig) -> int:
-    return FIRST if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+    return USUAL if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
 
 
 def _times_path(

@@ -1,1 +1,1 @@
-"""Prediction of the experts that will be needed: policies, projection, cutoff, latency model, draft length."""
+"""Prediction of the experts that will be needed: policies, projection, cutoff, latency model, governor."""

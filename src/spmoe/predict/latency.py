@@ -190,7 +190,7 @@ def _expected_longer(compute: float, demanded: float, needed: int, load: float) 
 # ---- how many experts a step needs and misses
 
 
-def expected_experts(experts: int, top_k: int, rows: int) -> float:
+def expected_experts(experts: float, top_k: float, rows: int) -> float:
     """Return the expected number of distinct experts that `rows` rows need in a layer, under uniform routing."""
     return experts * (1 - (1 - top_k / experts) ** rows)
 

@@ -17,7 +17,7 @@ from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cut
 from spmoe.replay.engine import ReplayEngine
 from spmoe.replay.eviction import make_replay_eviction, require_eviction
 from spmoe.replay.policies import ReplayPolicy, require_policy
-from spmoe.replay.steps import ForwardPlan, StepPlan, plan_steps
+from spmoe.replay.steps import StepPlan, plan_steps
 from spmoe.replay.trace import Shape, Trace
 from spmoe.types import DraftOutcome
 
@@ -141,8 +141,8 @@ class Replayer:
         self.steps(shape.draft_tokens if config.draft_tokens is None else config.draft_tokens)
         require_policy(config.prefetch)
         require_eviction(config.eviction)
-        _slots(config.memory, shape)
-        _rate(config.link_gbps, shape)
+        slot_count(config.memory, shape)
+        link_rate(config.link_gbps, shape)
 
     def steps(self, draft_tokens: int) -> list[StepPlan]:
         """Return the trace's steps for this K, with their compute times."""
@@ -177,7 +177,7 @@ class ReplayRun:
         self.config, self.timeline, self._shape = config, timeline, shape
         self.draft_tokens = shape.draft_tokens if config.draft_tokens is None else config.draft_tokens
         self.plan = replayer.steps(self.draft_tokens)
-        self.slots, self.rate = _slots(config.memory, shape), _rate(config.link_gbps, shape)
+        self.slots, self.rate = slot_count(config.memory, shape), link_rate(config.link_gbps, shape)
         self.policy = ReplayPolicy(config.prefetch, shape, self.plan)
         eviction = make_replay_eviction(config.eviction, shape.experts, self.plan)
         budget = self.slots if self.policy.uses_step_budget else None
@@ -234,29 +234,12 @@ class ReplayRun:
 
     def step(self, number: int, step: StepPlan) -> None:
         """Replay one step: draft, predict, prefetch, verify."""
-        engine, policy = self.engine, self.policy
-        began = engine.now
-        engine.begin_step(step.sequence_id, policy.on_routed)
-        engine.prefetch(policy.begin_step(step.sequence_id))
-        for chunk in step.chunks:
-            engine.compute(chunk.seconds)
-            if (requests := policy.on_prediction(chunk.prediction)) is not None:
-                engine.prefetch(requests)
-        drafted = engine.now
-        for forward in step.forwards:
-            self._verify(forward)
-        engine.compute(step.rest)
-        engine.end_step()
-        policy.on_accept(DraftOutcome(step.drafted, step.accepted))
+        began = self.engine.now
+        drafted = replay_step(self.engine, self.policy, step)
+        self.policy.on_accept(DraftOutcome(step.drafted, step.accepted))
         if self.timeline is not None:
             self.timeline.add(Activity.DRAFT, began, drafted, f"step {number}")
-            self.timeline.add(Activity.VERIFY, drafted, engine.now, f"step {number}")
-
-    def _verify(self, forward: ForwardPlan) -> None:
-        for layer, experts in enumerate(forward.experts):
-            self.engine.compute(forward.front[layer])
-            predicted = self.policy.on_prediction(forward.ahead[layer])
-            self.engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted)
+            self.timeline.add(Activity.VERIFY, drafted, self.engine.now, f"step {number}")
 
     # ---- the cutoff, chosen as in the live engine
 
@@ -290,6 +273,25 @@ class ReplayRun:
             self._choose_cutoff()
 
 
+def replay_step(engine: ReplayEngine, policy: ReplayPolicy, step: StepPlan) -> float:
+    """Draft, predict, prefetch and verify; return the virtual time at which the draft was complete."""
+    engine.begin_step(step.sequence_id, policy.on_routed)
+    engine.prefetch(policy.begin_step(step.sequence_id))
+    for chunk in step.chunks:
+        engine.compute(chunk.seconds)
+        if (requests := policy.on_prediction(chunk.prediction)) is not None:
+            engine.prefetch(requests)
+    drafted = engine.now
+    for forward in step.forwards:
+        for layer, experts in enumerate(forward.experts):
+            engine.compute(forward.front[layer])
+            predicted = policy.on_prediction(forward.ahead[layer])
+            engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted)
+    engine.compute(step.rest)
+    engine.end_step()
+    return drafted
+
+
 def _expert_share(trace: Trace) -> float:
     """Return the share of a verified layer's compute time that its experts take."""
     verifying = trace.forward_rows <= trace.shape.draft_tokens + 1
@@ -297,14 +299,16 @@ def _expert_share(trace: Trace) -> float:
     return experts / (front + experts) if front + experts else 0.5
 
 
-def _rate(link_gbps: float | None, shape: Shape) -> float:
+def link_rate(link_gbps: float | None, shape: Shape) -> float:
+    """Return the link's bytes per second: those given or, for None, those recorded."""
     rate = shape.link_bytes_per_second if link_gbps is None else link_gbps * 1e9
     if rate <= 0:
         raise UsageError("the trace does not say how fast its link was; give --link-gbps")
     return rate
 
 
-def _slots(memory: Size | None, shape: Shape) -> int:
+def slot_count(memory: Size | None, shape: Shape) -> int:
+    """Return the number of slots that the memory holds; for None, the recorded number."""
     if memory is None:
         return shape.slots
     experts = sum(shape.experts)

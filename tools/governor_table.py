@@ -1,0 +1,82 @@
+"""Print the governor's speed against fixed values of K, on replayed traces with other acceptance and locality.
+
+    python tools/governor_table.py TRACE.npz [--expert-size 150MiB --draft-pass-ms 0.6 --layer-ms 0.15 --link-gbps 55]
+
+Record the trace with a large K: `spmoe trace record --max-tokens 256 -k 12 -o TRACE.npz`. Every cell decodes the same
+texts from empty slots: with each fixed K, and with the K that the governor chooses. The first request is a cold start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from spmoe.config import Size, parse_prefetch_policy
+from spmoe.errors import SpmoeError
+from spmoe.gc_pause import gc_paused
+from spmoe.replay.governed import Comparison, compare
+from spmoe.replay.replay import ReplayConfig, as_cuda
+from spmoe.replay.text import StepTimes, read_texts
+from spmoe.replay.trace import Trace
+
+HEADER = "slots  acceptance  locality  plain ms  best K: first, later  of best: first, later  of plain: first, later"
+
+
+def main() -> None:
+    """Read the options, then print one line per cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--expert-memory", default="25%,50%,90%", help="slots, as shares of all experts")
+    parser.add_argument("--acceptance", default="0.4,0.7,0.9", help="shares of tokens that the draft proposes rightly")
+    parser.add_argument("--locality", default="-0.6,0,0.4", help="from -1 (none) over 0 (as recorded) to 1")
+    parser.add_argument("--expert-size", default="150MiB")
+    parser.add_argument("--draft-pass-ms", type=float, default=0.6)
+    parser.add_argument("--layer-ms", type=float, default=0.15, help="a layer of the target, experts resident")
+    parser.add_argument("--link-gbps", type=float, default=55.0)
+    parser.add_argument("--prefetch", type=parse_prefetch_policy, default="draft-gate")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=3)
+    options = parser.parse_args()
+    try:
+        print_table(options)
+    except SpmoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def print_table(options: argparse.Namespace) -> None:
+    """Compare the governor with every fixed K in every cell."""
+    trace = Trace.load(options.trace)
+    size = Size.parse(options.expert_size).of(0)
+    trace = as_cuda(replace(trace, shape=replace(trace.shape, expert_bytes=size)))
+    times = StepTimes(1e-3 * options.draft_pass_ms, 1e-3 * options.layer_ms, row=5e-5, rest=1e-4)
+    recorded = read_texts(trace)
+    print(HEADER, flush=True)
+    for slots in options.expert_memory.split(","):
+        for acceptance in options.acceptance.split(","):
+            for locality in options.locality.split(","):
+                texts = [
+                    recorded[number % len(recorded)].scaled(float(acceptance), float(locality), seed=number)
+                    for number in range(options.requests)
+                ]
+                config = ReplayConfig(options.prefetch, "auto", memory=Size.parse(slots), link_gbps=options.link_gbps)
+                with gc_paused():
+                    found = compare(texts, trace.shape, config, times, options.tokens)
+                print(line(slots, acceptance, locality, found), flush=True)
+
+
+def line(slots: str, acceptance: str, locality: str, found: Comparison) -> str:
+    """Return one line of the table."""
+    first, later = slice(0, 1), slice(1, None)
+    plain = 1e3 * found.fixed[0][0].seconds_per_token
+    return (
+        f"{slots:>5}  {acceptance:>10}  {locality:>8}  {plain:8.2f}  {found.best(first):13d}, {found.best(later):5d}"
+        f"  {found.of_best(first):14.3f}, {found.of_best(later):5.3f}"
+        f"  {found.of_plain(first):15.3f}, {found.of_plain(later):5.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
