@@ -177,9 +177,11 @@ def test_ctrl_c_keeps_the_steps_so_far(
     options = ("--prompts", prompts, "--max-tokens", 8, "--ignore-eos", "-k", 0, "-o", path)
     result = invoke("trace", "record", checkpoints / "target", *options)
     assert result.code == 130
-    assert "interrupted; wrote 12 steps" in result.err
     assert "replay it with --link-gbps" in result.err, "the link is measured only for prefetching"
-    assert Trace.load(path).step_sequence.tolist() == [0] * 8 + [1] * 4
+    sequences = Trace.load(path).step_sequence.tolist()
+    assert f"interrupted; wrote {len(sequences)} steps" in result.err
+    assert sequences[:12] == [0] * 8 + [1] * 4
+    assert len(sequences) < 3 * 8
 
 
 def test_prompt_that_is_too_long_is_refused_before_any_is_run(
