@@ -158,6 +158,8 @@ def interrupt_command(seed: int, seconds: float) -> tuple[str, str | None]:
         process.kill()
         return "hang", f"run {seed}: no end {SECONDS:g} s after the second Ctrl-C\n{process.communicate()[1]}"
     code = process.returncode
+    if "KeyboardInterrupt" in errors and "spmoe" not in errors:
+        return "while Python itself started", None  # prints a traceback that no program can avoid
     if code not in (0, 130, -signal.SIGINT):
         return f"exit code {code}", f"run {seed}: exit code {code}\n{errors}"
     if "Traceback" in errors:

@@ -27,6 +27,20 @@ def main() -> None:
                 signal.signal(signal.SIGINT, _exit_at_once)
     except KeyboardInterrupt:  # between the parts above
         os._exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # the engine's thread may still run, and the end of the interpreter aborts inside torch
+            _flush()
+            os._exit(130)
+        raise
+
+
+def _flush() -> None:
+    import sys
+    from contextlib import suppress
+
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
 
 
 if __name__ == "__main__":
