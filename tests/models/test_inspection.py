@@ -27,7 +27,7 @@ from checkpoints import (
 )
 from spmoe import LLM
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.families import families, tiny_config
+from spmoe.models.families import families, tiny_config, tiny_model
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import load_dense, load_skeleton, load_without_experts
 from spmoe.models.runner import ModelRunner
@@ -130,6 +130,28 @@ def test_meta_model_has_the_same_structure(pair: Pair) -> None:
         assert (a.path, a.depth, a.top_k) == (b.path, b.depth, b.top_k)
         assert type(a.norm) is type(b.norm)
         assert a.router is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("qwen4_exp_text", {}),
+    ],
+)
+def test_meta_model_may_look_at_values(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Positions and masks have no values on the meta device."""
+    model = tiny_model(family, **settings)
+    model.save_pretrained(tmp_path)
+    skeleton = load_skeleton(Checkpoint.find(str(tmp_path)))
+    found, expected = inspect_model(skeleton), inspect_model(model)
+    assert [(one.path, one.depth, one.top_k) for one in found.moe] == [
+        (one.path, one.depth, one.top_k) for one in expected.moe
+    ]
+    assert [one.router is None for one in found.moe] == [one.router is None for one in expected.moe]
+    assert found.kv_bytes_per_token == expected.kv_bytes_per_token
+    rope_types = [getattr(one, "rope_type", None) for one in skeleton.modules()]
+    assert rope_types == [getattr(one, "rope_type", None) for one in model.modules()], "left as it was"
 
 
 def test_inspection_removes_its_hooks(mixtral_pair: Pair) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as shape_settings
 
 from spmoe.errors import CheckpointError
 from spmoe.models.experts_seam import experts_modules
@@ -104,7 +105,7 @@ def inspect_model(model: Any) -> Inspection:
     layers_path, depth_count = _decoder_layers(model)
     kv = KvState(model.config, PROBE_TOKENS)
     tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.get_input_embeddings().num_embeddings
-    with _hooked(model) as calls, torch.inference_mode():
+    with _hooked(model) as calls, torch.inference_mode(), _shapes_only(model):
         model(input_ids=tokens, past_key_values=kv.cache, use_cache=True)
     paths = dict(experts_modules(model))
     moe = tuple(_moe_layer(calls, i, layers_path) for i, call in enumerate(calls) if call.path in paths)
@@ -112,6 +113,24 @@ def inspect_model(model: Any) -> Inspection:
     width = model.get_input_embeddings().weight.shape[-1]
     norms = tuple(known.get(d) or _ffn_norm(calls, f"{layers_path}.{d}", width) for d in range(depth_count))
     return Inspection(depth_count, norms, moe, kv.bytes_per_token, kv.can_rewind or _resumes(model))
+
+
+@contextmanager
+def _shapes_only(model: Any) -> Iterator[None]:
+    """Let a model on the meta device run although it looks at values: at positions, or at which of them count."""
+    if model.device.type != "meta":
+        yield
+        return
+    dynamic = [one for one in model.modules() if "dynamic" in str(getattr(one, "rope_type", ""))]
+    before = [one.rope_type for one in dynamic]
+    for one in dynamic:
+        one.rope_type = "default"  # else it compares the largest position with the context
+    try:
+        with shape_settings.patch(meta_nonzero_assume_all_nonzero=True):
+            yield
+    finally:
+        for one, rope_type in zip(dynamic, before, strict=True):
+            one.rope_type = rope_type
 
 
 def _resumes(model: Any) -> bool:
