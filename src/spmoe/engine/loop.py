@@ -181,15 +181,15 @@ class Loop:
         if sequence.id not in self._target_kv or not sequence.drafts:
             return 0
         k = self.max_draft_tokens
-        if self.governor is not None:  # sampled text must not depend on how long steps take
-            k = self.governor.current if sequence.sampling.greedy else min(k, USUAL)
+        if self.governor is not None:
+            k = self.governor.current if _any_k(sequence) else min(k, USUAL)
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
     def _learn(self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int) -> None:
         """Report the step to the governor; `loads`, `asked`: counts before it."""
         seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
-        if governor is None or not sequence.sampling.greedy:
+        if governor is None or not _any_k(sequence):
             return
         if len(sequence.tokens) == sequence.prompt_length:
             governor.begin_request()
@@ -310,3 +310,8 @@ class Loop:
         )
         self._experts.timeline.add(Activity.DRAFT, started, drafted)
         self._experts.timeline.add(Activity.VERIFY, drafted, ended)
+
+
+def _any_k(sequence: Sequence) -> bool:
+    """Return whether K may depend on how long steps take: a seed's text, which depends on K, must not."""
+    return sequence.sampling.greedy or sequence.sampling.seed is None
