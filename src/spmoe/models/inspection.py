@@ -126,7 +126,7 @@ def _shapes_only(model: Any) -> Iterator[None]:
     for one in dynamic:
         one.rope_type = "default"  # else it compares the largest position with the context
     try:
-        with shape_settings.patch(meta_nonzero_assume_all_nonzero=True):
+        with shape_settings.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
             yield
     finally:
         for one, rope_type in zip(dynamic, before, strict=True):
