@@ -12,7 +12,6 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spmoe.config import SamplingParams
@@ -127,6 +126,18 @@ class LayerChunk:
     routing: Routing | None = None
 
 
+class TokenNoise(Protocol):
+    """The randomness of a sampled request: each position of its text has its own."""
+
+    def pick(self, probs: Tensor, position: int) -> int:
+        """Draw the token at a position of the text; the same for the same probabilities."""  # probs: [vocabulary]
+        ...
+
+    def forget(self, position: int) -> None:
+        """State that the tokens before this position are decided."""
+        ...
+
+
 class LogitsProcessor(Protocol):
     """Changes the target's logits before a token is chosen."""
 
@@ -204,7 +215,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     sampling: SamplingParams
-    rng: torch.Generator = field(repr=False)
+    noise: TokenNoise = field(repr=False)  # unused by greedy requests
     capacity: int  # positions that its KV caches must be able to hold
     processors: LogitsProcessor | None = None  # None: the target's logits are used as they are
     counters: Counters = field(default_factory=Counters)  # its account; the ledger writes it
@@ -215,10 +226,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """K proposed tokens of one sequence; `probs` is the distribution they were sampled from, None if greedy."""
+    """At most K proposed tokens of one sequence."""
 
     tokens: list[int]
-    probs: Tensor | None = None  # [K, vocabulary] float32
 
 
 class VerifyResult(NamedTuple):

@@ -93,26 +93,12 @@ class Drafter:
         """Drop the state of a finished sequence."""
 
 
-def check_draft(draft: types.Draft, k: int, vocab_size: int, *, greedy: bool) -> None:
-    """Raise DraftError unless this is a draft of at most K tokens of the target's vocabulary.
-
-    If sampled, each token needs the distribution that it was drawn from: else the output would not follow the target's.
-    """
+def check_draft(draft: types.Draft, k: int, vocab_size: int) -> None:
+    """Raise DraftError unless this is a draft of at most K tokens of the target's vocabulary."""
     if not isinstance(draft, types.Draft):
         raise DraftError(f"it is a {type(draft).__name__}, not a Draft")
-    tokens, probs = draft.tokens, draft.probs
-    if len(tokens) > k:
-        raise DraftError(f"it has {len(tokens)} tokens, where at most {k} were asked for")
-    for token in tokens:
+    if len(draft.tokens) > k:
+        raise DraftError(f"it has {len(draft.tokens)} tokens, where at most {k} were asked for")
+    for token in draft.tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise DraftError(f"{token!r} is not a token of the target's vocabulary of {vocab_size}")
-    if greedy or not tokens:
-        return
-    if probs is None:
-        raise DraftError("it has tokens but no probabilities, which a sampled request needs")
-    if probs.shape != (len(tokens), vocab_size):
-        raise DraftError(f"its probabilities have shape {list(probs.shape)} instead of {[len(tokens), vocab_size]}")
-    drawn = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0]
-    rows = torch.stack([probs.sum(dim=-1), probs.amin(dim=-1), drawn], dim=1).tolist()
-    if not all(abs(total - 1) < 1e-3 and least >= 0 and chosen > 0 for total, least, chosen in rows):  # also for NaN
-        raise DraftError("its probabilities are not those of a distribution that its tokens were drawn from")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Self
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -18,7 +17,7 @@ from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.registry import DRAFTERS
-from spmoe.verify.filters import draw, probabilities
+from spmoe.verify.filters import probabilities
 from spmoe.verify.greedy import argmax_rows, read_argmax
 from spmoe.verify.logits import process_logits
 
@@ -101,13 +100,13 @@ class DraftModel(Drafter):
             return types.Draft(tokens)
         stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
         logits = self._read(sequence.tokens[kv.length :], kv, self._observer(stage, observers, FIRST_PASS_CHUNKS))
-        tokens, probs = [], list[Tensor]()
+        tokens = []
         for position in range(k):
             if position:
                 observer = self._observer(types.Stage.DRAFT, observers, 1)
                 logits = self.runner.forward(tokens[-1:], kv, 1, observer=observer)
-            tokens.append(self._choose(logits, sequence, tokens, probs))
-        return types.Draft(tokens, torch.stack(probs) if probs else None)
+            tokens.append(self._choose(logits, sequence, tokens))
+        return types.Draft(tokens)
 
     def _catch_up(self, sequence: types.Sequence, kv: KvState) -> None:
         """Read all but the newest token of steps without a draft; they predict nothing that is still to come."""
@@ -133,8 +132,8 @@ class DraftModel(Drafter):
         # this model has no embedding for tokens of a target's padded vocabulary; any token keeps positions right
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
-    def _choose(self, logits: Tensor, sequence: types.Sequence, drafted: list[int], probs: list[Tensor]) -> int:
-        """Choose the token after `drafted` as the target would; when sampling, append its distribution to `probs`."""
+    def _choose(self, logits: Tensor, sequence: types.Sequence, drafted: list[int]) -> int:
+        """Choose the token after `drafted` as the target would; when sampling, with the same noise."""
         missing = self._vocab_size - logits.shape[-1]
         logits = pad(logits[-1:], (0, missing), value=float("-inf"))  # a negative pad cuts padding entries off
         logits = process_logits(logits, sequence, drafted)
@@ -142,9 +141,9 @@ class DraftModel(Drafter):
             largest, (token,) = read_argmax(argmax_rows(logits))
             _check_not_nan(largest)
             return token
-        probs.append(probabilities(logits, sequence.sampling)[0])
-        _check_not_nan([float(probs[-1].sum())])
-        return draw(probs[-1], sequence.rng)
+        probs = probabilities(logits, sequence.sampling)[0]
+        _check_not_nan([float(probs.sum())])
+        return sequence.noise.pick(probs, len(sequence.tokens) + len(drafted))
 
     def _greedy_passes(self, k: int, observers: Observers) -> tuple[list[LayerObserver | None], int]:
         """Return the observer of each greedy pass, and the size of the vocabulary that they select from."""

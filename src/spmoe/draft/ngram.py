@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import torch
-from torch.nn.functional import one_hot
-
 from spmoe import types
 from spmoe.draft.base import DraftContext, Drafter, Observers
 from spmoe.registry import DRAFTERS
@@ -42,14 +39,12 @@ class _Index:
 class NgramDraft(Drafter):
     """Looks the end of prompt and output up in the text before it, and proposes the same continuation again."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size  # of the target
-        self._device = device
+    def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
-        return cls(context.vocab_size, context.device)
+        return cls()
 
     def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
         return [self._propose(sequence, k) for sequence in sequences]
@@ -66,7 +61,4 @@ class NgramDraft(Drafter):
         for place in range(end, end + k):  # a continuation that reaches the end of the text repeats itself
             before = place - len(sequence.tokens)
             tokens.append(sequence.tokens[place] if before < 0 else tokens[before])
-        if sequence.sampling.greedy:
-            return types.Draft(tokens)
-        proposed = torch.tensor(tokens, device=self._device)
-        return types.Draft(tokens, one_hot(proposed, self._vocab_size).float())  # each with probability one
+        return types.Draft(tokens)

@@ -17,12 +17,12 @@ from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.governor import USUAL, Governor, StepReport
+from spmoe.predict.governor import Governor, StepReport
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.logits import process_logits, token_logprobs
-from spmoe.verify.rejection import RejectionVerifier
+from spmoe.verify.sampling import SamplingVerifier
 
 
 class PolicyObservers:
@@ -160,7 +160,7 @@ class Loop:
             if (failure := self._failed_launches.pop(sequence.id, None)) is not None:
                 raise failure
             (draft,) = self.drafter.propose([sequence], k, self._observers)
-            check_draft(draft, k, self.target.vocab_size, greedy=sequence.sampling.greedy)
+            check_draft(draft, k, self.target.vocab_size)
         except DraftError as error:  # a draft that cannot be used; nothing else is affected
             self._add_notice(f"a draft was not used: {error}")
             return Draft([])
@@ -182,14 +182,14 @@ class Loop:
             return 0
         k = self.max_draft_tokens
         if self.governor is not None:
-            k = self.governor.current if _any_k(sequence) else min(k, USUAL)
+            k = self.governor.current
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
     def _learn(self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int) -> None:
         """Report the step to the governor; `loads`, `asked`: counts before it."""
         seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
-        if governor is None or not _any_k(sequence):
+        if governor is None:
             return
         if len(sequence.tokens) == sequence.prompt_length:
             governor.begin_request()
@@ -258,7 +258,7 @@ class Loop:
         """Wait for the device; decide how many draft tokens the target accepts."""
         logits = process_logits(output.logits, sequence, draft.tokens)
         if not sequence.sampling.greedy:
-            result = RejectionVerifier().verify(sequence, draft, logits)
+            result = SamplingVerifier().verify(sequence, draft, logits)
         elif logits is output.logits:
             result = GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, logits)
         else:  # the device has found the argmax of other logits
@@ -310,8 +310,3 @@ class Loop:
         )
         self._experts.timeline.add(Activity.DRAFT, started, drafted)
         self._experts.timeline.add(Activity.VERIFY, drafted, ended)
-
-
-def _any_k(sequence: Sequence) -> bool:
-    """Return whether K may depend on how long steps take: a seed's text, which depends on K, must not."""
-    return sequence.sampling.greedy or sequence.sampling.seed is None

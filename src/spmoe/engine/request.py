@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from spmoe import types
 from spmoe.config import SamplingParams
 from spmoe.engine.engine import Engine
@@ -14,6 +12,7 @@ from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.observe.ledger import Counters
 from spmoe.verify.logits import LogitsProcessors
+from spmoe.verify.sampling import PositionNoise
 
 
 class Request:
@@ -117,18 +116,14 @@ class Request:
         return RequestOutput(self._request_id, self._prompt_text, list(self._prompt), [output], finished, stats)
 
     def _new_sequence(self) -> types.Sequence:
-        params, rng = self._params, torch.Generator()
-        if params.seed is None:
-            rng.seed()
-        else:
-            rng.manual_seed(params.seed)
+        params = self._params
         ends = eos_tokens(self._engine) | {*(params.stop_token_ids or ())}
         return types.Sequence(
             self._sequence_id,
             list(self._prompt),
             len(self._prompt),
             params,
-            rng,
+            PositionNoise(params.seed),
             capacity=len(self._prompt) + self._max_new_tokens,
             processors=LogitsProcessors.of(params, ends, len(self._prompt), self._engine.target.vocab_size),
             counters=self._counters,

@@ -37,8 +37,3 @@ def check_not_nan(values: Iterable[float]) -> None:
     """Raise an error if any value computed from the target's logits is NaN."""
     if any(math.isnan(value) for value in values):
         raise SpmoeError("the target's logits contain NaN: its activations overflow this dtype; try another --dtype")
-
-
-def draw(probs: Tensor, rng: torch.Generator) -> int:
-    """Draw a token from probabilities or unnormalized weights."""  # probs: [vocabulary]
-    return int(torch.multinomial(probs, 1, generator=rng))
