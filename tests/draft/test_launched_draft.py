@@ -14,6 +14,7 @@ from spmoe import SamplingParams
 from spmoe.draft.model import DraftModel
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.types import Sequence
+from spmoe.verify.sampling import PositionNoise
 
 
 class CountingRunner:
@@ -71,7 +72,7 @@ def draft() -> DraftModel:
 
 def sequence(draft: DraftModel, number: int, length: int, temperature: float = 0.0) -> Sequence:
     """Return a sequence whose prompt was read and which has one new token."""
-    made = Sequence(number, list(range(length)), length, SamplingParams(temperature=temperature), torch.Generator(), 60)
+    made = Sequence(number, list(range(length)), length, SamplingParams(temperature=temperature), PositionNoise(0), 60)
     draft.propose([made], 0, NoObservers())
     made.tokens.append(length)
     return made

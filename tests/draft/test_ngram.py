@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +16,7 @@ from spmoe.draft.ngram import MAX_NGRAM, MIN_NGRAM, NgramDraft
 from spmoe.engine.engine import Engine
 from spmoe.predict.policies.next_gate import NextGate
 from spmoe.types import Draft, Sequence
-from spmoe.verify.filters import probabilities
-from spmoe.verify.rejection import RejectionVerifier
+from spmoe.verify.sampling import PositionNoise
 
 GREEDY = SamplingParams()
 REPEATING = [5, 9, 2, 7, 1, 5, 9, 2]
@@ -28,7 +25,7 @@ COUNT = 16
 
 
 def sequence(tokens: list[int], sampling: SamplingParams = GREEDY, number: int = 0) -> Sequence:
-    return Sequence(number, list(tokens), len(tokens), sampling, torch.Generator().manual_seed(3), capacity=1000)
+    return Sequence(number, list(tokens), len(tokens), sampling, PositionNoise(0), capacity=1000)
 
 
 def propose(drafter: NgramDraft, one: Sequence, k: int) -> Draft:
@@ -36,8 +33,8 @@ def propose(drafter: NgramDraft, one: Sequence, k: int) -> Draft:
     return draft
 
 
-def fresh(vocabulary: int = 100) -> NgramDraft:
-    return NgramDraft(vocabulary, torch.device("cpu"))
+def fresh() -> NgramDraft:
+    return NgramDraft()
 
 
 def expected(tokens: list[int], k: int) -> list[int]:
@@ -103,34 +100,6 @@ def test_sequences_are_independent_and_released() -> None:
     drafter.release(1)
     drafter.release(1)
     assert propose(drafter, sequence(DISTINCT, number=1), 1).tokens == []
-
-
-# ---- sampling
-
-
-def test_distribution_of_a_proposal_is_one_hot() -> None:
-    draft = propose(fresh(11), sequence(REPEATING, SamplingParams(temperature=1.0)), 3)
-    assert draft.probs is not None
-    assert draft.probs.dtype is torch.float32
-    assert draft.probs.tolist() == np.eye(11)[draft.tokens].tolist()
-
-
-@pytest.mark.parametrize("correct", [True, False])
-def test_sampled_output_follows_the_targets_distribution(correct: bool) -> None:
-    """Apply a chi-square test to the first token; a draft that reports a wrong distribution fails it."""
-    logits = 1.5 * torch.randn(3, 11, generator=torch.Generator().manual_seed(8))
-    params = SamplingParams(temperature=0.8)
-    drafter, one, runs, found = fresh(11), sequence(REPEATING, params), 6000, Counter[int]()
-    for _ in range(runs):
-        draft = propose(drafter, one, 2)
-        assert draft.probs is not None
-        if not correct:
-            draft = Draft(draft.tokens, draft.probs * 0.3 + 0.7 / 11)
-        result = RejectionVerifier().verify(one, draft, logits)
-        found[draft.tokens[0] if result.accepted else result.next_token] += 1
-    distribution = probabilities(logits[:1], params)[0]
-    statistic = sum((found[t] - runs * p) ** 2 / (runs * p) for t, p in enumerate(distribution.tolist()))
-    assert (statistic < 44.0) == correct  # ten degrees of freedom: a false alarm for one of 300 000 seeds
 
 
 # ---- in the engine

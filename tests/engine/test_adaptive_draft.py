@@ -44,23 +44,12 @@ def test_changing_k_at_every_step_changes_no_token(
     assert len(drafted) > (1 if draft == "ngram" else 3), "K did change"
 
 
-def test_sampled_tokens_do_not_depend_on_the_learned_k(mixtral_pair: Pair) -> None:
-    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=7)
-    with load(mixtral_pair, num_speculative_tokens=USUAL) as llm:
-        expected = llm.generate(PROMPT, params)[0].token_ids
+@pytest.mark.parametrize("seed", [7, None])
+def test_sampled_requests_use_any_k(mixtral_pair: Pair, seed: int | None) -> None:
     with load(mixtral_pair) as llm:
         assert llm.engine.loop.governor is not None
-        for current in (0, 4, 16):
-            llm.engine.loop.governor.current = current
-            assert llm.generate(PROMPT, params)[0].token_ids == expected
-            assert llm.engine.loop.governor.current == current, "sampling does not change it"
-
-
-def test_sampled_requests_without_a_seed_use_any_k(mixtral_pair: Pair) -> None:
-    """Their text differs in every run anyway; it follows the target's distribution for any K."""
-    with load(mixtral_pair) as llm:
-        assert llm.engine.loop.governor is not None
-        stats = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9))[0].stats
+        params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=seed)
+        stats = llm.generate(PROMPT, params)[0].stats
         assert stats.speculation is not None
         assert stats.speculation.steps == stats.decode_counters.steps == llm.engine.loop.governor.steps
 
@@ -190,8 +179,6 @@ def test_statistics_say_which_k_was_used_and_what_it_gained(mixtral_pair: Pair) 
         assert summary is not None
         assert summary.startswith(f"K {found['k_min']} to {found['k_max']} (mean ")
         assert "plain would have taken" in summary
-        sampled = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.8, seed=1))[0].stats
-        assert sampled.to_dict()["speculation"] is None, "the governor has no part in it"
     with load(mixtral_pair, num_speculative_tokens=3) as llm:
         assert llm.generate(PROMPT, SamplingParams(max_tokens=8))[0].stats.to_dict()["speculation"] is None
 

@@ -8,12 +8,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoints import Pair
 from spmoe import LLM, SamplingParams, types
 from spmoe.engine.engine_thread import EngineClosed, EngineThread
 from spmoe.errors import SpmoeError
+from spmoe.verify.sampling import PositionNoise
 
 LIMIT = 30.0
 PROMPT = list(b"the cat")
@@ -68,7 +68,7 @@ def test_step_of_a_closed_engine_is_refused(mixtral_pair: Pair, expert_memory: s
     llm = build(mixtral_pair, expert_memory=expert_memory)
     llm.generate(PROMPT, TEN)
     llm.close()
-    sequence = types.Sequence(99, list(PROMPT), len(PROMPT), TEN, torch.Generator(), 32)
+    sequence = types.Sequence(99, list(PROMPT), len(PROMPT), TEN, PositionNoise(0), 32)
     with pytest.raises(SpmoeError, match="the engine was closed"):
         llm.engine.step(sequence, 10)
     assert sequence.tokens == PROMPT

@@ -41,9 +41,8 @@ from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
 from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import Draft, VerifyResult
-from spmoe.verify import rejection
 from spmoe.verify.greedy import GreedyVerifier
-from spmoe.verify.rejection import RejectionVerifier
+from spmoe.verify.sampling import SamplingVerifier
 
 COUNT = 14  # tokens generated per prompt
 SHORT = [84]
@@ -381,6 +380,14 @@ def test_seeded_sampling_is_reproducible_with_any_policy_and_budget(pair: Pair, 
     assert all(output == outputs[0] for output in outputs)
 
 
+def test_seeded_text_depends_on_neither_the_draft_nor_k(pair: Pair) -> None:
+    outputs = []
+    for draft, k in ((None, 0), (pair.good, 1), (pair.good, 4), (pair.random, 3), ("ngram", 5), (pair.good, "auto")):
+        with build(pair.target, draft, num_speculative_tokens=k, expert_memory="50%") as llm:
+            outputs.append(llm.generate(LONG, SAMPLING)[0].token_ids)
+    assert len(set(map(tuple, outputs))) == 1
+
+
 def test_outputs_differ_without_a_seed(mixtral_pair: Pair) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=1.5, ignore_eos=True)
     with build(mixtral_pair.target, num_speculative_tokens=0, expert_memory="100%") as llm:
@@ -431,23 +438,19 @@ def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
         return drawn, llm.engine.counters
 
 
-class AcceptsEverything(RejectionVerifier):
+class AcceptsEverything(SamplingVerifier):
     """Accepts every draft token."""
 
     def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        bonus = rejection.draw(rejection.probabilities(logits, sequence.sampling)[-1], sequence.rng)
-        return VerifyResult(len(draft.tokens), bonus)
+        bonus = super().verify(sequence, Draft([]), logits[-1:])
+        return VerifyResult(len(draft.tokens), bonus.next_token)
 
 
-class RedrawsFromTheTarget(RejectionVerifier):
-    """Accepts correctly, but draws recovered tokens from p instead of the positive part of p - q."""
+class UsesTheNextRow(SamplingVerifier):
+    """Judges each draft token by the logits of the token after it."""
 
     def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        result = super().verify(sequence, draft, logits)
-        if result.accepted == len(draft.tokens):
-            return result
-        p = rejection.probabilities(logits, sequence.sampling)[result.accepted]
-        return VerifyResult(result.accepted, rejection.draw(p, sequence.rng))
+        return super().verify(sequence, draft, torch.cat([logits[1:], logits[-1:]]))
 
 
 @pytest.fixture(scope="module")
@@ -476,14 +479,14 @@ def test_sampled_output_follows_the_targets_distribution(
     assert p_value(drawn, continuations) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("broken", [AcceptsEverything, RedrawsFromTheTarget])
+@pytest.mark.parametrize("broken", [AcceptsEverything, UsesTheNextRow])
 def test_wrong_sampler_is_detected(
     high_entropy_pair: Pair,
     continuations: Mapping[tuple[int, ...], float],
     monkeypatch: pytest.MonkeyPatch,
-    broken: type[RejectionVerifier],
+    broken: type[SamplingVerifier],
 ) -> None:
-    monkeypatch.setattr("spmoe.engine.loop.RejectionVerifier", broken)
+    monkeypatch.setattr("spmoe.engine.loop.SamplingVerifier", broken)
     drawn, _ = draw_continuations(high_entropy_pair)
     assert p_value(drawn, continuations) < FALSE_ALARM
 

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from spmoe.config import SamplingParams
-from spmoe.verify.filters import draw, probabilities
+from spmoe.verify.filters import probabilities
 
 INF = float("inf")
 
@@ -221,21 +221,3 @@ def test_all_float_types_are_computed_in_float32(dtype: torch.dtype) -> None:
     probs = probabilities(logits, sampling)
     assert probs.dtype == torch.float32
     assert torch.equal(probs, probabilities(logits.float(), sampling))
-
-
-def test_draw_follows_the_probabilities_and_the_generator() -> None:
-    probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2])
-    rng = torch.Generator().manual_seed(15)
-    drawn = [draw(probs, rng) for _ in range(20_000)]
-    counts = np.bincount(drawn, minlength=5)
-    assert counts[0] == counts[2] == 0
-    expected = 20_000 * probs.numpy()[[1, 3, 4]]
-    statistic = float(((counts[[1, 3, 4]] - expected) ** 2 / expected).sum())
-    assert statistic < 27.6  # chi-square of 2 degrees: exceeded by chance once in a million
-    again = torch.Generator().manual_seed(15)
-    assert drawn[:50] == [draw(probs, again) for _ in range(50)]
-
-
-def test_draw_accepts_weights_that_do_not_sum_to_one() -> None:
-    rng = torch.Generator().manual_seed(16)
-    assert {draw(torch.tensor([0.0, 1e-12, 0.0]), rng) for _ in range(50)} == {1}

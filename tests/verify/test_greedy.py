@@ -11,12 +11,12 @@ from spmoe.config import SamplingParams
 from spmoe.errors import SpmoeError
 from spmoe.types import Draft, Sequence, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier
-from spmoe.verify.rejection import RejectionVerifier
+from spmoe.verify.sampling import PositionNoise, SamplingVerifier
 
 
 def sequence(tokens: list[int] | None = None) -> Sequence:
     tokens = tokens or [0]
-    return Sequence(0, tokens, len(tokens), SamplingParams(), torch.Generator().manual_seed(0), capacity=1000)
+    return Sequence(0, tokens, len(tokens), SamplingParams(), PositionNoise(0), capacity=1000)
 
 
 def verify(draft: list[int], argmax: list[int], vocabulary: int = 8) -> VerifyResult:
@@ -101,4 +101,4 @@ def test_nan_logits_raise_an_error(row: int) -> None:
     with pytest.raises(SpmoeError, match="contain NaN"):
         GreedyVerifier().verify(sequence(), Draft([1, 2]), logits)
     with pytest.raises(SpmoeError, match="contain NaN"):
-        RejectionVerifier().verify(sequence(), Draft([1, 2], torch.full((2, 8), 0.125)), logits)
+        SamplingVerifier().verify(sequence(), Draft([1, 2]), logits)

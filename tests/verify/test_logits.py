@@ -20,6 +20,7 @@ from transformers import (
 from spmoe.config import SamplingParams
 from spmoe.types import Sequence
 from spmoe.verify.logits import LogitsProcessors, process_logits, token_logprobs
+from spmoe.verify.sampling import PositionNoise
 
 VOCABULARY = 13
 PROMPT = [3, 1, 4, 1]
@@ -28,7 +29,7 @@ ENDS = (7, 9)
 
 def sequence(output: list[int], **options: Any) -> Sequence:
     sampling = SamplingParams(max_tokens=50, **options)
-    made = Sequence(0, [*PROMPT, *output], len(PROMPT), sampling, torch.Generator(), capacity=100)
+    made = Sequence(0, [*PROMPT, *output], len(PROMPT), sampling, PositionNoise(0), capacity=100)
     made.processors = LogitsProcessors.of(sampling, ENDS, len(PROMPT), VOCABULARY)
     return made
 

@@ -260,7 +260,7 @@ def test_similar_distributions_mostly_agree() -> None:
     other /= other.sum(axis=1, keepdims=True)
     distances = np.abs(law - other).sum(axis=1) / 2
     _, drafted, accepted = decode(
-        SamplingVerifier(), FULL, PLAIN, drawn_from(other), repeat(1), PositionNoise(83), 20_000
+        SamplingVerifier(), FULL, PLAIN, drawn_from(other), repeat(1), PositionNoise(83), 6000
     )
     assert (1 - distances.max()) / (1 + distances.max()) < accepted / drafted < 1 - distances.min()
 
