@@ -52,7 +52,7 @@ class Predictability:
     top_k: int
     experts: int
     greedy_agreement: float  # share of positions where both models' most likely tokens are equal
-    sampling_acceptance: float  # expected acceptance rate of rejection sampling
+    sampling_acceptance: float  # probability that both models give to the same tokens; no sampler accepts more
     layers: list[LayerMetrics] = field(default_factory=list)
 
     def mean(self) -> LayerMetrics:
