@@ -18,14 +18,14 @@ _READERS = 8  # threads that read expert files start when they are needed
 
 
 class Resources:
-    """What an idle engine holds; compared with what it holds later."""
+    """Count of the threads and file descriptors of an idle engine, to be compared with later ones."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._threads, self._descriptors = threading.active_count(), _descriptors()
 
     def lost(self) -> list[str]:
-        """Return what is lost: pins, slots, threads, descriptors, KV caches."""
+        """Return a line for each pin, slot, thread, descriptor or KV cache that the engine has lost."""
         return within(SECONDS, lambda: self._llm._thread.call(self._lost))
 
     def _lost(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an engine survives: exceptions in expert arithmetic, being dropped, a fork."""
+"""An engine survives exceptions in expert arithmetic and a fork, and releases everything when it is dropped."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ class TemplateLimitError(TemplateRuntimeError):
 
 
 class Meter:
-    """What one rendering may still do. `characters`: length of the text that the template is given."""
+    """Counter of the steps, characters and seconds that one rendering has left.
+
+    `characters`: length of the text that the template is given.
+    """
 
     def __init__(self, characters: int) -> None:
         self._steps = MAX_STEPS

@@ -28,7 +28,7 @@ import numpy as np
 from spmoe.predict.latency import expected_experts
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
-USUAL = 4  # K that memory, threads and profiles are planned for; K of sampled requests, which must not depend on time
+USUAL = 4  # K that memory, threads and profiles are planned for
 
 # trials
 TRIAL_SHARE = 0.015  # share of the time that trials may lose

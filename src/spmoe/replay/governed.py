@@ -71,13 +71,13 @@ def decode_all(
 
 @dataclass(frozen=True, slots=True)
 class FixedK(Chooser):
-    """The same K for every step."""
+    """Chooser that drafts K tokens in every step."""
 
     current: int
 
 
 class Governed(Chooser):
-    """K as the governor chooses it."""
+    """Chooser that asks a governor for K."""
 
     def __init__(self, most: int, shape: Shape) -> None:
         self.governor = Governor(most, shape.layers, max(shape.experts), shape.top_k)
