@@ -15,7 +15,8 @@ from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.cutoff import CutoffInputs
-from spmoe.predict.governor import LENGTHS, USUAL, Governor, StepReport
+from spmoe.predict.costs import StepReport
+from spmoe.predict.governor import LENGTHS, USUAL, Governor
 from spmoe.types import PrefetchRequests, Sequence
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from spmoe.predict.governor import CostPrior, Governor, StepReport
+from spmoe.predict.costs import CostPrior, StepReport
+from spmoe.predict.governor import Governor
 from spmoe.predict.latency import expected_experts
 
 FIXED = (0, 1, 2, 4, 8, 12)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import FIXED, MACHINES, MOST, Text, constant, decode, falling, fixed_costs
 
-from spmoe.predict.governor import LENGTHS, TRIAL_SHARE, Governor, StepReport
+from spmoe.predict.costs import StepReport
+from spmoe.predict.governor import LENGTHS, TRIAL_SHARE, Governor
 
 RATES = (0.0, 0.4, 0.7, 0.9)
 SEEDS = range(3)

@@ -17,7 +17,8 @@ from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.governor import Governor, StepReport
+from spmoe.predict.costs import StepReport
+from spmoe.predict.governor import Governor
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
 from spmoe.verify.greedy import GreedyVerifier

@@ -32,7 +32,8 @@ from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
 from spmoe.predict.cutoff import CutoffInputs, Profile
-from spmoe.predict.governor import USUAL, CostPrior, Governor
+from spmoe.predict.costs import CostPrior
+from spmoe.predict.governor import USUAL, Governor
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.system.origin import Origin, origins_to_json

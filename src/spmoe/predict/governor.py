@@ -4,14 +4,9 @@
 
     cost(K)    = seconds(K) / tokens(K)                     seconds per output token, which the governor minimizes
     tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)    p: share of steps with a draft, a_i: acceptance by position
-    seconds(K) = base + p (row K + e_K) + load m_K + expert n(K + 1)      e_K: what this K differs by, as measured
-    m_K        = s_K n(K + 1)                               n: experts that rows need, s_K: share that is missing
 
-All of it is learned from finished steps. A Kalman filter tracks each learned vector: what the values of K have in
-common drifts quickly, what sets one K apart drifts slowly, so a change seen at one K moves the estimates of all. The
-formulas are only the prior; a K that was measured is judged by its own steps. A K that may be better than the present
-one is tried for a few steps if the time that the trial may lose fits in a budget. Plain decoding is tried again and
-again in any case.
+The cost model (`costs.py`) knows seconds(K). A K that may be better than the present one is tried for a few steps if
+the time that the trial may lose fits in a budget. Plain decoding is tried again and again in any case.
 
 Nothing here reads a clock, a device or a random number: the same reports lead to the same choices.
 """
@@ -21,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from spmoe.predict.latency import expected_experts
+from spmoe.predict.costs import OUTLIER, OVERDISPERSION, ChangeDetector, CostModel, CostPrior, StepReport, StepSeconds
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
 USUAL = 4  # K that memory, threads and profiles are planned for
@@ -49,112 +44,14 @@ _MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
 _CAUTION = 0.35  # standard deviations by which drafting must beat plain decoding
 _HORIZON = 64.0  # tokens for which a better K is expected to stay better
 
-# seconds
-_RATES = 4  # base, load, row, expert
-_EXPERT_SHARE = 0.3  # prior: share of compute that grows with the experts that a step needs
-_NOISE = 0.1  # relative standard deviation of the seconds of a step whose missing experts are known
-_OUTLIER = 3.0  # ratio of measured to expected seconds from which on a step counts as an outlier
-_OUTLIERS_OF_A_CHANGE = 3  # outliers in a row that are no outliers but a change
-_COST_DRIFT = 0.01  # relative change of base, load and row per step
-_OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
-_OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
-# missing experts
-_SHARE_EXPONENT = 0.15  # prior: the missing share grows with rows to this power
-_SHARE_DRIFT = 0.07  # relative change of all shares per step
-_SHARE_SLOPE = 0.18  # relative standard deviation of the shares' dependence on log rows
-_SHARE_ERROR = 0.08  # relative standard deviation of one share beside that
-_SHARE_OWN_DRIFT = 0.012  # the same of one share alone
-_OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to independent ones
-_ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
 # acceptance
 _DRAFT_DECAY = 0.98  # weight of an acceptance result, per later draft
 _STEP_DECAY = 0.992  # the same, per later step without a draft
 _PRIOR_DRAFTS = 2.0  # drafts that the prior of an acceptance rate counts for
 _PRIOR_ACCEPTANCE = 0.7
 # changes
-_CHANGE_DECAY = 0.8  # of the sum that detects changes
-_CHANGE_LIMIT = 3.2  # standard deviations of that sum which are a change
 _KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
 _KEPT_OF_OTHER_TEXT = 0.5  # weight of acceptance in earlier requests
-_CHANGE_OF_TEXT = 0.3  # variance that a new text adds to the differences of missing shares, relative to the prior
-_CHANGE_OF_LEVEL = 0.5  # relative change of all missing shares from one text to the next
-_OTHER_RUN = 0.3  # relative change of costs and shares from one run to the next
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One finished step of a sequence that did not read a prompt."""
-
-    k: int  # draft tokens that were asked for
-    drafted: int  # draft tokens that were proposed
-    accepted: int
-    seconds: float  # since the end of the step before, without the time between steps
-    needed: float  # routed experts, over all layers
-    missing: float  # of these, experts that were loaded for this step
-    disturbed: bool = False  # contains work of another K, such as reading tokens that the draft has not seen
-
-
-@dataclass(frozen=True, slots=True)
-class CostPrior:
-    """Costs that are known before the first step, in seconds."""
-
-    base: float  # a step of one row, every expert resident
-    load: float  # one missing expert
-    row: float  # one draft token: its draft pass, and its row of the verification
-
-
-class LinearFilter:
-    """Kalman filter of a vector that drifts: `condition` learns from one measured linear combination of it."""
-
-    def __init__(self, mean: np.ndarray, covariance: np.ndarray) -> None:
-        self.mean = mean  # [n]
-        self.covariance = covariance  # [n, n]
-
-    def drift(self, covariance: np.ndarray) -> None:
-        """Let the vector change by noise of this covariance."""
-        self.covariance = self.covariance + covariance
-
-    def condition(self, inputs: np.ndarray, value: float, variance: float) -> None:
-        """Learn that `inputs` @ vector is `value`, measured with this variance."""
-        gain = self.covariance @ inputs
-        total = variance + float(inputs @ gain)
-        if total > 0.0:
-            self.mean = self.mean + gain * ((value - float(inputs @ self.mean)) / total)
-            self.covariance = self.covariance - np.outer(gain, gain / total)
-
-    def variance(self, inputs: np.ndarray) -> float:
-        """Return the variance of `inputs` @ vector."""
-        return max(0.0, float(inputs @ self.covariance @ inputs))
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {"mean": self.mean.tolist(), "covariance": self.covariance.tolist()}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], size: int) -> Self:
-        """Return the filter of a state; raise ValueError if its values are unusable."""
-        mean, covariance = np.array(state["mean"], dtype=float), np.array(state["covariance"], dtype=float)
-        if mean.shape != (size,) or covariance.shape != (size, size):
-            raise ValueError("the state has another size")
-        if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and (covariance.diagonal() >= 0).all()):
-            raise ValueError("the state has values that are no numbers")
-        return cls(mean, covariance)
-
-
-class ChangeDetector:
-    """Decaying sum of normalized deviations; reports when it is too large to be chance."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._limit = _CHANGE_LIMIT / math.sqrt(1 - _CHANGE_DECAY**2)
-
-    def add(self, deviation: float) -> bool:
-        """Add a deviation in standard deviations; return whether something has changed, and start again if so."""
-        self._sum = _CHANGE_DECAY * self._sum + max(-3.0, min(3.0, deviation))
-        changed = abs(self._sum) > self._limit
-        if changed:
-            self._sum = 0.0
-        return changed
 
 
 class AcceptanceModel:
@@ -205,29 +102,6 @@ class AcceptanceModel:
         return found
 
 
-class RoutingModel:
-    """Number of experts that several rows need: that of even routing over as many experts as this text seems to use."""
-
-    def __init__(self, layers: int, experts_per_layer: int, top_k: int) -> None:
-        self.in_use = float(experts_per_layer)  # from top_k, if all rows share their experts, to all experts
-        self._layers, self._most, self._top_k = layers, float(experts_per_layer), float(top_k)
-        self._weight = 0.0
-
-    def learn(self, rows: int, needed: float) -> None:
-        """Count a step of several rows that needed so many experts, over all layers."""
-        low, high, each = self._top_k, self._most, needed / self._layers
-        for _ in range(8):  # `needed` grows with the experts in use
-            middle = (low + high) / 2
-            low, high = (middle, high) if expected_experts(middle, self._top_k, rows) < each else (low, middle)
-        self._weight = _ROUTING_DECAY * self._weight + 1
-        self.in_use += (high - self.in_use) / self._weight
-
-    def needed(self, rows: np.ndarray) -> np.ndarray:
-        """Return the experts that so many rows need, over all layers."""
-        found: np.ndarray = self._layers * self.in_use * (1 - (1 - self._top_k / self.in_use) ** rows)
-        return found
-
-
 class Governor:
     """Chooser of K, updated after every step; `current` is the K of the next step."""
 
@@ -237,20 +111,9 @@ class Governor:
         self.lengths = tuple(k for k in LENGTHS if k <= most)
         self.current = 0
         self.acceptance = AcceptanceModel(most)
+        self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
-        log_rows = np.log(self._ks + 1.0)
-        # prior covariance of the missing shares, beside what they have in common, relative to their square
-        self._share_differences = _SHARE_SLOPE**2 * np.outer(log_rows, log_rows) + _SHARE_ERROR**2 * np.eye(
-            len(log_rows)
-        )
-        self._counts_needed = False  # whether steps report the experts that they need
-        self._routing = RoutingModel(layers, experts_per_layer, top_k)
-        self._shares: LinearFilter | None = None  # of missing experts, by K
-        self._costs: LinearFilter | None = None  # base, load, row, expert, then e_K by K
-        self._noise = _NOISE**2
-        self._outliers = 0
-        self._change = ChangeDetector()
         self._plain_steps: list[StepReport] = []  # not learned from yet
         self._settled = 0  # the K that is not a trial
         self._trial_left = 0  # steps
@@ -263,16 +126,8 @@ class Governor:
         self._settled_cost = 0.0  # seconds per token with the settled K
         self.plain_cost: float | None = None  # expected seconds per token of plain decoding; None: not known yet
         self.steps = 0  # that were learned from
-        if prior is not None:
-            self._start_costs(prior.base, prior.load, prior.row, prior.base)
 
     # ---- estimates
-
-    @property
-    def _known_costs(self) -> LinearFilter:
-        if self._costs is None:
-            raise ValueError("no step was reported yet, so nothing is known of any K")
-        return self._costs
 
     def estimates(self) -> Estimates:
         """Return what is expected of every K."""
@@ -283,19 +138,7 @@ class Governor:
         # derivative of log tokens(K) by each rate: everything from its position on is proportional to it
         later = (totals[self._ks][:, None] - totals[None, :-1]).clip(min=0.0)
         token_gradient = later / rates / tokens[:, None]
-        needed = self._routing.needed(self._ks + 1.0)
-        shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
-        missing = needed * shares
-        missing = rate * missing + (1 - rate) * missing[0]
-        inputs = np.zeros((len(self._ks), _RATES + len(self._ks)))
-        inputs[:, 0], inputs[:, 1], inputs[:, 2] = 1.0, missing, rate * self._ks
-        inputs[:, 3] = rate * needed + (1 - rate) * needed[0] if self._counts_needed else 0.0
-        inputs[:, _RATES:] = rate * np.eye(len(self._ks))
-        inputs[:, _RATES] += 1 - rate
-        costs = self._known_costs.mean
-        plain = inputs[:, :_RATES] @ costs[:_RATES]
-        seconds = np.maximum(inputs @ costs, 0.1 * plain + 1e-9)
-        return Estimates(tokens, seconds, token_gradient, inputs, needed)
+        return Estimates(tokens, token_gradient, self.costs.steps(rate))
 
     def cost(self, k: int) -> float:
         """Return the expected seconds per token with K draft tokens."""
@@ -319,14 +162,7 @@ class Governor:
         tokens = found.token_gradient - found.token_gradient[other]
         rates = self.acceptance.rates()
         variance = (tokens**2) @ self.acceptance.variances(rates)
-        relative = found.inputs / found.seconds[:, None]
-        relative = relative - relative[other]
-        variance = variance + ((relative @ self._known_costs.covariance) * relative).sum(axis=1)
-        if self._shares is not None:
-            load = self._known_costs.mean[1] * self.acceptance.proposal_rate
-            part = np.diag(load * found.needed / found.seconds)
-            part = part - part[other]
-            variance = variance + ((part @ self._shares.covariance) * part).sum(axis=1)
+        variance = variance + self.costs.ratio_variances(found.steps, other)
         deviations: np.ndarray = np.sqrt(np.maximum(variance, 0.0))
         return deviations
 
@@ -336,10 +172,7 @@ class Governor:
         """Take note that another text begins: its acceptance and its locality may differ."""
         self._plain_steps.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
-        if self._shares is not None:
-            mean = self._shares.mean
-            differences = _CHANGE_OF_TEXT * float(mean.mean()) ** 2 * self._share_differences
-            self._shares.drift(_CHANGE_OF_LEVEL**2 * np.outer(mean, mean) + differences)
+        self.costs.begin_text()
         self._expect_change()
 
     def learn(self, step: StepReport) -> None:
@@ -359,97 +192,11 @@ class Governor:
                 self._expect_change()
         else:
             self.acceptance.forget(_STEP_DECAY**weight)
-        if 0.0 < step.seconds < math.inf and step.drafted in self._index:
-            self._learn_missing(step, weight)
-            if not step.disturbed:
-                self._learn_seconds(step, weight)
-        if self._costs is not None:
+        if self.costs.learn(step, weight, first=self._steps_at == 1):
+            self._expect_change()
+        if self.costs.known:
             self._spend(step, weight)
             self._choose()
-
-    def _learn_missing(self, step: StepReport, weight: float) -> None:
-        if step.needed <= 0:  # every expert is resident, and nobody asks the host for them
-            return
-        self._counts_needed = True
-        if step.drafted:
-            self._routing.learn(step.drafted + 1, step.needed)
-        share = step.missing / step.needed
-        if self._shares is None:
-            if not step.missing:
-                return
-            scale = share**2
-            covariance = scale * (0.5 + self._share_differences)
-            self._shares = LinearFilter(share * (self._ks + 1.0) ** _SHARE_EXPONENT, covariance)
-            return
-        filter, at = self._shares, self._index[step.drafted]
-        mean = filter.mean
-        level = max((float(mean[at]) + share) / 2, 0.25 / step.needed)
-        drift = _SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2)
-        filter.drift(weight * drift)
-        variance = _OVERDISPERSION * level * max(0.05, 1 - level) / step.needed / weight
-        if self._steps_at == 1:  # the slots hold what another K has left
-            variance *= 4
-        inputs = np.zeros(len(self._ks))
-        inputs[at] = 1.0
-        filter.condition(inputs, share, variance)
-        filter.mean = np.clip(filter.mean, 0.0, 1.0)
-
-    def _inputs(self, step: StepReport) -> np.ndarray:
-        inputs = np.zeros(_RATES + len(self._ks))
-        inputs[:_RATES] = 1.0, step.missing, step.drafted, step.needed
-        inputs[_RATES + self._index[step.drafted]] = 1.0
-        return inputs
-
-    def _learn_seconds(self, step: StepReport, weight: float) -> None:
-        if self._costs is None:
-            each = step.seconds / (1 + 0.1 * step.drafted)
-            loads = 0.5 * each if step.missing else 0.0
-            per_load = loads / step.missing if step.missing else 0.1 * each
-            self._start_costs(each - loads, per_load, 0.1 * each, each)
-            return
-        costs, inputs = self._costs, self._inputs(step)
-        expected = max(0.1 * float(costs.mean[:_RATES] @ inputs[:_RATES]), float(inputs @ costs.mean), 1e-9)
-        ratio = step.seconds / expected
-        if not 1 / _OUTLIER < ratio < _OUTLIER:
-            self._outliers += 1
-            if self._outliers < _OUTLIERS_OF_A_CHANGE:
-                return
-            costs.mean, costs.covariance = ratio * costs.mean, ratio**2 * costs.covariance
-            self._widen(0.3)
-            self._outliers = 0
-            return
-        self._outliers = 0
-        deviation = math.log(ratio)
-        if self._change.add(deviation / math.sqrt(self._noise / weight + costs.variance(inputs) / expected**2)):
-            self._widen(0.3)
-        self._noise += 0.05 * (min(weight * deviation * deviation, 9 * self._noise) - self._noise)
-        self._noise = max(0.02**2, min(0.3**2, self._noise))
-        drift = np.full(len(inputs), _OWN_DRIFT * expected)
-        drift[:_RATES] = _COST_DRIFT * expected / (1.0 + inputs[:_RATES])
-        costs.drift(weight * np.diag(drift**2))
-        costs.condition(inputs, step.seconds, self._noise * expected**2 / weight)
-        for i in range(_RATES):  # no cost is negative
-            if costs.mean[i] < 0.0:
-                single = np.zeros(len(inputs))
-                single[i] = 1.0
-                costs.condition(single, 0.0, abs(float(costs.covariance[i, i])))
-                costs.mean[i] = max(0.0, costs.mean[i])
-
-    def _start_costs(self, compute: float, load: float, row: float, seconds: float) -> None:
-        """Start from a step of plain decoding that takes `seconds`, of which `compute` without loads."""
-        experts = float(self._routing.needed(np.ones(1))[0])
-        rates = [(1 - _EXPERT_SHARE) * compute, load, row, _EXPERT_SHARE * compute / experts]
-        deviations = [0.5 * seconds, 0.5 * load, 0.2 * seconds, _EXPERT_SHARE * seconds / experts]
-        own = len(self._ks)
-        covariance = np.diag(np.array(deviations + [_OWN_ERROR * seconds] * own) ** 2)
-        self._costs = LinearFilter(np.array(rates + [0.0] * own), covariance)
-
-    def _widen(self, share: float) -> None:
-        costs = self._known_costs
-        common = np.zeros(len(costs.mean))
-        common[:_RATES] = share * costs.mean[:_RATES]
-        self._expect_change()
-        costs.drift(np.outer(common, common) + np.diag((0.5 * common) ** 2))
 
     def _expect_change(self) -> None:
         """Try other lengths soon."""
@@ -459,50 +206,39 @@ class Governor:
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, as plain values for JSON."""
-        acceptance, costs, shares = self.acceptance, self._costs, self._shares
+        acceptance = self.acceptance
         return {
             "lengths": list(self.lengths),
             "settled": self._settled,
-            "experts_in_use": self._routing.in_use,
             "reached": acceptance.reached.tolist(),
             "accepted": acceptance.accepted.tolist(),
             "asked": acceptance.asked,
             "proposed": acceptance.proposed,
-            "costs": None if costs is None else costs.state(),
-            "shares": None if shares is None else shares.state(),
+            **self.costs.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Start from what another governor has learned, with less weight; return False if the state is unusable."""
         try:
-            costs = LinearFilter.restored(state["costs"], _RATES + len(self._ks))
-            shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
             counts = np.array([state["reached"], state["accepted"]], dtype=float)
-            asked, proposed, in_use = (float(state[name]) for name in ("asked", "proposed", "experts_in_use"))
+            asked, proposed = float(state["asked"]), float(state["proposed"])
             settled = int(state["settled"])
-        except (KeyError, TypeError, ValueError):
-            return False
-        most = len(self.acceptance.reached)
-        valid = (
-            list(state["lengths"]) == list(self.lengths)
-            and counts.shape == (2, most)
-            and bool(np.isfinite(counts).all() and (counts >= 0).all() and (counts[1] <= counts[0]).all())
-            and 0 <= proposed <= asked < math.inf
-            and 1 <= in_use < math.inf
-            and settled in self._index
-        )
-        if not valid:
-            return False
-        self._costs, self._shares = costs, shares
-        self._widen(_OTHER_RUN)
-        if shares is not None:
-            shares.drift(
-                np.outer(shares.mean, shares.mean) * _OTHER_RUN**2 + np.diag((0.5 * _OTHER_RUN * shares.mean) ** 2)
+            most = len(self.acceptance.reached)
+            valid = (
+                list(state["lengths"]) == list(self.lengths)
+                and counts.shape == (2, most)
+                and bool(np.isfinite(counts).all() and (counts >= 0).all() and (counts[1] <= counts[0]).all())
+                and 0 <= proposed <= asked < math.inf
+                and settled in self._index
             )
+            if not valid:
+                return False
+            self.costs.restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
         self.acceptance.reached, self.acceptance.accepted = counts
         self.acceptance.asked, self.acceptance.proposed = asked, proposed
         self.acceptance.forget(_KEPT_AT_CHANGE)
-        self._routing.in_use = in_use
         self.current = self._settled = settled
         self._first_budget = 0.5 * _FIRST_BUDGET
         return True
@@ -546,7 +282,7 @@ class Governor:
         if self.plain_cost is None or self._budget is None:
             self.plain_cost = self._settled_cost = self.cost(0)
             self._budget = self._first_budget * self.plain_cost
-        longest = _OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
+        longest = OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
         seconds = min(step.seconds, longest)
         self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * weight * seconds)
         if self._trial_left:
@@ -594,9 +330,9 @@ class Governor:
 
     def _step_variance(self, found: Estimates, i: int) -> float:
         """Return the variance of log cost(K) as one step measures it."""
-        missing = float(found.inputs[i, 1])
-        loads = float(self._known_costs.mean[1]) / float(found.seconds[i])
-        return self._noise + loads**2 * _OVERDISPERSION * missing + (0.15 if i else 0.0)
+        missing = float(found.steps.inputs[i, 1])
+        loads = self.costs.load / float(found.seconds[i])
+        return self.costs.noise + loads**2 * OVERDISPERSION * missing + (0.15 if i else 0.0)
 
 
 def _mean_report(steps: Sequence[StepReport]) -> StepReport:
@@ -618,13 +354,16 @@ def expected_gain(mean: float, deviation: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Expected tokens and seconds of a step, by index of K, and their derivatives."""
+    """Expected tokens and seconds of a step, by index of K."""
 
     tokens: np.ndarray  # [lengths]
-    seconds: np.ndarray  # [lengths]
     token_gradient: np.ndarray  # [lengths, positions], of log tokens by the acceptance rates
-    inputs: np.ndarray  # [lengths, costs], of seconds by the costs
-    needed: np.ndarray  # [lengths], experts
+    steps: StepSeconds
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of a step."""
+        return self.steps.seconds
 
     @property
     def costs(self) -> np.ndarray:

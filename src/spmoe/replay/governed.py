@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from spmoe.predict.governor import Governor, StepReport
+from spmoe.predict.costs import StepReport
+from spmoe.predict.governor import Governor
 from spmoe.replay.replay import ReplayConfig
 from spmoe.replay.text import Chooser, DecodedStep, DecodedText, ReplayText, StepTimes, TextDecoder
 from spmoe.replay.trace import Shape
