@@ -6,9 +6,11 @@ layer of the model that runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,13 +48,15 @@ class Residency(Enum):
 class PrefetchRequest(NamedTuple):
     """A prediction that an expert is needed: `score` in [0, 1], needed before layer `deadline` runs.
 
-    A request without `fetch` loads nothing; it tells the eviction policy to keep the expert if it is resident.
+    A request without `fetch` loads nothing; it tells the eviction policy to keep the expert if it is resident. Only
+    residents whose chance of use is below `worth` are evicted for it, if the eviction policy knows such chances.
     """
 
     key: ExpertKey
     score: float
     deadline: int
     fetch: bool = True
+    worth: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class PrefetchRequests:
     scores: np.ndarray  # float64 [requests]
     deadlines: np.ndarray  # int64 [requests]
     fetch: np.ndarray  # bool [requests]
+    worth: np.ndarray | None = None  # float64 [requests]; None: any request may evict whatever scores less
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -77,7 +82,7 @@ class PrefetchRequests:
                 best[request.key] = request
         if not best:
             return NO_PREFETCHES
-        keys, scores, deadlines, fetch = zip(*best.values(), strict=True)
+        keys, scores, deadlines, fetch, _ = zip(*best.values(), strict=True)
         layers, experts = np.array(keys).T
         return cls(layers, experts, np.array(scores), np.array(deadlines), np.array(fetch))
 
@@ -91,17 +96,33 @@ class PrefetchRequests:
         layers = self.layers  # `argmin` is faster than `min` for few elements
         return layers.item(layers.argmin()), layers.item(layers.argmax())
 
+    def worth_of(self, worth: np.ndarray) -> PrefetchRequests:
+        """Return the requests with these values of `worth`."""  # worth: float64 [requests]
+        return replace(self, worth=worth)
+
     def where(self, kept: np.ndarray | slice) -> PrefetchRequests:
-        """Return some of the requests."""  # kept: bool [requests], or a range
-        columns = (self.layers, self.experts, self.scores, self.deadlines, self.fetch)
-        return PrefetchRequests(*(column[kept] for column in columns))
+        """Return some of the requests."""  # kept: bool [requests], indices, or a range
+        worth = None if self.worth is None else self.worth[kept]
+        return PrefetchRequests(
+            self.layers[kept], self.experts[kept], self.scores[kept], self.deadlines[kept], self.fetch[kept], worth
+        )
 
     def __iter__(self) -> Iterator[PrefetchRequest]:
         keys = map(ExpertKey, self.layers.tolist(), self.experts.tolist())
-        return map(PrefetchRequest, keys, self.scores.tolist(), self.deadlines.tolist(), self.fetch.tolist())
+        worth = repeat(math.inf) if self.worth is None else self.worth.tolist()
+        return map(PrefetchRequest, keys, self.scores.tolist(), self.deadlines.tolist(), self.fetch.tolist(), worth)
 
 
 NO_PREFETCHES = PrefetchRequests(*(np.zeros(0, dtype) for dtype in (int, int, float, int, bool)))
+
+
+class Admission(Protocol):
+    """Decides which predicted experts are loaded ahead of demand."""
+
+    def admit(self, requests: PrefetchRequests, absent: np.ndarray, layer: int) -> PrefetchRequests:
+        """Return the requests to load, of those that are absent; `layer` runs, or -1 while the draft does."""
+        # absent: bool [requests]
+        ...
 
 
 class Routing(NamedTuple):

@@ -33,6 +33,8 @@ from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
+from spmoe.predict.admission import PrefetchAdmission
+from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
 from spmoe.predict.governor import Governor
 from spmoe.predict.policies import require_no_recording
@@ -218,34 +220,46 @@ class Engine:
 
     def _make_loop(self, policy: PrefetchPolicy | None = None) -> Loop:
         config, parts, drafter = self.config, self.parts, self.active_drafter
+        policy = policy or self.prefetching.policy
+        governor, rates, admission = self._deciders(policy)
         return Loop(
             parts.models.target,
             drafter,
-            policy or self.prefetching.policy,
+            policy,
             parts.experts,
             parts.clock,
             config.max_draft_tokens if drafter.proposes else 0,
             config.prefill_chunk,
             parts.target_kv,
-            self._governor(),
+            rates,
+            governor,
+            admission,
             self._add_notice,
         )
 
-    def _governor(self) -> Governor | None:
-        """Return the object that chooses K, with what it has learned in this and earlier runs; None if K is fixed."""
-        config, parts, known = self.config, self.parts, self.learned.governors
-        if config.num_speculative_tokens != "auto" or not parts.drafter.proposes:
-            return None
-        inputs = cutoff_inputs(self.spec, self.target.top_k, self.slots, usual_draft_tokens("auto"))
+    def _deciders(self, policy: PrefetchPolicy) -> tuple[Governor | None, Rates, PrefetchAdmission | None]:
+        """Return what chooses K (None: fixed), the rates of a step's parts, and what admits prefetches (None: all).
+
+        They continue from what they have learned in this and earlier runs.
+        """
+        config, parts, learned = self.config, self.parts, self.learned
+        k = usual_draft_tokens(config.num_speculative_tokens)
+        inputs = cutoff_inputs(self.spec, self.target.top_k, self.slots, k)
         file = governor_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
-        if file not in known:
-            profile = self.prefetching.profile
-            prior = None if profile is None else cost_prior(profile, inputs)
-            known[file] = Governor(
-                config.max_draft_tokens, inputs.layers, inputs.experts_per_layer, inputs.top_k, prior
-            )
-            read_governor(file, known[file])
-        return known[file]
+        shape = (inputs.layers, inputs.experts_per_layer, inputs.top_k)
+        profile = self.prefetching.profile
+        prior = None if profile is None else cost_prior(profile, inputs)
+        governor = None
+        if config.num_speculative_tokens == "auto" and parts.drafter.proposes:
+            if file not in learned.governors:
+                learned.governors[file] = Governor(config.max_draft_tokens, *shape, prior)
+                read_governor(file, learned.governors[file])
+            governor = learned.governors[file]
+            learned.rates[file] = governor.costs.rates
+        rates = learned.rates.setdefault(file, Rates.of(prior, inputs.layers))
+        if not policy.admits:
+            return governor, rates, None
+        return governor, rates, learned.admissions.setdefault(file, PrefetchAdmission(*shape, rates))
 
     def _change_eviction(self, config: EngineConfig, learned: LearnedState | None) -> None:
         name, known = config.eviction_policy, (learned or self.learned).evictions

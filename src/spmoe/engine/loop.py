@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from collections.abc import Sequence as Collection
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +19,20 @@ from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.costs import StepReport
+from spmoe.predict.admission import PrefetchAdmission
+from spmoe.predict.costs import Rates, StepReport
 from spmoe.predict.governor import Governor
 from spmoe.predict.policies.base import PrefetchPolicy
-from spmoe.types import Draft, DraftOutcome, LayerChunk, Routing, Sequence, Stage, VerifyResult
+from spmoe.types import (
+    Draft,
+    DraftOutcome,
+    LayerChunk,
+    PrefetchRequests,
+    Routing,
+    Sequence,
+    Stage,
+    VerifyResult,
+)
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.sampling import SamplingVerifier
@@ -29,9 +41,10 @@ from spmoe.verify.sampling import SamplingVerifier
 class PolicyObservers:
     """Shows hidden states to the prefetch policy, and queues the prefetch requests that it returns."""
 
-    def __init__(self, policy: PrefetchPolicy, experts: Experts) -> None:
+    def __init__(self, policy: PrefetchPolicy, experts: Experts, admission: PrefetchAdmission | None) -> None:
         self._policy = policy
         self._experts = experts
+        self._admission = admission  # None: every request is loaded
 
     def observer(self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
         """Return an observer of a forward of this stage; None if the policy does not look at it."""
@@ -40,7 +53,7 @@ class PolicyObservers:
 
         def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
             chunk = LayerChunk(stage, depths, depth_count, residual, routing)
-            self._experts.scheduler.request(self._policy.on_chunk(chunk))
+            self._experts.scheduler.request(self._policy.on_chunk(chunk), self._admission)
 
         key = self._policy.name if immediate else ""
         return LayerObserver(chunks, partial(self._policy.predict_routing, stage), show, key, immediate)
@@ -78,6 +91,15 @@ class Stopwatch:
         self._ended = self._clock.now()
 
 
+class StepStart(NamedTuple):
+    """Counts when a step began."""
+
+    loads: int  # useful ones
+    asked: int
+    demand_loads: int
+    stall_seconds: float
+
+
 class Loop:
     """Runs steps with one drafter and one prefetch policy."""
 
@@ -91,7 +113,9 @@ class Loop:
         max_draft_tokens: int,
         prefill_chunk: int,
         target_kv: MutableMapping[int, KvState],
+        rates: Rates,
         governor: Governor | None = None,
+        admission: PrefetchAdmission | None = None,
         add_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
         self.target = target
@@ -99,25 +123,29 @@ class Loop:
         self.policy = policy
         self.max_draft_tokens = max_draft_tokens  # K, or its upper bound if the governor chooses it
         self.governor = governor  # chooses K; None: K is fixed
+        self.rates = rates  # of a step's parts, learned from every step
+        self._admission = admission  # of prefetches; None: every prefetch request is loaded
         self._experts = experts
         self._clock = clock
         self._prefill_chunk = prefill_chunk
         self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
-        self._observers = PolicyObservers(policy, experts)
+        self._observers = PolicyObservers(policy, experts, admission)
         self._stopwatch = Stopwatch(clock)
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
         """Draft, predict, prefetch, verify, accept, account; return at most `max_new_tokens` new tokens."""
         self._experts.ledger.charge(sequence.counters)
         started, counters = self._clock.now(), self._experts.ledger.counters
-        loads, asked = counters.useful_loads, counters.asked
+        before = StepStart(counters.useful_loads, counters.asked, counters.demand_loads, counters.stall_seconds)
         self._stopwatch.begin_step(sequence.id)
-        self._experts.step.begin(sequence.id, self.policy.on_routed)
+        self._experts.step.begin(sequence.id, self._on_routed)
+        k = self._num_draft_tokens(sequence, max_new_tokens)
+        if self._admission is not None:
+            self._admission.begin_step(k if self._has_read(sequence) else None)
         self._experts.scheduler.request(self.policy.begin_step(sequence.id))
 
-        k = self._num_draft_tokens(sequence, max_new_tokens)
         draft = self._draft(sequence, k)
         drafted = self._clock.now()
         self._experts.scheduler.finish_draft()
@@ -126,11 +154,11 @@ class Loop:
         self._experts.step.end()
         result = self._judge(sequence, draft, output)
         self._experts.step.finish_compute()
-        self._learn(sequence, k, draft, result, loads, asked)
+        self._learn(sequence, k, draft, result, before, drafted)
 
         new = self._accept(sequence, draft, result)
         self._launch_next(sequence, max_new_tokens - len(new))
-        self._account(draft, result, loads, started, drafted)
+        self._account(draft, result, before.loads, started, drafted)
         self._stopwatch.end_step(k)
         return new
 
@@ -179,7 +207,7 @@ class Loop:
 
     def _num_draft_tokens(self, sequence: Sequence, max_new_tokens: int) -> int:
         """Return K for the next step: fewer at the end of a request or before LongRoPE switches; 0 for a prompt."""
-        if sequence.id not in self._target_kv or not sequence.drafts:
+        if not self._has_read(sequence) or not sequence.drafts:
             return 0
         k = self.max_draft_tokens
         if self.governor is not None:
@@ -187,23 +215,40 @@ class Loop:
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
         return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
 
-    def _learn(self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, loads: int, asked: int) -> None:
-        """Report the step to the governor; `loads`, `asked`: counts before it."""
+    def _has_read(self, sequence: Sequence) -> bool:
+        """Return whether the target has read the sequence's prompt."""
+        return sequence.id in self._target_kv
+
+    def _on_routed(self, layer: int, experts: Collection[int]) -> PrefetchRequests:
+        """Show the routed experts of a layer to everything that learns from them."""
+        if self._admission is not None:
+            self._admission.on_routed(layer, experts)
+        return self.policy.on_routed(layer, experts)
+
+    def _learn(
+        self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, before: StepStart, drafted: float
+    ) -> None:
+        """Learn from a finished step; `drafted`: when its draft was complete."""
         seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
-        if governor is None:
-            return
         if len(sequence.tokens) == sequence.prompt_length:
-            governor.begin_request()
+            if governor is not None:
+                governor.begin_request()
             return
         report = StepReport(
             k,
             len(draft.tokens),
             result.accepted,
             seconds,
-            counters.asked - asked,
-            counters.useful_loads - loads,
+            counters.asked - before.asked,
+            counters.useful_loads - before.loads,
             disturbed=k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None,
+            verify_seconds=min(seconds, self._clock.now() - drafted),
+            stall_seconds=counters.stall_seconds - before.stall_seconds,
+            demanded=counters.demand_loads - before.demand_loads,
         )
+        self.rates.learn(report, len(self.target.moe))
+        if governor is None:
+            return
         governor.learn(report)
         if sequence.speculation is not None:
             sequence.speculation.add(k, result.accepted + 1, seconds, governor.plain_cost)

@@ -20,6 +20,8 @@ from spmoe.models.load import origin_of
 from spmoe.models.loaded import LoadedModels
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Counters
+from spmoe.predict.admission import PrefetchAdmission
+from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import Profile
 from spmoe.predict.governor import Governor
 from spmoe.predict.policies.base import PrefetchPolicy
@@ -35,6 +37,8 @@ class LearnedState:
     evictions: dict[str, Eviction] = field(default_factory=dict)  # by name
     policies: dict[tuple[str, DraftTokens], PrefetchPolicy] = field(default_factory=dict)  # by name and K
     governors: dict[Path, Governor] = field(default_factory=dict)  # by the file that keeps their experience
+    rates: dict[Path, Rates] = field(default_factory=dict)  # by the same file
+    admissions: dict[Path, PrefetchAdmission] = field(default_factory=dict)  # by the same file
     residents: list[ExpertKey] = field(default_factory=list)  # while another state has the slots
     # by cache file, each with the counts that it was learned from
     profiles: dict[Path, tuple[Profile, Counters]] = field(default_factory=dict)

@@ -40,6 +40,7 @@ class Prefetching:
 
     policy: PrefetchPolicy
     config: EngineConfig
+    label: str = ""  # name of the policy, with what it has chosen
     cutoff: int | None = None  # layers, counted from the first, that may be prefetched for; None: no cutoff
     step_budget: int | None = None  # bytes that may be prefetched in one step; None: no bound
     notices: tuple[str, ...] = ()
@@ -87,8 +88,8 @@ def make_prefetching(
     plan = plan_policy(policy_name(config, parts.models.device, parts.memory.slots, spec), context)
     cutoff = _Cutoff()
     if plan.uses_cutoff:
-        cutoff = _find_cutoff(config, parts, learned, drafter.runner)
-        context = replace(context, cutoff=cutoff.layers)
+        cutoff = _find_cutoff(config, parts, learned, drafter.runner, admits=plan.admits)
+        context = replace(context, cutoff=cutoff.layers, copies_per_layer=_copies_per_layer(cutoff.profile))
     policy = plan.build(context)
     if policy.learns:  # reuse the policy that has learned under this configuration
         policy = learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
@@ -100,7 +101,16 @@ def make_prefetching(
     if drafter.proposes and (notice := default_draft_notice(config, plan.name, parts.models.device.type)) is not None:
         notices = (notice, *notices)
     return Prefetching(
-        policy, config, cutoff.layers, budget, notices, cutoff.inputs, cutoff.profile, cutoff.file, cutoff.since
+        policy,
+        config,
+        plan.label(context),
+        cutoff.layers,
+        budget,
+        notices,
+        cutoff.inputs,
+        cutoff.profile,
+        cutoff.file,
+        cutoff.since,
     )
 
 
@@ -159,11 +169,22 @@ class _Cutoff:
     notices: tuple[str, ...] = ()
 
 
-def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState, draft: ModelRunner | None) -> _Cutoff:
-    """Choose the cutoff from a profile, which is measured if there is none yet."""
+def _copies_per_layer(profile: Profile | None) -> float | None:
+    if profile is None or not profile.seconds_per_expert:
+        return None
+    return profile.verify_seconds_per_layer / profile.seconds_per_expert
+
+
+def _find_cutoff(
+    config: EngineConfig, parts: EngineParts, learned: LearnedState, draft: ModelRunner | None, *, admits: bool
+) -> _Cutoff:
+    """Choose the cutoff from a profile, which is measured if there is none yet.
+
+    `admits`: admission needs the profile too, whatever the cutoff is and whether or not there is a draft.
+    """
     target, usual = parts.models.target, usual_draft_tokens(config.num_speculative_tokens)
     inputs = cutoff_inputs(parts.models.spec, target.top_k, parts.memory.slots, usual)
-    if config.cutoff.mode is CutoffMode.FIXED or draft is None:
+    if not admits and (config.cutoff.mode is CutoffMode.FIXED or draft is None):
         return _Cutoff(choose_cutoff(config.cutoff, None, inputs), inputs)
     file = profile_path(profile_settings(config, parts.models.checkpoint, parts.draft_checkpoint, inputs))
     profile, counts = learned.profiles.get(file, (read_profile(file), Counters()))
@@ -173,7 +194,7 @@ def _find_cutoff(config: EngineConfig, parts: EngineParts, learned: LearnedState
         write_profile(file, profile, parts.origins)
     since = parts.experts.ledger.counters.minus(counts)
     notices: list[str | None] = []
-    if parts.models.device.type != "cpu":  # there, passes are measured for any policy; see `compute_times`
+    if parts.models.device.type != "cpu" and draft is not None:  # on a CPU, `compute_times` measures it for any policy
         drafted = profile.draft_layers * profile.draft_seconds_per_layer
         verified = inputs.layers * profile.verify_seconds_per_layer
         notices.append(slow_draft_notice(str(config.resolved_draft), usual, drafted, verified, verified))

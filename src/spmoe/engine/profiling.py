@@ -31,8 +31,8 @@ from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
-from spmoe.predict.cutoff import CutoffInputs, Profile
 from spmoe.predict.costs import CostPrior
+from spmoe.predict.cutoff import CutoffInputs, Profile
 from spmoe.predict.governor import USUAL, Governor
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
@@ -254,7 +254,7 @@ def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int,
 
 def measure(
     target: Target,
-    draft: ModelRunner,
+    draft: ModelRunner | None,
     experts: Experts,
     inputs: CutoffInputs,
     clock: Clock,
@@ -262,17 +262,20 @@ def measure(
 ) -> Profile:
     """Time draft passes of one row, verification passes without their stalls, and loads of a layer's experts.
 
-    `synchronize` waits for a device that computes and copies asynchronously. Passes use the fastest time, since
+    `draft` is None if no model drafts. `synchronize` waits for a device that computes and copies asynchronously.
+    Passes use the fastest time, since
     anything above it is other work on the machine.
     """
     timer = Timer(experts, clock, synchronize)
     batch = range(min(inputs.slots, inputs.experts_per_layer))
     loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
     per_expert = [one.seconds / one.loads for one in loads if one.loads]
-    verified, drafted = timer.passes(target, inputs.draft_tokens + 1), timer.passes(draft, 1)
+    verified = timer.passes(target, inputs.draft_tokens + 1)
+    depth = 0 if draft is None else draft.depth_count
+    drafted = 0.0 if draft is None else min(one.compute_seconds for one in timer.passes(draft, 1)) / depth
     return Profile(
-        min(one.compute_seconds for one in drafted) / draft.depth_count,
-        draft.depth_count,
+        drafted,
+        depth,
         min(one.compute_seconds for one in verified) / inputs.layers,
         median(per_expert) if per_expert else 0.0,
         inputs.free_slots,

@@ -7,6 +7,7 @@ question about a layer or about all layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,16 +103,20 @@ class ExpertCache:
             pinned.is_pinned = False
             self._layer_pins[pinned.layer] -= 1
 
-    def reserve(self, key: ExpertKey) -> Reservation | None:
+    def reserve(self, key: ExpertKey, worth: float = math.inf) -> Reservation | None:
         """Take a slot for an ABSENT key that is prefetched, LOADING from then on; None if no slot may be taken.
 
-        Only residents that the eviction policy scores below the prefetched expert are evicted for it.
+        Only residents that the eviction policy scores below the prefetched expert are evicted for it, and only those
+        whose chance of use is below `worth`, if its scores are such chances.
         """
         if key in self._entries:
             raise ValueError(f"{key} already has a slot")
         evicted = None
         if not self._free:
-            victims = self.eviction.victims(1, self._not_evictable(), self.eviction.score(key), key.layer)
+            below = self.eviction.score(key)
+            if self.eviction.scores_are_chances:
+                below = min(below, worth)
+            victims = self.eviction.victims(1, self._not_evictable(), below, key.layer)
             if victims is None:
                 return None
             evicted = self._remove(victims[0])

@@ -5,6 +5,7 @@ Every change of an expert's residency happens here, under the lock; no thread wa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,10 +222,13 @@ class ExpertPool:
 
     # ---- prefetch
 
-    def reserve(self, key: ExpertKey) -> Entry | None:
-        """Take a slot for a prefetched expert; None if the eviction policy scores every resident higher."""
+    def reserve(self, key: ExpertKey, worth: float = math.inf) -> Entry | None:
+        """Take a slot for a prefetched expert; None if the eviction policy scores every resident higher.
+
+        Residents whose chance of use is not below `worth` are not evicted either.
+        """
         with self._lock:
-            if (reservation := self._cache.reserve(key)) is None:
+            if (reservation := self._cache.reserve(key, worth)) is None:
                 return None
             if reservation.evicted is not None and reservation.evicted.prefetched:
                 self._ledger.prefetch_wasted()

@@ -25,7 +25,7 @@ from spmoe.experts.workers import Workers
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Activity, Timeline
-from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests, Residency
+from spmoe.types import Admission, ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
 
 class PrefetchQueue:
@@ -122,8 +122,8 @@ class PrefetchScheduler:
         with self._lock:
             self._queue.drop_all()
 
-    def request(self, requests: PrefetchRequests) -> None:
-        """Queue prefetch requests and start to submit them."""
+    def request(self, requests: PrefetchRequests, admission: Admission | None = None) -> None:
+        """Queue prefetch requests, those that are admitted, and start to submit them."""
         if not len(requests):
             return
         count, started = len(requests), self._clock.now() if self._timeline.recording else None
@@ -136,7 +136,9 @@ class PrefetchScheduler:
                 requests = requests.where(timely)
             resident = self._pool.note_prefetches(requests)
             self._ledger.resident(int(np.count_nonzero(resident)))
-            for request in requests.where(requests.fetch & ~resident):
+            absent = requests.fetch & ~resident
+            admitted = requests.where(absent) if admission is None else admission.admit(requests, absent, self._layer)
+            for request in admitted:
                 self._queue.put(request)
             drafting = self._layer < 0
         if started is not None:
@@ -224,7 +226,7 @@ class PrefetchScheduler:
             if self.step_budget is not None and self._issued_bytes + blob_bytes > self.step_budget:
                 self._queue.drop_all(over_budget=True)
                 break
-            if (entry := self._pool.reserve(request.key)) is None:
+            if (entry := self._pool.reserve(request.key, request.worth)) is None:
                 break  # every resident scores higher; tried again as layers run
             self._queue.discard(request.key)
             self._issued_bytes += blob_bytes

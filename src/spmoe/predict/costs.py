@@ -89,8 +89,13 @@ class Rates:
     layer: float = 0.0  # one verified layer, as far as the link has nothing to do that the layer waits for
     busy: float = 0.0  # share of the verification in which the link copies experts that the step needs
 
+    @classmethod
+    def of(cls, prior: CostPrior | None, layers: int) -> Self:
+        """Return the rates that a prior knows."""
+        return cls() if prior is None else cls(prior.load, prior.row, prior.base / layers)
+
     def learn(self, step: StepReport, layers: int) -> None:
-        """Take note of a step whose parts were measured."""
+        """Take note of a step, if its parts were measured."""
         if not 0.0 < step.verify_seconds <= step.seconds < math.inf:
             return
         if step.missing >= _MIN_LOADS:
@@ -207,9 +212,8 @@ class CostModel:
         top_k: int,
         prior: CostPrior | None = None,
     ) -> None:
-        self.rates = Rates()
+        self.rates = Rates.of(prior, layers)
         self.noise = _NOISE**2  # relative variance of a step's seconds
-        self._layers = layers
         self._ks = np.array(lengths)
         self._index = {k: i for i, k in enumerate(lengths)}
         log_rows = np.log(self._ks + 1.0)
@@ -225,7 +229,6 @@ class CostModel:
         self._change = ChangeDetector()
         if prior is not None:
             self._start(prior.base, prior.load, prior.row, prior.base)
-            self.rates.load, self.rates.draft_pass, self.rates.layer = prior.load, prior.row, prior.base / layers
 
     @property
     def known(self) -> bool:
@@ -288,7 +291,6 @@ class CostModel:
         """
         if not (0.0 < step.seconds < math.inf and step.drafted in self._index):
             return False
-        self.rates.learn(step, self._layers)
         self._learn_missing(step, weight, first)
         return not step.disturbed and self._learn_seconds(step, weight)
 
@@ -386,7 +388,10 @@ class CostModel:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Start from what another run has learned, with less weight; raise ValueError, KeyError or TypeError if unusable."""
+        """Start from what another run has learned, with less weight.
+
+        Raise ValueError, KeyError, TypeError or AttributeError if the state is unusable.
+        """
         costs = LinearFilter.restored(state["costs"], _COEFFICIENTS + len(self._ks))
         shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
         in_use, rates = float(state["experts_in_use"]), Rates(**{k: float(v) for k, v in state["rates"].items()})

@@ -15,6 +15,8 @@ from spmoe.experts.experts import Experts
 from spmoe.observe.clock import VirtualClock
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Timeline
+from spmoe.predict.admission import PrefetchAdmission
+from spmoe.predict.costs import Rates, StepReport
 from spmoe.replay.trace import Shape
 from spmoe.replay.virtual_link import make_link
 from spmoe.types import NO_PREFETCHES, PrefetchRequests
@@ -50,6 +52,8 @@ class ReplayEngine:
         eviction: Eviction,
         step_budget: int | None = None,  # experts that prefetch requests may load per step; None: no limit
         timeline: Timeline | None = None,
+        *,
+        admits: bool = False,  # whether prefetches are admitted one by one
     ) -> None:
         self._clock = VirtualClock()
         self.seconds_per_expert = shape.expert_bytes / bytes_per_second
@@ -57,6 +61,13 @@ class ReplayEngine:
         self._demands_first = shape.chunk_bytes is not None
         self._deferred = NO_PREFETCHES  # predictions of the current layer, submitted after its demand loads
         self._on_routed: OnRouted = _no_requests
+        self._rates, self._layers = Rates(load=self.seconds_per_expert), shape.layers
+        self._admission = (
+            PrefetchAdmission(shape.layers, max(shape.experts), shape.top_k, self._rates) if admits else None
+        )
+        self._k: int | None = None  # of the step; None: it reads a prompt
+        self._began = self._drafted = 0.0
+        self._before = Counters()  # when the step began
         self._link = make_link(self._clock, shape, bytes_per_second)
         blob_bytes = shape.expert_bytes
         self._experts = Experts.build(
@@ -80,9 +91,15 @@ class ReplayEngine:
         """Seconds in which the link was busy."""
         return self._link.busy_seconds()
 
-    def begin_step(self, sequence_id: int, on_routed: OnRouted = _no_requests) -> None:
-        """Begin a step of a sequence; `on_routed` is called with the routed experts of each layer."""
-        self._on_routed = on_routed
+    def begin_step(self, sequence_id: int, on_routed: OnRouted = _no_requests, k: int | None = None) -> None:
+        """Begin a step of a sequence that drafts K tokens, or one that reads a prompt.
+
+        `on_routed` is called with the routed experts of each layer.
+        """
+        self._on_routed, self._k = on_routed, k
+        if self._admission is not None:
+            self._admission.begin_step(k)
+            self._began, self._before = self.now, self.counters.copy()
         self._experts.step.begin(sequence_id, self._after_demands)
 
     def compute(self, seconds: float) -> None:
@@ -91,7 +108,11 @@ class ReplayEngine:
 
     def prefetch(self, requests: PrefetchRequests) -> None:
         """Queue prefetch requests."""
-        self._experts.scheduler.request(requests)
+        self._experts.scheduler.request(requests, self._admission)
+
+    def end_draft(self) -> None:
+        """Take note that the draft is complete."""
+        self._drafted = self.now
 
     def run_layer(
         self,
@@ -110,7 +131,7 @@ class ReplayEngine:
             if self._demands_first:
                 self._deferred = predicted
             else:
-                self._experts.scheduler.request(predicted)
+                self._experts.scheduler.request(predicted, self._admission)
         with closing(self._experts.access.use(layer, experts, shares=shares)) as batches:
             for batch in batches:
                 self._clock.sleep(seconds * len(batch.experts))
@@ -118,6 +139,15 @@ class ReplayEngine:
     def end_step(self) -> None:
         """End the step; requests that still wait are dropped."""
         self._experts.step.end()
+        if self._admission is not None and self._k is not None:
+            counts, verified = self.counters.minus(self._before), self.now - self._drafted
+            self._rates.learn(
+                StepReport(
+                    self._k, self._k, 0, self.now - self._began, counts.asked, counts.useful_loads,
+                    verify_seconds=verified, stall_seconds=counts.stall_seconds, demanded=counts.demand_loads,
+                ),
+                self._layers,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Release the live classes."""
@@ -128,7 +158,10 @@ class ReplayEngine:
             self._experts.scheduler.pump()
 
     def _after_demands(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
-        """Submit what routing lets the policy predict; return what the layer's hidden states predicted before."""
+        """Submit what routing lets the policy predict, then what the layer's hidden states predicted before."""
+        if self._admission is not None:
+            self._admission.on_routed(layer, experts)
         self._experts.scheduler.request(self._on_routed(layer, experts))
         deferred, self._deferred = self._deferred, NO_PREFETCHES
-        return deferred
+        self._experts.scheduler.request(deferred, self._admission)
+        return NO_PREFETCHES

@@ -88,6 +88,7 @@ class ReplayPolicy:
         self.on_accept = self._policy.on_accept
         self.set_cutoff = self._policy.set_cutoff
         self.uses_cutoff = self._policy.uses_cutoff
+        self.admits = self._policy.admits
         self.uses_step_budget = self._policy.uses_step_budget
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:

@@ -181,7 +181,7 @@ class ReplayRun:
         self.policy = ReplayPolicy(config.prefetch, shape, self.plan)
         eviction = make_replay_eviction(config.eviction, shape.experts, self.plan)
         budget = self.slots if self.policy.uses_step_budget else None
-        self.engine = ReplayEngine(shape, self.slots, self.rate, eviction, budget, timeline)
+        self.engine = ReplayEngine(shape, self.slots, self.rate, eviction, budget, timeline, admits=self.policy.admits)
         self._cutoff_inputs = CutoffInputs(shape.layers, max(shape.experts), shape.top_k, self.slots, self.draft_tokens)
         self._profile = self._first_profile()
         self._missing = self._verified = 0  # experts that verified steps had to load, and those steps
@@ -275,13 +275,15 @@ class ReplayRun:
 
 def replay_step(engine: ReplayEngine, policy: ReplayPolicy, step: StepPlan) -> float:
     """Draft, predict, prefetch and verify; return the virtual time at which the draft was complete."""
-    engine.begin_step(step.sequence_id, policy.on_routed)
+    reads_prompt = sum(forward.rows for forward in step.forwards) > step.drafted + 1
+    engine.begin_step(step.sequence_id, policy.on_routed, None if reads_prompt else step.drafted)
     engine.prefetch(policy.begin_step(step.sequence_id))
     for chunk in step.chunks:
         engine.compute(chunk.seconds)
         if (requests := policy.on_prediction(chunk.prediction)) is not None:
             engine.prefetch(requests)
     drafted = engine.now
+    engine.end_draft()
     for forward in step.forwards:
         for layer, experts in enumerate(forward.experts):
             engine.compute(forward.front[layer])

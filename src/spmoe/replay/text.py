@@ -286,7 +286,11 @@ class TextDecoder:
         self._prefetch = config.prefetch
         eviction = make_replay_eviction(eviction_of(config.prefetch, config.eviction), shape.experts, [])
         self._engine = ReplayEngine(
-            shape, slot_count(config.memory, shape), link_rate(config.link_gbps, shape), eviction
+            shape,
+            slot_count(config.memory, shape),
+            link_rate(config.link_gbps, shape),
+            eviction,
+            admits=self._policies[config.prefetch].admits,
         )
         self._sequence_id = -1
 

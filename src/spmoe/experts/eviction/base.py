@@ -17,6 +17,7 @@ class Eviction(Protocol):
     """Observes everything that happens to experts, and chooses victims."""
 
     shape: tuple[int, int]  # MoE layers, and experts of the layer that has most
+    scores_are_chances: bool  # whether a score is the chance, from 0 to 1, that the expert is used soon
 
     def on_insert(self, key: ExpertKey) -> None:
         """Record that an expert got a slot; its copy begins."""
@@ -67,6 +68,7 @@ class ScoredEviction:
     numbered: expert e of layer l is `l * shape[1] + e`.
     """
 
+    scores_are_chances = False
     _swap_margin = 1.0  # share of an expert's score that a resident must score below to be evicted for its prefetch
 
     def __init__(self, experts_per_layer: Sequence[int]) -> None:

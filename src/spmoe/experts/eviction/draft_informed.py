@@ -73,6 +73,8 @@ class DraftInformed(ScoredEviction):
     that score below `swap_margin` times its own score: swapping two equally likely experts would only cost bytes.
     """
 
+    scores_are_chances = True
+
     def __init__(
         self, experts_per_layer: Sequence[int], decay: float = 0.9, discount: float = 0.8, swap_margin: float = 0.8
     ) -> None:

@@ -30,6 +30,15 @@ class PolicyPlan:
         """Whether a cutoff must be known before the policy is built."""
         return any(cls.uses_cutoff for cls in self.classes)
 
+    def label(self, context: PolicyContext) -> str:
+        """Name to show, with what the policies choose in this context."""
+        return "+".join(cls.label(context) for cls in self.classes)
+
+    @property
+    def admits(self) -> bool:
+        """Whether prefetches are admitted one by one."""
+        return any(cls.admits for cls in self.classes)
+
     def build(self, context: PolicyContext) -> PrefetchPolicy:
         """Make the policy; all parts after the first are secondary."""
         first, *others = self.classes

@@ -22,9 +22,11 @@ class CombinedPolicy(PrefetchPolicy):
 
     def __init__(self, parts: Sequence[PrefetchPolicy]) -> None:
         self.parts = tuple(parts)
-        self.name = "+".join(part.name for part in parts)
+        if type(self) is CombinedPolicy:  # a subclass has a name of its own
+            self.name = "+".join(part.name for part in parts)
         self.stages = frozenset().union(*(part.stages for part in parts))
         self.uses_cutoff = any(part.uses_cutoff for part in parts)
+        self.admits = self.admits or any(part.admits for part in parts)
         self.uses_step_budget = any(part.uses_step_budget for part in parts)
         self.learns = any(part.learns for part in parts)
         self._shown = {stage: [part for part in parts if stage in part.stages] for stage in Stage}

@@ -58,6 +58,7 @@ class PolicyContext:
     draft_routes: bool = False  # whether the draft's own routers predict every layer, so that no gate is called
     projection: HiddenStateProjection | None = None  # from the draft's hidden states to the target's
     cutoff: int | None = None  # layers, counted from the first, that may be prefetched for; None: all
+    copies_per_layer: float | None = None  # experts that can be copied while a layer runs; None: not known
     recorded_routing: Callable[[], RecordedRouting] | None = None  # of the request that runs
     unmet: Mapping[Need, str] = field(default_factory=dict)  # needs that cannot be met: reason, or "" for no notice
     secondary: bool = False  # whether the policy supplements another one, and should request only likely experts
@@ -72,6 +73,7 @@ class PrefetchPolicy:
     stages: frozenset[Stage] = frozenset()  # the stages whose hidden states it is shown
     uses_cutoff: bool = False  # whether it heeds `PolicyContext.cutoff` and `set_cutoff`
     uses_step_budget: bool = True  # whether prefetches of one step may not exceed the slots
+    admits: bool = False  # whether its requests are loaded only if that is expected to save time
     learns: bool = False  # whether it learns from requests; the engine then keeps it when it is reconfigured
     eviction: str = "draft-informed"  # the eviction policy that `--eviction auto` pairs with it
 
@@ -84,6 +86,11 @@ class PrefetchPolicy:
     def fallback(cls, context: PolicyContext) -> str | None:
         """Return the policy to use where a need is unmet; None refuses to run."""
         return ON_DEMAND
+
+    @classmethod
+    def label(cls, context: PolicyContext) -> str:
+        """Return the name to show, with what the policy chooses in this context, if it chooses anything."""
+        return cls.name
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:
         """Request experts before anything of a step runs; a sequence's first step reads its prompt."""
