@@ -89,7 +89,10 @@ def make_prefetching(
     cutoff = _Cutoff()
     if plan.uses_cutoff:
         cutoff = _find_cutoff(config, parts, learned, drafter.runner, admits=plan.admits)
-        context = replace(context, cutoff=cutoff.layers, copies_per_layer=_copies_per_layer(cutoff.profile))
+        copies = (
+            None if parts.models.device.type == "cpu" else _copies_per_layer(cutoff.profile)
+        )  # copies take its cores
+        context = replace(context, cutoff=cutoff.layers, copies_per_layer=copies)
     policy = plan.build(context)
     if policy.learns:  # reuse the policy that has learned under this configuration
         policy = learned.policies.setdefault((config.prefetch, config.num_speculative_tokens), policy)
@@ -172,7 +175,7 @@ class _Cutoff:
 def _copies_per_layer(profile: Profile | None) -> float | None:
     if profile is None or not profile.seconds_per_expert:
         return None
-    return profile.verify_seconds_per_layer / profile.seconds_per_expert
+    return profile.layer_seconds / profile.seconds_per_expert
 
 
 def _find_cutoff(

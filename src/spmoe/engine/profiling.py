@@ -125,7 +125,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 def cost_prior(profile: Profile, inputs: CutoffInputs) -> CostPrior:
     """Return the costs of a step that a profile knows."""
     return CostPrior(
-        base=inputs.layers * profile.verify_seconds_per_layer,
+        base=inputs.layers * (profile.layer_seconds or profile.verify_seconds_per_layer),
         load=profile.seconds_per_expert,
         row=profile.draft_layers * profile.draft_seconds_per_layer,
     )
@@ -271,6 +271,7 @@ def measure(
     loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
     per_expert = [one.seconds / one.loads for one in loads if one.loads]
     verified = timer.passes(target, inputs.draft_tokens + 1)
+    plain = timer.passes(target, 1, [0])  # one token again and again, so that its experts are resident
     depth = 0 if draft is None else draft.depth_count
     drafted = 0.0 if draft is None else min(one.compute_seconds for one in timer.passes(draft, 1)) / depth
     return Profile(
@@ -280,6 +281,7 @@ def measure(
         median(per_expert) if per_expert else 0.0,
         inputs.free_slots,
         expert_share=_expert_share(target, verified, experts.pool.blob_bytes, inputs.needed_per_layer),
+        layer_seconds=min(one.compute_seconds for one in plain) / inputs.layers,
     )
 
 

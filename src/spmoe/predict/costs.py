@@ -51,7 +51,8 @@ _WIDER = 0.3  # relative uncertainty of costs that a change adds
 _OTHER_RUN = 0.3  # relative change of costs and shares from one run to the next
 # rates
 _RATE_DECAY = 0.9  # weight of a step's times, per later step
-_LOAD_DRIFT = 1.02  # growth per step of a load's time, until a step shows that a load is faster
+_LOAD_DRIFT = 1.02  # largest growth of a load's time per step
+_LINK_BOUND = 0.8  # share of a step in which the link is busy, from which on the step shows how fast loads are
 _MIN_LOADS = 4  # of a step that says how fast loads are
 
 
@@ -100,7 +101,10 @@ class Rates:
             return
         if step.missing >= _MIN_LOADS:
             longest = step.seconds / step.missing  # a copy cannot have taken longer
-            self.load = min(_LOAD_DRIFT * self.load, longest) if self.load else longest
+            if not self.load or longest < self.load:
+                self.load = longest
+            elif self.load > _LINK_BOUND * longest:  # the link was busy all the time, so it may have become slower
+                self.load = min(_LOAD_DRIFT * self.load, longest)
         compute = max(0.0, step.verify_seconds - step.stall_seconds)
         hidden = max(0.0, step.demanded * self.load - step.stall_seconds)  # copies beside compute
         self.layer = _mean(self.layer, max(0.0, compute - hidden) / layers)

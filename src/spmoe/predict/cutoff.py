@@ -39,6 +39,7 @@ class Profile:
     free_slots: int  # slots beyond the needs of one layer
     missing_per_layer: float | None = None  # learned from requests; None: not known yet
     expert_share: float = 0.0  # share of a verified layer that comes after its router
+    layer_seconds: float = 0.0  # one row, experts resident
 
 
 @dataclass(frozen=True, slots=True)
