@@ -41,9 +41,12 @@ from spmoe.verify.sampling import SamplingVerifier
 class PolicyObservers:
     """Shows hidden states to the prefetch policy, and queues the prefetch requests that it returns."""
 
-    def __init__(self, policy: PrefetchPolicy, experts: Experts, admission: PrefetchAdmission | None) -> None:
+    def __init__(
+        self, policy: PrefetchPolicy, experts: Experts, clock: Clock, admission: PrefetchAdmission | None
+    ) -> None:
         self._policy = policy
         self._experts = experts
+        self._clock = clock
         self._admission = admission  # None: every request is loaded
 
     def observer(self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
@@ -51,9 +54,16 @@ class PolicyObservers:
         if stage not in self._policy.stages:
             return None
 
+        admission = self._admission
+
         def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
             chunk = LayerChunk(stage, depths, depth_count, residual, routing)
-            self._experts.scheduler.request(self._policy.on_chunk(chunk), self._admission)
+            if admission is None:
+                self._experts.scheduler.request(self._policy.on_chunk(chunk))
+            elif not admission.paused:
+                started = self._clock.now()
+                self._experts.scheduler.request(self._policy.on_chunk(chunk), admission)
+                admission.add_effort(self._clock.now() - started)
 
         key = self._policy.name if immediate else ""
         return LayerObserver(chunks, partial(self._policy.predict_routing, stage), show, key, immediate)
@@ -131,7 +141,7 @@ class Loop:
         self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
-        self._observers = PolicyObservers(policy, experts, admission)
+        self._observers = PolicyObservers(policy, experts, clock, admission)
         self._stopwatch = Stopwatch(clock)
 
     def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:

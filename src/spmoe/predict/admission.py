@@ -14,6 +14,7 @@ in units of one copy, a prefetch is worth
 
 It is admitted if `worth` is positive, and it may evict a resident whose own chance of use is lower. Where the link is
 the bottleneck, nothing is idle and nothing is admitted. All predictions, admitted or not, reach the eviction policy.
+While all of it saves less than the host spends on it, predictions are paused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ _PASSES = 16  # draft passes that are told apart
 _DECAY = 0.98  # weight of a prediction, per later step
 _WIDER = 4.0  # predictions that the rate of a wider class counts for in a narrower one
 _PRIOR = 0.5  # share of right predictions before any was made
+_NEW_STEPS = 16  # steps that are all learned from; then one of `_STEPS_BETWEEN` is
+_STEPS_BETWEEN = 4
+_MEAN_DECAY = 0.9  # weight of a step's gain and effort, per later step
+_STEPS_OF_A_JUDGEMENT = 32  # after which predictions that cost more than they save are paused
+_FIRST_PAUSE = 32  # steps; twice as many the next time, and so on
+_LONGEST_PAUSE = 512
 
 
 class Precision:
@@ -50,10 +57,10 @@ class Precision:
         found: np.ndarray = (layers * (_PASSES + 1) + passes) * _BINS + bins
         return found
 
-    def learn(self, classes: np.ndarray, right: np.ndarray) -> None:
-        """Count the predictions of one step."""  # both: [predictions]
+    def learn(self, classes: np.ndarray, right: np.ndarray, steps: int = 1) -> None:
+        """Count the predictions of one step, the last of so many."""  # both: [predictions]
         counts = [np.bincount(classes, weights, self.rates.size) for weights in (None, right)]
-        self._counts = _DECAY * self._counts + np.stack(counts).reshape(self._counts.shape)
+        self._counts = _DECAY**steps * self._counts + np.stack(counts).reshape(self._counts.shape)
         rate: np.ndarray | float = _PRIOR
         for predicted, correct in (
             self._counts.sum(axis=(1, 2)),  # by score
@@ -64,74 +71,122 @@ class Precision:
         self.rates = np.asarray(rate)
 
 
+class Benefit:
+    """Whether predictions pay: what prefetching is expected to save, against the host's effort."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self._saved = self._spent = 0.0  # decayed means, in seconds per step
+        self._steps = 0  # since the last pause began or ended
+        self._pause = _FIRST_PAUSE
+
+    def add_step(self, saved: float, spent: float) -> None:
+        """Take note of a step: expected saving and effort in seconds; decide about the next."""
+        self._steps += 1
+        if self.paused:
+            if self._steps >= self._pause:
+                self.paused, self._steps, self._pause = False, 0, min(2 * self._pause, _LONGEST_PAUSE)
+            return
+        self._saved = _MEAN_DECAY * self._saved + (1 - _MEAN_DECAY) * saved
+        self._spent = _MEAN_DECAY * self._spent + (1 - _MEAN_DECAY) * spent
+        if self._steps >= _STEPS_OF_A_JUDGEMENT:
+            if self._saved < self._spent:
+                self.paused, self._steps = True, 0
+            else:
+                self._pause = _FIRST_PAUSE
+
+
 class PrefetchAdmission:
-    """Decides which predicted experts are loaded; learns from every step how often predictions are right."""
+    """Decides which predicted experts are loaded; learns from steps how often predictions are right."""
 
     def __init__(self, layers: int, experts_per_layer: int, top_k: int, rates: Rates) -> None:
         self.precision = Precision(layers, top_k)
+        self.benefit = Benefit()
         self._rates = rates
-        self._needed = np.zeros((layers, experts_per_layer), dtype=bool)  # in this step
+        self._needed = np.zeros((layers, experts_per_layer), dtype=bool)  # in this step, if it is learned from
         self._admitted = np.zeros((layers, experts_per_layer), dtype=bool)  # in this step
         self._due = np.zeros(layers)  # prefetches admitted in this step, by layer
         self._passes = np.zeros(layers, dtype=np.int64)  # draft passes of this step that predicted the layer
+        self._layers = np.arange(layers)
         self._predictions: list[tuple[np.ndarray, PrefetchRequests]] = []  # classes, and the experts
         self._k: int | None = None  # of this step; None: it reads a prompt, and every request is admitted
+        self._steps = 0
+        self._learns = True  # whether this step is learned from
+        self._saved = self._spent = 0.0  # in this step, in seconds
+
+    @property
+    def paused(self) -> bool:
+        """Whether predictions are not even looked at in this step, since they cost more than they save."""
+        return self.benefit.paused and self._k is not None
 
     def begin_step(self, k: int | None) -> None:
         """Learn from the step before, and begin one that drafts K tokens; None: one that reads a prompt."""
         if self._predictions:
             classes = np.concatenate([classes for classes, _ in self._predictions])
             right = np.concatenate([self._needed[one.layers, one.experts] for _, one in self._predictions])
-            self.precision.learn(classes, right)
+            self.precision.learn(classes, right, 1 if self._steps <= _NEW_STEPS else _STEPS_BETWEEN)
             self._predictions.clear()
-        self._needed[:] = False
-        self._admitted[:] = False
-        self._due[:] = 0.0
-        self._passes[:] = 0
+            self._needed[:] = False
+        if self._k:
+            self.benefit.add_step(self._saved, self._spent)
+            self._saved = self._spent = 0.0
+        if self._passes.any():
+            self._admitted[:] = False
+            self._due[:] = 0.0
+            self._passes[:] = 0
         self._k = k
+        self._steps += k is not None
+        self._learns = k is not None and (self._steps <= _NEW_STEPS or not self._steps % _STEPS_BETWEEN)
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> None:
         """Take note of the experts that a layer needs."""
-        self._needed[layer, experts] = True
+        if self._predictions:
+            self._needed[layer, experts] = True
+
+    def add_effort(self, seconds: float) -> None:
+        """Take note of time that the host has spent on predictions."""
+        self._spent += seconds
 
     def admit(self, requests: PrefetchRequests, absent: np.ndarray, layer: int) -> PrefetchRequests:
         """Return the requests to load, of those that are absent; `layer` runs, or -1 while the draft does."""
         # absent: bool [requests]
         if self._k is None:
             return requests.where(absent)
+        drafting, rates = layer < 0, self._rates
         passes: np.ndarray | int = _PASSES
-        if layer < 0:
+        if drafting:
             passes = np.minimum(self._passes[requests.layers], _PASSES - 1)
             self._passes[requests.layers] += 1  # once per layer, however many of its experts are predicted
         classes = self.precision.classes(requests.layers, passes, requests.scores)
-        self._predictions.append((classes, requests))
-        load, done = self._rates.load, int(np.max(passes)) + 1 if layer < 0 else self._k
-        if not (absent.any() and load and self._rates.layer and (self._rates.draft_pass or not self._k)):
-            return NO_PREFETCHES
-        draft = self._k * self._rates.draft_pass
-        passed = min(done, self._k) * self._rates.draft_pass + max(0, layer) * self._rates.layer
+        if self._learns:
+            self._predictions.append((classes, requests))
         at = np.flatnonzero(absent)
-        chances = self.precision.rates.ravel()[classes[at]]
-        order = np.lexsort((-chances, requests.deadlines[at]))
-        at, chances = at[order], chances[order]
-        admitted = np.cumsum(self._due)
-        chosen, worths = list[int](), list[float]()
-        for i, chance, key in zip(
-            at.tolist(),
-            chances.tolist(),
-            zip(requests.deadlines[at].tolist(), requests.experts[at].tolist(), strict=True),
-            strict=True,
-        ):
-            if self._admitted[key]:
-                continue  # of an earlier pass; it waits in the queue
-            due = key[0]
-            start = max(passed, admitted[due] * load)
-            idle = draft + due * self._rates.layer - start
-            worth = min(1.0, idle / load) - (1 - chance) - (self._rates.busy if start + load > draft else 0.0)
+        if not (len(at) and rates.load and rates.layer and (rates.draft_pass or not self._k)):
+            return NO_PREFETCHES
+        done = min(int(np.max(passes)) + 1, self._k) if drafting else self._k
+        draft, passed = self._k * rates.draft_pass, done * rates.draft_pass + max(0, layer) * rates.layer
+        chances, due = self.precision.rates.ravel()[classes[at]], requests.deadlines[at]
+        # worth of each if no other were admitted now: most are not worth it, and need no closer look
+        start = np.maximum(passed, np.cumsum(self._due) * rates.load)
+        hidden = np.minimum(1.0, (draft + self._layers * rates.layer - start) / rates.load)
+        hidden -= np.where(start + rates.load > draft, rates.busy, 0.0)
+        worths = hidden[due] - (1 - chances)
+        kept = np.flatnonzero((worths > 0.0) & ~self._admitted[due, requests.experts[at]])
+        if not len(kept):
+            return NO_PREFETCHES
+        kept = kept[np.lexsort((-chances[kept], due[kept]))]
+        chosen, found, count = list[int](), list[float](), 0
+        for i, before, chance in zip(kept.tolist(), start[due[kept]].tolist(), chances[kept].tolist(), strict=True):
+            # those that were admitted now are due no later: they run first
+            begin = before + count * rates.load
+            worth = min(1.0, (draft + due.item(i) * rates.layer - begin) / rates.load) - (1 - chance)
+            worth -= rates.busy if begin + rates.load > draft else 0.0
             if worth > 0.0:
-                self._admitted[key] = True
-                self._due[due] += 1
-                admitted[due:] += 1
-                chosen.append(i)
-                worths.append(worth)
-        return requests.where(np.array(chosen, dtype=np.int64)).worth_of(np.array(worths))
+                chosen.append(at.item(i))
+                found.append(worth)
+                count += 1
+        admitted = requests.where(np.array(chosen, dtype=np.int64))
+        self._admitted[admitted.deadlines, admitted.experts] = True
+        np.add.at(self._due, admitted.deadlines, 1.0)
+        self._saved += rates.load * sum(found)
+        return admitted.worth_of(np.array(found))
