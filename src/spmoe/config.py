@@ -27,7 +27,7 @@ AUTO_DRAFT = "auto"  # the shipped draft for the shipped target, else n-grams
 SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
 MAX_SPECULATIVE_TOKENS = 64  # largest K
-DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_DRAFT_TOKENS: DraftTokens = "auto"
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
 VERIFY_EXPERTS = ("once", "sample", "always")  # reads of an expert from disk that are compared with its checksum
@@ -390,7 +390,7 @@ class EngineConfig:
         AUTO_DRAFT  # None: no draft
     )
     num_speculative_tokens: Annotated[DraftTokens, PlainValidator(parse_num_speculative_tokens)] = DEFAULT_DRAFT_TOKENS
-    prefetch: Annotated[str, PlainValidator(parse_prefetch_policy)] = "draft-gate"
+    prefetch: Annotated[str, PlainValidator(parse_prefetch_policy)] = "auto"
     cutoff: Annotated[Cutoff, PlainValidator(Cutoff.parse)] = Cutoff(CutoffMode.AUTO)
     projection: Switch = True  # use the linear maps fitted for the pair, if there are any
     eviction: Annotated[str, PlainValidator(parse_eviction_policy)] = "auto"

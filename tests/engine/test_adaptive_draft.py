@@ -14,8 +14,8 @@ from spmoe.bench.runs import IsolatedConfigs
 from spmoe.engine.loop import Loop
 from spmoe.errors import UsageError
 from spmoe.experts.prefetch import PrefetchScheduler
-from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.costs import StepReport
+from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor
 from spmoe.types import PrefetchRequests, Sequence
 

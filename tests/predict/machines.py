@@ -31,7 +31,9 @@ class Machine:
     overlap: float = 1.0  # share of loads that compute can hide
 
     def governor(self, *, profiled: bool = False) -> Governor:
-        prior = CostPrior(self.base, self.load, self.draft + self.row) if profiled else None
+        prior = (
+            CostPrior(*(1e-3 * cost for cost in (self.base, self.load, self.draft + self.row))) if profiled else None
+        )
         return Governor(MOST, LAYERS, EXPERTS * self.top_k // 2, self.top_k, prior)
 
     def step(self, k: int, number: int, rng: random.Random, slowdown: float) -> tuple[float, int, int]:
@@ -107,7 +109,7 @@ def decode(
         accepted = text.accepted(token, k)
         total += seconds
         if isinstance(chooser, Governor):
-            reported = seconds * (first_step if not lengths else 1.0)
+            reported = 1e-3 * seconds * (first_step if not lengths else 1.0)
             chooser.learn(StepReport(k, k, accepted, reported, needed, missing, caught_up))
         token += accepted + 1
         lengths.append(k)

@@ -50,11 +50,11 @@ def _engine(
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (adapts to the measured gain); "
-            "default: 4, or 0 with --draft none.",
+            help="Draft tokens per step: a number from 0 (no drafting) to 64, or auto (as many as pay, measured while "
+            "generating); default: auto, or 0 with --draft none.",
         ),
     ] = None,
-    prefetch: Annotated[str, typer.Option(help=f"Prefetch policy: {_PREFETCH}.")] = "draft-gate",
+    prefetch: Annotated[str, typer.Option(help=f"Prefetch policy: {_PREFETCH}.")] = "auto",
     cutoff: Annotated[
         str,
         typer.Option(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spmoe.replay.trace import Trace
 
 T = TypeVar("T")
+_RECORDED_TOKENS = 4  # K of a trace, unless -k is given
 
 trace = typer.Typer(
     name="trace", help="Record the routing of real generations, and replay it without a GPU or weights."
@@ -57,6 +58,8 @@ def record_trace(
     Generates as `spmoe run` does, but without CUDA graphs, so that each layer can be timed. After Ctrl-C the file holds
     the steps so far.
     """
+    if engine["num_speculative_tokens"] is None:
+        engine["num_speculative_tokens"] = str(_RECORDED_TOKENS)
     if parse_num_speculative_tokens(engine["num_speculative_tokens"]) == "auto":
         raise UsageError(
             "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a "

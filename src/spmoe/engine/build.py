@@ -132,7 +132,10 @@ def _build(
             target_kv, threads, resident,
         )  # fmt: skip
         parts.load_residents()
-        return Engine(config, parts, LearnedState({config.eviction_policy: eviction}), notices)
+        engine = Engine(config, parts, LearnedState({config.eviction_policy: eviction}), notices)
+        with _out_of_memory(f"CUDA graphs and KV caches for {memory.context} tokens"):
+            engine.prepare()
+        return engine
     except BaseException:
         experts.close()
         runtime.close()

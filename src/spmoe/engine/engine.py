@@ -172,6 +172,20 @@ class Engine:
         with self.using_policy(recorder):
             yield recorder.recording
 
+    def prepare(self) -> None:
+        """Capture every forward that greedy requests of the planned length replay, before the first request."""
+        if self.parts.runtime.recorder is None:
+            return
+        with self.experts.ledger.ignore_demand():
+            for runner in (self.target, self.active_drafter.runner):
+                if runner is not None and not runner.spare_kv:
+                    kv = runner.new_kv(min(self.parts.memory.context, runner.max_positions))
+                    self.experts.step.begin()
+                    runner.forward([0], kv, 1)  # allocates it
+                    self.experts.step.end()
+                    runner.release_kv(kv)
+        self.loop.prepare()
+
     def learn_cutoff(self) -> None:
         """Choose an automatic cutoff again from the experts that requests so far have missed."""
         self.prefetching.learn_cutoff(self.counters, self.loop)

@@ -55,7 +55,7 @@ class LLM:
         draft: str | os.PathLike[str] | None = "auto",
         *,
         num_speculative_tokens: int | Literal["auto"] | None = None,
-        prefetch: str = "draft-gate",
+        prefetch: str = "auto",
         cutoff: str | int | Cutoff = "auto",
         projection: bool = True,
         eviction: str = "auto",

@@ -175,8 +175,9 @@ class Loop:
     def prepare(self) -> None:
         """Capture every forward that greedy requests replay, over the KV caches of earlier requests."""
         observer = self._target_observer()
-        for rows in range(1, self.max_draft_tokens + 2):  # drafts get shorter at the end of a request
-            self.target.prepare(rows, rows, self._step_observer(rows - 1) if rows == 1 else observer)
+        lengths = range(self.max_draft_tokens + 1) if self.governor is None else self.governor.lengths
+        for k in lengths:  # drafts get shorter at the end of a request
+            self.target.prepare(k + 1, k + 1, observer if k else self._step_observer(0))
         self.drafter.prepare(self.max_draft_tokens, self._observers)
 
     def release(self, sequence: Sequence) -> None:
@@ -223,7 +224,8 @@ class Loop:
         if self.governor is not None:
             k = self.governor.current
         rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
-        return min(k, max_new_tokens - 1, k if rows is None else rows - 1)
+        k = min(k, max_new_tokens - 1, k if rows is None else rows - 1)
+        return k if self.governor is None else self.governor.at_most(k)
 
     def _has_read(self, sequence: Sequence) -> bool:
         """Return whether the target has read the sequence's prompt."""

@@ -35,10 +35,10 @@ _COST_DRIFT = 0.01  # relative change of base, load and row per step
 _OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
 _OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
 # missing experts
-_SHARE_EXPONENT = 0.15  # prior: the missing share grows with rows to this power
+_SHARE_EXPONENT = 0.1  # prior: the missing share grows with rows to this power
 _SHARE_DRIFT = 0.07  # relative change of all shares per step
-_SHARE_SLOPE = 0.18  # relative standard deviation of the shares' dependence on log rows
-_SHARE_ERROR = 0.08  # relative standard deviation of one share beside that
+_SHARE_SLOPE = 0.08  # relative standard deviation of the shares' dependence on log rows
+_SHARE_ERROR = 0.04  # relative standard deviation of one share beside that
 _SHARE_OWN_DRIFT = 0.012  # the same of one share alone
 OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to independent ones
 _ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
@@ -62,7 +62,7 @@ class StepReport:
 
     k: int  # draft tokens that were asked for
     drafted: int  # draft tokens that were proposed
-    accepted: int
+    accepted: float
     seconds: float  # since the end of the step before, without the time between steps
     needed: float  # routed experts, over all layers
     missing: float  # of these, experts that were loaded for this step

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,10 @@ _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many ag
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
 _STEPS_WITHOUT_DRAFT = 24  # after which one is tried even if little is expected of it
 _MAX_STEPS_BETWEEN_TRIALS = 64
-_NEW_STEPS = 8  # with one K, after which it is considered only now and then whether to change it
-_STEPS_BETWEEN_CHOICES = 4  # then; a choice takes a tenth of a millisecond
+_NEW_STEPS = 8  # with one K, after which short steps are learned from together
+_EFFORT = 1.5e-4  # seconds that it takes to learn and to choose
+_EFFORT_SHARE = 0.01  # of the time of steps that may be spent on that
+_MOST_TOGETHER = 16  # steps that are learned from together
 _MIN_STEPS = 2  # steps with one K before another one is chosen
 _MIN_GAIN = 0.02  # expected gain for which K changes
 _MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
@@ -64,7 +67,7 @@ class AcceptanceModel:
         self._change = ChangeDetector()
         self._positions = np.arange(most)
 
-    def learn(self, drafted: int, accepted: int) -> bool:
+    def learn(self, drafted: int, accepted: float) -> bool:
         """Count a draft that was asked for; return whether acceptance has changed."""
         self.asked = _DRAFT_DECAY * self.asked + 1
         self.proposed = _DRAFT_DECAY * self.proposed + (drafted > 0)
@@ -114,7 +117,7 @@ class Governor:
         self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
-        self._plain_steps: list[StepReport] = []  # not learned from yet
+        self._waiting: list[StepReport] = []  # steps, all alike, that were not learned from yet
         self._settled = 0  # the K that is not a trial
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
@@ -139,6 +142,10 @@ class Governor:
         later = (totals[self._ks][:, None] - totals[None, :-1]).clip(min=0.0)
         token_gradient = later / rates / tokens[:, None]
         return Estimates(tokens, token_gradient, self.costs.steps(rate))
+
+    def at_most(self, k: int) -> int:
+        """Return the largest K of those that are considered, up to this one."""
+        return max((one for one in self.lengths if one <= k), default=0)
 
     def cost(self, k: int) -> float:
         """Return the expected seconds per token with K draft tokens."""
@@ -170,7 +177,7 @@ class Governor:
 
     def begin_request(self) -> None:
         """Take note that another text begins: its acceptance and its locality may differ."""
-        self._plain_steps.clear()
+        self._waiting.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
         self.costs.begin_text()
         self._expect_change()
@@ -180,15 +187,21 @@ class Governor:
         self.steps += 1
         self._steps_at += 1
         self._since_plain = self._since_plain + 1 if step.k else 0
-        weight = 1.0
-        if not step.k and not self.current and not self._trial_left and self._steps_at > _NEW_STEPS:
-            self._plain_steps.append(step)  # plain steps may be short, so they are learned from together
-            if len(self._plain_steps) < _STEPS_BETWEEN_CHOICES:
-                return
-            step, weight = _mean_report(self._plain_steps), float(len(self._plain_steps))
-        self._plain_steps.clear()
+        if self._waiting and not _alike(step, self._waiting[0]):
+            self._learn_together()
+        self._waiting.append(step)
+        steady = step.k == self.current and not self._trial_left and self._steps_at > _NEW_STEPS
+        together = _EFFORT / (_EFFORT_SHARE * max(step.seconds, 1e-9)) if steady else 1.0
+        if len(self._waiting) >= min(together, _MOST_TOGETHER):
+            self._learn_together()
+
+    def _learn_together(self) -> None:
+        """Learn from the steps that wait for it, as from one, and choose K."""
+        steps, self._waiting = self._waiting, []
+        step, weight = _mean_report(steps), float(len(steps))
         if step.k:
-            if self.acceptance.learn(step.drafted, step.accepted):
+            changes = [self.acceptance.learn(one.drafted, one.accepted) for one in steps]
+            if any(changes):
                 self._expect_change()
         else:
             self.acceptance.forget(_STEP_DECAY**weight)
@@ -253,10 +266,8 @@ class Governor:
                 if self._deviations_worse(found, self._index[self.current], settled) < _HOPELESS:
                     return
                 self._trial_left = 0
-        else:
-            seldom = self.current > 0 and self._steps_at > _NEW_STEPS  # plain steps are reported together by then
-            if self._steps_at < _MIN_STEPS or (seldom and self._steps_at % _STEPS_BETWEEN_CHOICES):
-                return
+        elif self._steps_at < _MIN_STEPS:
+            return
         found = self.estimates()
         costs = found.costs
         near = self._ks <= 2 * self._settled + 2  # much longer drafts are chosen only after a trial
@@ -278,7 +289,11 @@ class Governor:
             self.current, self._steps_at = self.lengths[choice], 0
 
     def _spend(self, step: StepReport, weight: float) -> None:
-        """Add this step's share to the budget; subtract what it has lost, if it was a trial."""
+        """Add this step's share to the budget; subtract what it has lost, if it was a trial.
+
+        A trial loses as much as its K is now believed to cost more. The step's own time would say little: it depends
+        on the experts that this part of the text happens to miss.
+        """
         if self.plain_cost is None or self._budget is None:
             self.plain_cost = self._settled_cost = self.cost(0)
             self._budget = self._first_budget * self.plain_cost
@@ -286,7 +301,8 @@ class Governor:
         seconds = min(step.seconds, longest)
         self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * weight * seconds)
         if self._trial_left:
-            self._budget -= max(0.0, seconds - self.tokens(step.k) * self._settled_cost)
+            found, at = self.estimates(), self._index[self.current]
+            self._budget -= float(found.tokens[at]) * max(0.0, float(found.costs[at]) - self._settled_cost)
 
     def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K to try now; None if none is to be tried."""
@@ -335,12 +351,19 @@ class Governor:
         return self.costs.noise + loads**2 * OVERDISPERSION * missing + (0.15 if i else 0.0)
 
 
+def _alike(one: StepReport, other: StepReport) -> bool:
+    return (one.k, one.drafted, one.disturbed) == (other.k, other.drafted, other.disturbed)
+
+
 def _mean_report(steps: Sequence[StepReport]) -> StepReport:
-    """Return the mean of steps without a draft."""
-    seconds, needed, missing = (
-        sum(values) / len(steps) for values in zip(*((s.seconds, s.needed, s.missing) for s in steps), strict=True)
+    """Return the mean of steps that are alike, without outliers."""
+    usual = OUTLIER * median(one.seconds for one in steps)
+    kept = [one for one in steps if one.seconds <= usual] or steps
+    accepted, seconds, needed, missing = (
+        sum(values) / len(kept)
+        for values in zip(*((one.accepted, one.seconds, one.needed, one.missing) for one in kept), strict=True)
     )
-    return StepReport(0, 0, 0, seconds, needed, missing)
+    return replace(steps[0], accepted=accepted, seconds=seconds, needed=needed, missing=missing)
 
 
 def expected_gain(mean: float, deviation: float) -> float:

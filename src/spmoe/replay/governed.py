@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from spmoe.predict.costs import StepReport
+from spmoe.predict.costs import CostPrior, StepReport
 from spmoe.predict.governor import Governor
-from spmoe.replay.replay import ReplayConfig
+from spmoe.replay.replay import ReplayConfig, link_rate
 from spmoe.replay.text import Chooser, DecodedStep, DecodedText, ReplayText, StepTimes, TextDecoder
 from spmoe.replay.trace import Shape
 
@@ -48,7 +48,8 @@ def compare(
 
     `slowdown` returns a factor of all times at a token of a request, for the governor and every K alike.
     """
-    choosers: list[Chooser] = [Governed(max(fixed), shape), *(FixedK(k) for k in fixed)]
+    prior = cost_prior(shape, config, times)
+    choosers: list[Chooser] = [Governed(max(fixed), shape, prior), *(FixedK(k) for k in fixed)]
     governed, *others = [decode_all(texts, shape, config, times, one, tokens, slowdown) for one in choosers]
     return Comparison(governed, dict(zip(fixed, others, strict=True)))
 
@@ -80,8 +81,8 @@ class FixedK(Chooser):
 class Governed(Chooser):
     """Chooser that asks a governor for K."""
 
-    def __init__(self, most: int, shape: Shape) -> None:
-        self.governor = Governor(most, shape.layers, max(shape.experts), shape.top_k)
+    def __init__(self, most: int, shape: Shape, prior: CostPrior | None = None) -> None:
+        self.governor = Governor(most, shape.layers, max(shape.experts), shape.top_k, prior)
 
     @property
     def current(self) -> int:
@@ -94,6 +95,12 @@ class Governed(Chooser):
         self.governor.learn(
             StepReport(step.k, step.k, step.accepted, step.seconds, step.needed, step.missing, step.caught_up)
         )
+
+
+def cost_prior(shape: Shape, config: ReplayConfig, times: StepTimes) -> CostPrior:
+    """Return the costs that a live engine knows from its profile."""
+    load = shape.expert_bytes / link_rate(config.link_gbps, shape)
+    return CostPrior(shape.layers * times.layer, load, times.draft_pass)
 
 
 def _mean(decoded: Sequence[DecodedText]) -> float:
