@@ -1,9 +1,11 @@
-"""Measure `-k auto` against fixed values of K on this machine, in one engine: milliseconds per token of each request.
+"""Measure `-k auto` against fixed values of K on this machine, in turns in one engine: milliseconds per token.
 
     python tools/governor_speed.py extras/diverse --draft src/spmoe/pair/draft --shape deepseek-v2-lite --device cuda
 
-The governor is new. It runs first, then every fixed K, then the governor again, on the same prompts. Before the first
-request, one request runs with K=0 and the forwards of all K are captured.
+Every prompt is decoded with every K before the next one. Each K has its own slots, eviction policy and learned state,
+all of them new at the first prompt. `--off 1,4` adds these values of K without prefetching. JSON, one object per share
+of slots; `of best` and `of plain` are speeds relative to the fastest fixed K, and to K=0: of the first prompt, and of
+the others together.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import json
 import os
 import sys
 import tempfile
+from typing import Any
 
 from spmoe import LLM, SamplingParams
+from spmoe.engine.outputs import RequestOutput
+from spmoe.engine.parts import LearnedState
 from spmoe.errors import SpmoeError
 from spmoe.models.shipped import sample_text
 
@@ -31,6 +36,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--expert-memory", default="25%,50%,90%", help="slots, as shares of all experts")
     parser.add_argument("-k", default="0,1,2,4,8,12", help="fixed values of K")
+    parser.add_argument("--off", default="", help="values of K that also run without prefetching")
+    parser.add_argument("--prefetch", default="auto")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=2)
     options = parser.parse_args()
@@ -62,20 +69,57 @@ def measure(options: argparse.Namespace, share: str) -> dict[str, object]:
 def _run_all(llm: LLM, options: argparse.Namespace, share: str) -> dict[str, object]:
     ids = llm.get_tokenizer()(sample_text())["input_ids"]
     step = len(ids) // (options.prompts + 1)
-    prompts = [ids[number * step :][:PROMPT_TOKENS] for number in range(options.prompts)]
+    prompts = [ids[number * step :][:PROMPT_TOKENS] for number in range(options.prompts + 1)]
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, temperature=0.0)
+    fixed = [int(k) for k in options.k.split(",")]
+    configs: dict[str, dict[str, Any]] = {str(k): {"num_speculative_tokens": k} for k in fixed}
+    configs |= {f"{k} off": {"num_speculative_tokens": int(k), "prefetch": "on-demand"} for k in _parts(options.off)}
+    configs["auto"] = {"num_speculative_tokens": "auto"}
+    configs = {name: {"prefetch": options.prefetch, **config} for name, config in configs.items()}
+    states = {name: LearnedState() for name in configs}
+    found: dict[str, list[float]] = {name: [] for name in configs}
+    chosen: list[str] = []
 
-    def run(k: int | str, chosen: list[list[int]] = prompts) -> list[float]:
-        llm._thread.call(lambda: llm.engine.reconfigure(num_speculative_tokens=k))
-        stats = [llm.generate([prompt], params)[0].stats for prompt in chosen]
-        return [round(1e3 * one.decode_seconds / (options.tokens - 1), 3) for one in stats]
+    def run(name: str, prompt: list[int], state: LearnedState) -> RequestOutput:
+        llm._thread.call(lambda: llm.engine.reconfigure(learned=state, **configs[name]))
+        llm._thread.call(llm.engine.loop.prepare)
+        return llm.generate([prompt], params)[0]
 
-    run(0, prompts[-1:])
-    run("auto", [])
-    llm._thread.call(llm.engine.loop.prepare)
-    found = {"auto": run("auto")}
-    found |= {k: run(int(k)) for k in options.k.split(",")}
-    return {"model": options.model, "expert_memory": share, "ms_per_token": found | {"auto, again": run("auto")}}
+    for name in configs:  # so that nothing is captured later
+        run(name, prompts[-1], LearnedState())
+    for number, prompt in enumerate(prompts[:-1]):
+        for name in list(configs)[:: 1 if number % 2 else -1]:
+            stats = run(name, prompt, states[name]).stats
+            found[name].append(1e3 * stats.decode_seconds / (options.tokens - 1))
+            if stats.speculation is not None:
+                chosen.append(stats.speculation.summary() or "")
+    return {
+        "model": options.model,
+        "shape": options.shape,
+        "expert_memory": share,
+        "ms_per_token": {name: [round(one, 3) for one in times] for name, times in found.items()},
+        "speculation": chosen,
+        **{
+            f"{part} request": _ratios(found, fixed, requests)
+            for part, requests in (("first", slice(0, 1)), ("later", slice(1, None)))
+            if options.prompts > 1 or part == "first"
+        },
+    }
+
+
+def _ratios(found: dict[str, list[float]], fixed: list[int], requests: slice) -> dict[str, object]:
+    """Return the speed of `auto` against fixed K, and of prefetching against none at the same K."""
+    total = {name: sum(times[requests]) for name, times in found.items()}
+    best = min((str(k) for k in fixed), key=lambda name: total[name])
+    result: dict[str, object] = {"best": best, "of best": round(total[best] / total["auto"], 3)}
+    if "0" in total:
+        result["of plain"] = round(total["0"] / total["auto"], 3)
+    on = {name: name.removesuffix(" off") for name in total if name.endswith(" off")}
+    return result | {f"prefetching at K={k}": round(total[off] / total[k], 3) for off, k in on.items()}
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
 
 
 if __name__ == "__main__":
