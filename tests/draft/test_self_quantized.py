@@ -284,7 +284,8 @@ def test_captured_on_cuda_with_the_tokens_of_the_cpu(draft: str, memory: str) ->
     prompts, params = [sample_text()[:400], "import os\n"], SamplingParams(max_tokens=40, ignore_eos=True)
     found, rates = {}, {}
     for device in ("cpu", "cuda"):
-        with LLM(draft=draft, dtype="float32", device=device, expert_memory=memory, progress=False) as llm:
+        options: dict[str, Any] = {"dtype": "float32", "expert_memory": memory, "num_speculative_tokens": 4}
+        with LLM(draft=draft, device=device, progress=False, **options) as llm:
             found[device] = [[c.token_ids for c in llm.generate(prompts, params)] for _ in range(2)]
             counters = llm.engine.counters
             rates[device] = counters.accepted / counters.drafted

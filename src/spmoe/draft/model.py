@@ -21,6 +21,8 @@ from spmoe.verify.filters import probabilities
 from spmoe.verify.greedy import argmax_rows, read_argmax
 from spmoe.verify.logits import process_logits
 
+CATCH_UP_ROWS = (16, 8, 4, 2, 1)  # of captured forwards that read the tokens of steps without a draft
+_MAX_CATCH_UP = 96  # tokens; from there on, one forward that is not captured is faster
 FIRST_PASS_CHUNKS = 2  # a step's first prediction should not wait for a whole pass; later passes use one cheaper call
 
 
@@ -76,7 +78,8 @@ class DraftModel(Drafter):
     def prepare(self, k: int, observers: Observers) -> None:
         for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
-            self.runner.prepare(pending, 1, None)  # tokens of steps without a draft; see `_catch_up`
+        for rows in CATCH_UP_ROWS if k else ():
+            self.runner.prepare(rows, 1, None)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -110,9 +113,16 @@ class DraftModel(Drafter):
 
     def _catch_up(self, sequence: types.Sequence, kv: KvState) -> None:
         """Read all but the newest token of steps without a draft; they predict nothing that is still to come."""
-        pending = sequence.tokens[kv.length : -1]
-        if kv.length and len(pending) > 1:
+        pending = self._known_tokens(sequence.tokens[kv.length : -1])
+        if not kv.length or len(pending) < 2:
+            return
+        if not self.runner.captures or len(pending) > min(_MAX_CATCH_UP, self._prefill_chunk):
             self._read(pending, kv, None)
+            return
+        while pending:  # in forwards that are captured
+            rows = next(rows for rows in CATCH_UP_ROWS if rows <= len(pending))
+            self.runner.forward(pending[:rows], kv, 1)
+            pending = pending[rows:]
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
         """Return the tokens of the launched draft; launch it now if it was not. None if it cannot be launched."""

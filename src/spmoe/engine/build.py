@@ -13,6 +13,7 @@ from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.backends.graphs import CaptureContext
 from spmoe.config import EngineConfig, Size, drafter_name
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
+from spmoe.draft.model import CATCH_UP_ROWS
 from spmoe.engine.engine import Engine, configure_experts
 from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count
 from spmoe.engine.parts import EngineParts, LearnedState
@@ -123,7 +124,14 @@ def _build(
         drafter = drafter_class.build(context)
         notices += _rounding_notice(config, models, drafter)
         _capture(
-            runtime, experts, target, draft, config.max_draft_tokens if drafter.proposes else 0, max_length, notices
+            runtime,
+            experts,
+            target,
+            draft,
+            config.max_draft_tokens if drafter.proposes else 0,
+            max(CATCH_UP_ROWS) if config.num_speculative_tokens == "auto" else 2,
+            max_length,
+            notices,
         )
         target.connect(experts, runtime.backend)
         resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
@@ -229,10 +237,11 @@ def _capture(
     target: Target,
     draft: ModelRunner | None,
     k: int,
+    draft_rows: int,
     max_length: int,
     notices: list[str],
 ) -> None:
-    """Capture forwards of few rows as CUDA graphs if the models allow it."""
+    """Capture forwards of few rows as CUDA graphs if the models allow it: the target's of K + 1."""
     if runtime.recorder is None:
         return
     capture = CaptureContext(runtime.recorder, experts.run_ahead, max_length)
@@ -241,7 +250,7 @@ def _capture(
         chain = token_chain(target)  # through which the draft's tokens reach their verification
         plans = [
             ("target", target, k + 1, replace(capture, draft_chain=chain)),
-            ("draft", draft, 2, replace(capture, chain=chain)),
+            ("draft", draft, draft_rows, replace(capture, chain=chain)),
         ]
     for name, runner, rows, context in plans:
         if (reason := runner.capture_forwards(context, rows)) is not None:

@@ -34,9 +34,10 @@ _PRIOR = 0.5  # share of right predictions before any was made
 _NEW_STEPS = 16  # steps that are all learned from; then one of `_STEPS_BETWEEN` is
 _STEPS_BETWEEN = 4
 _MEAN_DECAY = 0.9  # weight of a step's gain and effort, per later step
-_STEPS_OF_A_JUDGEMENT = 32  # after which predictions that cost more than they save are paused
-_FIRST_PAUSE = 32  # steps; twice as many the next time, and so on
-_LONGEST_PAUSE = 512
+_REALIZED = 0.3  # of the expected saving: a layer's loads overlap with one another, and with the host's own work
+_STEPS_OF_A_JUDGEMENT = 12  # after which predictions that cost more than they save are paused
+_FIRST_PAUSE = 64  # steps; twice as many the next time, and so on
+_LONGEST_PAUSE = 1024
 
 
 class Precision:
@@ -90,7 +91,7 @@ class Benefit:
         self._saved = _MEAN_DECAY * self._saved + (1 - _MEAN_DECAY) * saved
         self._spent = _MEAN_DECAY * self._spent + (1 - _MEAN_DECAY) * spent
         if self._steps >= _STEPS_OF_A_JUDGEMENT:
-            if self._saved < self._spent:
+            if _REALIZED * self._saved < self._spent:
                 self.paused, self._steps = True, 0
             else:
                 self._pause = _FIRST_PAUSE

@@ -303,6 +303,8 @@ class Governor:
         if self._trial_left:
             found, at = self.estimates(), self._index[self.current]
             self._budget -= float(found.tokens[at]) * max(0.0, float(found.costs[at]) - self._settled_cost)
+            if step.disturbed:  # the draft has first read the tokens of plain steps
+                self._budget -= max(0.0, seconds - float(found.seconds[at]))
 
     def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K to try now; None if none is to be tried."""
