@@ -173,8 +173,11 @@ class Engine:
             yield recorder.recording
 
     def prepare(self) -> None:
-        """Capture every forward that greedy requests of the planned length replay, before the first request."""
-        if self.parts.runtime.recorder is None:
+        """Capture every forward that greedy requests of the planned length replay, before the first request.
+
+        Not for LongRoPE, whose forwards depend on the length of the text.
+        """
+        if self.parts.runtime.recorder is None or self.target.longrope.switches:
             return
         with self.experts.ledger.ignore_demand():
             for runner in (self.target, self.active_drafter.runner):
