@@ -148,6 +148,8 @@ class DecodeGraph:
         self._inbox = pinned_zeros(key.rows + 1)  # tokens, then the length of the KV cache before them
         self._inbox[key.rows] = kv.length
         self._inbox_values = self._inbox.numpy()  # the same memory
+        self._inbox_read = self._recorder.new_event()  # by the last replay
+        self._inbox_written = False
         self._argmax: Tensor | None = None  # of each row of logits, pinned
         if key.choices is None:
             self._argmax = pinned_zeros(2, min(key.num_logits, key.rows), dtype=torch.float64)
@@ -187,10 +189,17 @@ class DecodeGraph:
 
     def launch_first(self, tokens: list[int] | None, length: int) -> None:
         """Launch the forward up to the first host work. `tokens` None: append the last token of the chain."""
-        if tokens is not None:
-            self._inbox_values[:] = [*tokens, length]
+        if tokens is None:
+            self._run_ahead.note_launch()
+            self._captured.launch_first()
+            return
+        if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
+            self._run_ahead.wait(self._inbox_read)
+        self._inbox_values[:] = [*tokens, length]
+        self._inbox_written = True
         self._run_ahead.note_launch()
         self._captured.launch_first()
+        self._inbox_read.record()
 
     def launch_rest(self, observer: LayerObserver | None) -> None:
         """Launch the rest of the forward."""
