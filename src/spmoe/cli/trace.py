@@ -42,7 +42,8 @@ def options(context: typer.Context) -> None:
 
 
 @trace.command("record", short_help="Generate, and write the routing to a file.")
-@takes_shared_options_except("enforce_eager", "generation_config")  # the former is always on; traces are greedy
+# eager execution is always on, and traces are greedy
+@takes_shared_options_except("enforce_eager", "generation_config", "num_speculative_tokens")
 def record_trace(
     engine: dict[str, Any],
     params: dict[str, Any],
@@ -51,6 +52,14 @@ def record_trace(
         str, typer.Option(help="Prompts: a file (text, or JSON lines), a dataset of the hub, or 'sample'.")
     ] = "sample",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use at most this many prompts.")] = None,
+    num_speculative_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Draft tokens per step, a number; replays may use a smaller one. Default: 4, or 0 with --draft none.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Generate from prompts, and write routing, predictions and times to a file.
@@ -58,13 +67,14 @@ def record_trace(
     Generates as `spmoe run` does, but without CUDA graphs, so that each layer can be timed. After Ctrl-C the file holds
     the steps so far.
     """
-    if engine["num_speculative_tokens"] is None:
-        engine["num_speculative_tokens"] = str(_RECORDED_TOKENS)
-    if parse_num_speculative_tokens(engine["num_speculative_tokens"]) == "auto":
+    if num_speculative_tokens is None:
+        num_speculative_tokens = "0" if engine["draft"] == "none" else str(_RECORDED_TOKENS)
+    if (k := parse_num_speculative_tokens(num_speculative_tokens)) == "auto":
         raise UsageError(
             "--num-speculative-tokens auto cannot be recorded: every step of a trace must have the same K; give a "
             "number (a replay may use any smaller one)"
         )
+    engine["num_speculative_tokens"] = k
     require_writable(output)
 
     import_engine()

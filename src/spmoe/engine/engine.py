@@ -132,6 +132,12 @@ class Engine:
         """Drop a request's state, however it ended."""
         self.loop.release(sequence)
 
+    @property
+    def policy_label(self) -> str:
+        """Name of the prefetch policy that runs, with what it has chosen."""
+        policy, prefetching = self.loop.policy, self.prefetching
+        return prefetching.label if policy is prefetching.policy else policy.name
+
     # ---- configuration
 
     def reconfigure(self, learned: LearnedState | None = None, **changes: Any) -> None:

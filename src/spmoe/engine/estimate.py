@@ -272,7 +272,7 @@ def _case(
     side = DraftSide(k > 0, models.draft if k else None, config.self_draft_scheme is not None)
     context = policy_context(models.target, models.spec.experts, side, predictor is not None)
     device = torch.device(hardware.device)
-    policy = plan_policy(policy_name(config, device, memory.slots, models.spec), context).name
+    policy = plan_policy(policy_name(config, device, memory.slots, models.spec), context).sources(context)
     step = _Step(config, models, hardware, memory, policy)
     profile = _profile(config, models, memory) if hardware.is_here else None
     if profile is not None:

@@ -160,9 +160,9 @@ def make_plan(config: EngineConfig) -> Plan:
             projection_file=str(projection_file) if projection_file is not None else None,
         )
     asked = str(config.cutoff) if policy.uses_cutoff else None
-    chosen = default_draft_notice(config, policy.name, device.type) if drafting else None
+    chosen = default_draft_notice(config, policy.sources(context), device.type) if drafting else None
     notices = [*([chosen] if chosen is not None else []), *memory.notices, *policy.notices]
-    prefetch = PrefetchFacts(policy.name, notices, asked, cutoff_layers, profile)
+    prefetch = PrefetchFacts(policy.label(context), notices, asked, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
 
 

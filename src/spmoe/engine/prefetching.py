@@ -101,13 +101,16 @@ def make_prefetching(
     # more bytes than the slots hold would evict prefetches of the same step before they are used
     budget = parts.memory.slots * spec.layout.nbytes if policy.uses_step_budget else None
     notices = (*plan.notices, *cutoff.notices)
-    if drafter.proposes and (notice := default_draft_notice(config, plan.name, parts.models.device.type)) is not None:
+    if (
+        drafter.proposes
+        and (notice := default_draft_notice(config, plan.sources(context), parts.models.device.type)) is not None
+    ):
         notices = (notice, *notices)
     return Prefetching(
         policy,
         config,
         plan.label(context),
-        cutoff.layers,
+        cutoff.layers if policy.uses_cutoff else None,
         budget,
         notices,
         cutoff.inputs,

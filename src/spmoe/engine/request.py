@@ -98,7 +98,7 @@ class Request:
             peak_slots=engine.experts.pool.peak_slots,
             cutoff_layers=engine.prefetching.cutoff,
             layers=len(engine.target.moe),
-            prefetch=engine.loop.policy.name,
+            prefetch=engine.policy_label,
             draft_tokens="auto" if engine.loop.governor is not None else engine.loop.max_draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
             speculation=self._speculation,

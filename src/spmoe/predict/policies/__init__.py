@@ -30,9 +30,14 @@ class PolicyPlan:
         """Whether a cutoff must be known before the policy is built."""
         return any(cls.uses_cutoff for cls in self.classes)
 
+    def sources(self, context: PolicyContext) -> str:
+        """Return the names of the policies that predict in this context, such as `draft-gate+next-gate`."""
+        return "+".join(name for cls in self.classes for name in cls.sources(context))
+
     def label(self, context: PolicyContext) -> str:
-        """Name to show, with what the policies choose in this context."""
-        return "+".join(cls.label(context) for cls in self.classes)
+        """Return the name to show, with what is chosen in this context."""
+        sources = self.sources(context)
+        return self.name if sources == self.name else f"{self.name} ({sources})"
 
     @property
     def admits(self) -> bool:

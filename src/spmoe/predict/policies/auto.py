@@ -33,8 +33,8 @@ class Auto(CombinedPolicy):
         return cls([part.build(context) for part in choose_sources(context)])
 
     @classmethod
-    def label(cls, context: PolicyContext) -> str:
-        return f"{cls.name} ({'+'.join(part.name for part in choose_sources(context)) or ON_DEMAND})"
+    def sources(cls, context: PolicyContext) -> tuple[str, ...]:
+        return tuple(part.name for part in choose_sources(context)) or (ON_DEMAND,)
 
 
 def choose_sources(context: PolicyContext) -> list[type[PrefetchPolicy]]:

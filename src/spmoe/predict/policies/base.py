@@ -88,9 +88,9 @@ class PrefetchPolicy:
         return ON_DEMAND
 
     @classmethod
-    def label(cls, context: PolicyContext) -> str:
-        """Return the name to show, with what the policy chooses in this context, if it chooses anything."""
-        return cls.name
+    def sources(cls, context: PolicyContext) -> tuple[str, ...]:
+        """Return the names of the policies that predict: this one, or those that it chooses in this context."""
+        return (cls.name,)
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:
         """Request experts before anything of a step runs; a sequence's first step reads its prompt."""
