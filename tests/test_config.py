@@ -346,7 +346,7 @@ def test_draft_tokens_are_zero_by_default_without_a_draft() -> None:
         assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=None).num_speculative_tokens == 0
         assert EngineConfig.make(model="target", draft=draft, num_speculative_tokens=4).num_speculative_tokens == 4
     for options in ({}, {"draft": "auto"}, {"draft": "ngram"}, {"num_speculative_tokens": None}):
-        assert EngineConfig.make(model="target", **options).num_speculative_tokens == 4
+        assert EngineConfig.make(model="target", **options).num_speculative_tokens == "auto"
 
 
 @pytest.mark.parametrize(

@@ -131,13 +131,13 @@ def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
     expected = greedy(reference(pair.target), [84, 104], 14)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     same_width = reference(pair.good).config.hidden_size == HIDDEN
-    with build(pair) as llm:
+    with build(pair, prefetch="draft-gate") as llm:
         assert llm.generate([84, 104], params)[0].token_ids == expected
         assert isinstance(llm.engine.loop.policy, DraftGate if same_width else NextGate)
         assert same_width or "`spmoe fit-predictor`" in llm.notices[0]
     fit(pair)
     for cutoff in ("all", "1", "auto"):
-        with build(pair, cutoff=cutoff) as llm:
+        with build(pair, prefetch="draft-gate", cutoff=cutoff) as llm:
             assert llm.generate([84, 104], params)[0].token_ids == expected
             assert llm.notices == []
             assert isinstance(llm.engine.loop.policy, DraftGate)
@@ -147,7 +147,7 @@ def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
             assert projection is not None
             weights = llm.engine.target.resident_bytes + llm.engine.loop.drafter.runner.resident_bytes  # type: ignore[attr-defined]
             assert llm.engine.parts.memory.resident == weights + projection.nbytes
-    with build(pair, projection=False) as llm:
+    with build(pair, prefetch="draft-gate", projection=False) as llm:
         assert llm.engine.parts.projection is None
 
 

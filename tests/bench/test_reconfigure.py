@@ -29,7 +29,8 @@ OPTIONS: dict[str, Any] = {"expert_memory": "50%", "progress": False}
 @pytest.fixture
 def llm(mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
-    with LLM(str(mixtral_pair.target), str(mixtral_pair.random), **OPTIONS, num_speculative_tokens=4) as llm:
+    pair = (str(mixtral_pair.target), str(mixtral_pair.random))
+    with LLM(*pair, **OPTIONS, num_speculative_tokens=4, prefetch="draft-gate") as llm:
         yield llm
 
 

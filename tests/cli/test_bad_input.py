@@ -261,7 +261,7 @@ def test_draft_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
 
 def test_draft_with_a_padded_vocabulary_is_fine(checkpoints: Path, invoke: Invoke) -> None:
     alone = invoke("run", checkpoints / "target", *PROMPT).succeeded()
-    result = invoke("run", checkpoints / "target", "--draft", checkpoints / "padded", *PROMPT).succeeded()
+    result = invoke("run", checkpoints / "target", "--draft", checkpoints / "padded", "-k", 4, *PROMPT).succeeded()
     assert result.out == alone.out
     assert "acceptance" in result.err
 

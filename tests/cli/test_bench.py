@@ -245,7 +245,7 @@ def test_failure_keeps_finished_runs(tiny: tuple[object, ...], invoke: Invoke, m
         (("--output-len", 1), ("--output-len",)),
         (("--output-len", 4096), ("--output-len 4096", "context of 4096")),
         (("--repeat", 0), ("--repeat",)),
-        (("--draft", "none"), ("--draft",)),
+        (("--draft", "none", "-k", "0,4"), ("--draft",)),
         (("--resident-step-ms", "12"), ("--resident-step-ms", "K=milliseconds")),
         (("--resident-step-ms", "4=-1"), ("--resident-step-ms",)),
         (("--prompts", "/nowhere/prompts"), ("/nowhere/prompts", "check the path")),
@@ -265,7 +265,17 @@ def test_invalid_prompt_files(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_model_needs_a_draft(checkpoints: Path, invoke: Invoke) -> None:
-    invoke("bench", checkpoints / "target", "--draft", "none").refused(2, "--draft")
+    target = ("bench", checkpoints / "target", "--draft", "none")
+    invoke(*target, "-k", "0,4").refused(2, "--draft", "--num-speculative-tokens 0")
+
+
+def test_without_a_draft_nothing_is_drafted(checkpoints: Path, invoke: Invoke, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    target = ("bench", checkpoints / "target", "--draft", "none", "--device", "cpu", "--prompts", prompts)
+    options = ("--output-len", 4, "--repeat", 1, "--warmup", 0, "--resident-step-ms", "0=1", "--json", "-")
+    _, rows = records(invoke(*target, *options).succeeded().out)
+    assert [row["num_speculative_tokens"] for row in rows] == [0]
 
 
 def test_report_does_not_overwrite_the_results(invoke: Invoke, tmp_path: Path) -> None:

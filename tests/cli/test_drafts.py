@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from conftest import Invoke
 
 PROMPT = ("--prompt", "abcabcabcabc", "--max-tokens", 12, "--ignore-eos", "--dtype", "float32", "--json")
+DRAFT_GATE = ("-k", 4, "--prefetch", "draft-gate")
 DRAFTS = {"ngram": "no model", "self:int8": "the target with int8 experts", "self:int4": "the target with int4 experts"}
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_run_generates_the_tokens_of_plain_decoding(invoke: Invoke, checkpoints: Path, draft: str) -> None:
-    plain = json.loads(invoke("run", checkpoints / "target", *PROMPT).succeeded().out)
-    found = invoke("run", checkpoints / "target", "--draft", draft, *PROMPT).succeeded()
+    plain = json.loads(invoke("run", checkpoints / "target", "--draft", "none", *PROMPT).succeeded().out)
+    found = invoke("run", checkpoints / "target", "--draft", draft, *DRAFT_GATE, *PROMPT).succeeded()
     assert json.loads(found.out)["token_ids"] == plain["token_ids"]
     assert json.loads(found.out)["stats"]["prefetch"] == ("next-gate" if draft == "ngram" else "draft-gate")
     (note,) = found.err.splitlines()
@@ -27,21 +28,25 @@ def test_run_generates_the_tokens_of_plain_decoding(invoke: Invoke, checkpoints:
 
 
 def test_the_table_shows_prefetched_bytes_of_next_gate(invoke: Invoke, checkpoints: Path) -> None:
-    shown = invoke("run", checkpoints / "target", "--draft", "ngram", *PROMPT[:-1]).succeeded().err
+    shown = invoke("run", checkpoints / "target", "--draft", "ngram", *DRAFT_GATE, *PROMPT[:-1]).succeeded().err
     assert "issued" in shown
     assert "prefetch next-gate" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_info_describes_the_draft(invoke: Invoke, checkpoints: Path, draft: str) -> None:
-    plan = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "--json").succeeded().out)
+    info = ("info", checkpoints / "target", "--draft", draft)
+    plan = json.loads(invoke(*info, *DRAFT_GATE, "--json").succeeded().out)
     assert (plan["draft"]["name"], plan["draft"]["architecture"]) == (draft, DRAFTS[draft])
     assert plan["draft"]["num_speculative_tokens"] == 4
     assert (plan["draft"]["resident_bytes"] > 0) == (draft != "ngram")
     assert plan["prefetch"]["policy"] == ("next-gate" if draft == "ngram" else "draft-gate")
-    shown = invoke("info", checkpoints / "target", "--draft", draft).succeeded().out
+    default = json.loads(invoke(*info, "--json").succeeded().out)
+    assert default["draft"] == {**plan["draft"], "num_speculative_tokens": "auto"}
+    assert default["prefetch"]["policy"] == ("auto (on-demand)" if draft == "ngram" else "auto (draft-gate)")
+    shown = invoke(*info).succeeded().out
     assert f"draft {draft} ({DRAFTS[draft]})" in " ".join(shown.split())
-    none = json.loads(invoke("info", checkpoints / "target", "--draft", draft, "-k", 0, "--json").succeeded().out)
+    none = json.loads(invoke(*info, "-k", 0, "--json").succeeded().out)
     assert none["draft"] is None
     assert none["memory"]["resident_bytes"] == none["target"]["resident_bytes"]
 

@@ -55,6 +55,6 @@ def test_shared_options_are_excluded_by_name() -> None:
     given = {name: one.default for name, one in inspect.signature(fewer).parameters.items()}
     fewer(**{**given, "draft": "ngram"})
     assert given_engine["draft"] == "ngram"
-    assert (given_engine["prefetch"], given_engine["cutoff"]) == ("draft-gate", "auto"), "excluded: keep their defaults"
+    assert (given_engine["prefetch"], given_engine["cutoff"]) == ("auto", "auto"), "excluded: keep their defaults"
     with pytest.raises(ValueError, match="no shared option is called colour"):
         takes_shared_options_except("colour")(verb)

@@ -174,8 +174,8 @@ def test_ctrl_c_keeps_the_steps_so_far(
         return step(loop, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Loop, "step", interrupted)
-    options = ("--prompts", prompts, "--max-tokens", 8, "--ignore-eos", "-k", 0, "-o", path)
-    result = invoke("trace", "record", checkpoints / "target", *options)
+    options = ("--prompts", prompts, "--max-tokens", 8, "--ignore-eos", "-k", 0, "--prefetch", "on-demand")
+    result = invoke("trace", "record", checkpoints / "target", *options, "-o", path)
     assert result.code == 130
     assert "replay it with --link-gbps" in result.err, "the link is measured only for prefetching"
     sequences = Trace.load(path).step_sequence.tolist()

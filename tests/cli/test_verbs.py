@@ -58,7 +58,7 @@ def test_run_prints_only_text_to_standard_output(checkpoints: Path, greedy: list
 @pytest.mark.parametrize("draft", ["none", "draft", "padded"])
 def test_run_with_json(draft: str, checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
     name = draft if draft == "none" else checkpoints / draft
-    options = ("--draft", name, "--max-tokens", 24, "--ignore-eos")
+    options = ("--draft", name, *(() if draft == "none" else ("-k", 4)), "--max-tokens", 24, "--ignore-eos")
     result = invoke("run", checkpoints / "target", "--prompt", "hello", *options, "--json").succeeded()
     found = json.loads(result.out)
     assert result.out.count("\n") == 1
@@ -205,8 +205,13 @@ def test_every_output_names_the_emulated_link(checkpoints: Path, invoke: Invoke)
 # ---- info
 
 
-def test_info_before_and_after_a_measurement(checkpoints: Path, own_home: Path, invoke: Invoke) -> None:
-    pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--expert-memory", "50%")
+@pytest.mark.parametrize(
+    ("options", "policy"), [((), "auto (draft-gate)"), (("-k", 4, "--prefetch", "draft-gate"), "draft-gate")]
+)
+def test_info_before_and_after_a_measurement(
+    options: tuple[object, ...], policy: str, checkpoints: Path, own_home: Path, invoke: Invoke
+) -> None:
+    pair = (checkpoints / "target", "--draft", checkpoints / "draft", "--expert-memory", "50%", *options)
     before = answer(invoke, "info", *pair)
     assert not own_home.exists()  # info writes no files
     target, memory, prefetch = before["target"], before["memory"], before["prefetch"]
@@ -218,7 +223,7 @@ def test_info_before_and_after_a_measurement(checkpoints: Path, own_home: Path, 
     assert memory["slots_bytes"] == memory["slots"] * target["expert_bytes"]
     assert target["all_experts_bytes"] == 2 * memory["slots_bytes"]
     assert memory["resident_bytes"] == target["resident_bytes"] + before["draft"]["resident_bytes"]
-    assert (prefetch["policy"], prefetch["profile"], prefetch["cutoff_layers"]) == ("draft-gate", None, None)
+    assert (prefetch["policy"], prefetch["profile"], prefetch["cutoff_layers"]) == (policy, None, None)
     assert not target["expert_file_exists"]
     unmeasured = invoke("info", *pair).succeeded().out
     assert "auto: not measured yet" in unmeasured

@@ -106,7 +106,7 @@ def test_sequences_are_independent_and_released() -> None:
 
 
 def build(target: Path, **options: object) -> LLM:
-    return LLM(str(target), "ngram", progress=False, **options)
+    return LLM(str(target), "ngram", **{"progress": False, "num_speculative_tokens": 4, **options})
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -132,8 +132,8 @@ def test_repetitive_text_takes_fewer_steps() -> None:
     """The included pair continues a list of similar lines."""
     prompt = "".join(f"self.assertEqual(reader.read({i}), {i})\n" for i in range(6))
     params, found = SamplingParams(max_tokens=40, ignore_eos=True), []
-    for draft in ("none", "ngram"):
-        with LLM(draft=draft, dtype="float32", progress=False) as llm:
+    for draft, k in (("none", 0), ("ngram", 4)):
+        with LLM(draft=draft, num_speculative_tokens=k, dtype="float32", progress=False) as llm:
             found.append(llm.generate(prompt, params)[0])
     plain, drafted = found
     assert drafted.token_ids == plain.token_ids
@@ -142,7 +142,7 @@ def test_repetitive_text_takes_fewer_steps() -> None:
 
 
 def test_falls_back_to_next_gate_with_a_notice(pair: Pair) -> None:
-    with build(pair.target) as llm:
+    with build(pair.target, prefetch="draft-gate") as llm:
         engine: Engine = llm.engine
         (notice,) = llm.notices
         assert "no hidden states" in notice
@@ -151,9 +151,10 @@ def test_falls_back_to_next_gate_with_a_notice(pair: Pair) -> None:
         stats = llm.generate(REPEATING, SamplingParams(max_tokens=4))[0].stats
         assert stats.prefetch == "next-gate"
         assert stats.counters.prefetches_requested
-    with build(pair.target, prefetch="on-demand") as llm:
-        assert llm.notices == [], "prefetching was not requested"
-    with build(pair.target, num_speculative_tokens=0) as llm:
+    for prefetch in ("on-demand", "auto"):
+        with build(pair.target, prefetch=prefetch) as llm:
+            assert llm.notices == [], "predictions were not requested"
+    with build(pair.target, num_speculative_tokens=0, prefetch="draft-gate") as llm:
         assert llm.notices == []
         assert llm.engine.loop.max_draft_tokens == 0
 

@@ -266,7 +266,7 @@ def test_predicted_routing_is_that_of_its_own_routers(request: pytest.FixtureReq
 def test_included_pair_accepts_more_tokens_of_itself_than_of_its_draft() -> None:
     prompt, rates, outputs = sample_text()[6000:6600], {}, set()
     for draft in ("auto", "self:int8", "self:int4"):
-        with LLM(draft=draft, dtype="float32", progress=False, cutoff="all") as llm:
+        with LLM(draft=draft, num_speculative_tokens=4, dtype="float32", progress=False, cutoff="all") as llm:
             completion = llm.generate(prompt, SamplingParams(max_tokens=64, ignore_eos=True))[0]
             outputs.add(tuple(completion.token_ids))
             rates[draft] = completion.stats.counters.accepted / completion.stats.counters.drafted
@@ -322,8 +322,9 @@ def test_experts_are_quantized_once_and_checked_when_read(
 
 
 def test_plan_counts_the_quantized_experts(pair: Pair) -> None:
-    with build(pair.target, "int4") as llm:
-        plan = make_plan(EngineConfig.make(model=str(pair.target), draft="self:int4"))
+    options = {"num_speculative_tokens": 4, "prefetch": "draft-gate"}
+    with build(pair.target, "int4", **options) as llm:
+        plan = make_plan(EngineConfig.make(model=str(pair.target), draft="self:int4", **options))
         assert plan.draft is not None
         assert plan.draft.name == "self:int4"
         assert plan.draft.architecture == "the target with int4 experts"

@@ -17,7 +17,7 @@ from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.costs import StepReport
 from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor
-from spmoe.types import PrefetchRequests, Sequence
+from spmoe.types import Admission, PrefetchRequests, Sequence
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
 
@@ -194,8 +194,9 @@ def test_steps_without_a_draft_predict_nothing(mixtral_pair: Pair, draft: str, m
     assert stats.decode_counters.prefetches_requested == 0
 
 
+@pytest.mark.parametrize("prefetch", ["draft-gate", "auto"])
 def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
-    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    mixtral_pair: Pair, prefetch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens that the draft has to catch up on are past: their experts are not needed again."""
     steps = iter([0, 0, 0, 0, 3, 0, 3] + [3] * 40)
@@ -206,16 +207,17 @@ def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
 
     original = PrefetchScheduler.request
 
-    def request(self: PrefetchScheduler, requests: PrefetchRequests) -> None:
+    def request(self: PrefetchScheduler, requests: PrefetchRequests, admission: Admission | None = None) -> None:
         requested.append(len(requests))
-        original(self, requests)
+        original(self, requests, admission)
 
     monkeypatch.setattr(Governor, "learn", learn)
     monkeypatch.setattr(PrefetchScheduler, "request", request)
-    with load(mixtral_pair, cutoff="all") as llm:
+    with load(mixtral_pair, prefetch=prefetch, cutoff="all") as llm:
         layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
         requested.clear()
         found = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
+        assert llm.notices == [], "no draft has failed"
     assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 30)
     assert found.stats.decode_counters.drafted > 6
     assert max(requested[10:]) <= 2 * layers * top_k, "two rows at most: the newest token, and one accepted before it"

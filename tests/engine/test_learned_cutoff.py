@@ -10,6 +10,8 @@ import pytest
 from spmoe import LLM, SamplingParams
 from spmoe.engine.profiling import read_profile
 
+DRAFT_GATE = {"num_speculative_tokens": 4, "prefetch": "draft-gate"}
+
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -18,7 +20,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_learns_missing_experts_from_requests_and_caches_them(own_home: Path) -> None:
-    options = {"expert_memory": "25%", "dtype": "float32", "link_gbps": 1.0}
+    options = {**DRAFT_GATE, "expert_memory": "25%", "dtype": "float32", "link_gbps": 1.0}
     long = SamplingParams(max_tokens=96, ignore_eos=True)
     with LLM(**options) as llm:
         profile = llm.engine.prefetching.profile
@@ -57,7 +59,7 @@ def test_cached_profile_with_an_invalid_value_is_not_read(tmp_path: Path) -> Non
 
 
 def test_fixed_cutoff_learns_nothing(own_home: Path) -> None:
-    with LLM(expert_memory="25%", dtype="float32", cutoff=3) as llm:
+    with LLM(expert_memory="25%", dtype="float32", cutoff=3, **DRAFT_GATE) as llm:
         llm.generate("def f(x):", SamplingParams(max_tokens=80, ignore_eos=True))
         llm.generate("x", SamplingParams(max_tokens=1))
         assert llm.engine.prefetching.cutoff == 3

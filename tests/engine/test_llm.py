@@ -777,7 +777,8 @@ def test_a_draft_of_another_width_drafts_but_the_target_predicts_experts(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int]
 ) -> None:
     draft = save(seeded(mistral, 5, hidden_size=48), tmp_path / "draft", byte_tokenizer())
-    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3) as llm:
+    options = {"progress": False, "num_speculative_tokens": 3}
+    with LLM(str(mixtral_pair.target), str(draft), prefetch="draft-gate", **options) as llm:
         completion = llm.generate(PROMPT, TEN)[0]
         assert completion.token_ids == expected[:10]
         assert completion.stats.counters.drafted > 0
@@ -786,10 +787,9 @@ def test_a_draft_of_another_width_drafts_but_the_target_predicts_experts(
         (notice,) = llm.notices
         assert "48 wide and the target 32" in notice
         assert "next-gate is used instead" in notice
-    with LLM(
-        str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, prefetch="on-demand"
-    ) as llm:
-        assert llm.notices == [], "no policy needs the hidden states"
+    for prefetch in ("on-demand", "auto"):
+        with LLM(str(mixtral_pair.target), str(draft), prefetch=prefetch, **options) as llm:
+            assert llm.notices == [], "no policy needs the hidden states"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -797,7 +797,8 @@ def test_a_draft_of_another_depth_predicts_every_layer(
     tmp_path: Path, mixtral_pair: Pair, expected: list[int], depth: int
 ) -> None:
     draft = save(seeded(mistral, 5, num_hidden_layers=depth), tmp_path / "draft", byte_tokenizer())
-    with LLM(str(mixtral_pair.target), str(draft), progress=False, num_speculative_tokens=3, cutoff="all") as llm:
+    options = {"progress": False, "num_speculative_tokens": 3, "prefetch": "draft-gate", "cutoff": "all"}
+    with LLM(str(mixtral_pair.target), str(draft), **options) as llm:
         policy = llm.engine.loop.policy
         assert isinstance(policy, DraftGate)
         original, requested = policy.on_chunk, set()

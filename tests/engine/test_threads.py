@@ -146,7 +146,7 @@ def test_an_engine_measures_once_and_caches_the_result(
     mixtral_pair: Pair, timed: Callable[[TimePass], list[tuple[int, int]]], tmp_path: Path
 ) -> None:
     passes = timed(small)
-    with make(mixtral_pair) as llm:
+    with make(mixtral_pair, prefetch="on-demand") as llm:  # so that nothing else is measured
         assert (llm.engine.parts.threads.decode, llm.engine.parts.threads.prompt) == (1, 1)
         assert llm._thread.call(torch.get_num_threads) == 1
         assert llm.engine.counters.hits + llm.engine.counters.demand_loads == 0, "no expert was loaded for it"

@@ -121,6 +121,15 @@ def test_choosing_victims_changes_nothing(
 
 
 @modest
+@given(history=histories)
+def test_scores_of_draft_informed_are_chances(history: list[tuple[str, object]]) -> None:
+    eviction = DraftInformed(EXPERTS, swap_margin=1.0)
+    assert eviction.scores_are_chances
+    play(eviction, history)
+    assert all(0.0 <= eviction.score(key) <= 1.0 for key in KEYS)
+
+
+@modest
 @given(
     history=histories,
     n=st.integers(0, 4),

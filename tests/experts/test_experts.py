@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from experts_helpers import BLOB, CheckedExperts, EmptySlots, within
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 from spmoe.errors import TransferError
 from spmoe.experts.cache import ExpertCache
 from spmoe.experts.eviction import make_eviction
+from spmoe.experts.eviction.base import ScoredEviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import CopyHandle, CopyJob, HostCompute
 from spmoe.observe.clock import VirtualClock
@@ -488,6 +490,58 @@ def test_batch_that_was_never_released_is_an_error_and_not_a_hang() -> None:
 
 
 # ---- the cache alone
+
+
+class FixedScores(ScoredEviction):
+    """Scores the experts of one layer as given."""
+
+    def __init__(self, scores: Sequence[float], *, chances: bool) -> None:
+        super().__init__((len(scores),))
+        self.scores_are_chances = chances
+        self._given = np.array([scores])
+
+    def compute_scores(self) -> np.ndarray:
+        return self._given
+
+
+def full_cache(scores: Sequence[float], slots: int, *, chances: bool) -> ExpertCache:
+    """Make a cache whose slots hold the first experts."""
+    cache = ExpertCache(slots, FixedScores(scores, chances=chances))
+    for expert in range(slots):
+        reservation = cache.reserve(ExpertKey(0, expert), 0.0)
+        assert reservation is not None, "a free slot is taken, whatever that is worth"
+        cache.mark_ready(reservation.entry)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("worth", "evicted"),
+    [(0.0, None), (0.3, None), (0.31, 1), (0.6, 1), (0.85, 1), (1.0, 1), (float("inf"), 1)],
+)
+def test_prefetch_evicts_only_experts_whose_chance_is_below_its_worth(worth: float, evicted: int | None) -> None:
+    cache = full_cache((0.6, 0.3, 0.9), 2, chances=True)
+    before = cache.entries()
+    found = cache.reserve(ExpertKey(0, 2), worth)
+    if evicted is None:
+        assert found is None
+        assert cache.entries() == before
+    else:
+        assert found is not None
+        assert found.evicted is before[evicted]
+        assert {entry.key.expert for entry in cache.entries()} == {0, 2}
+
+
+def test_prefetch_evicts_no_expert_that_scores_more_whatever_it_is_worth() -> None:
+    for worth in (0.5, 1.0, float("inf")):
+        assert full_cache((0.6, 0.3, 0.3), 2, chances=True).reserve(ExpertKey(0, 2), worth) is None
+
+
+@pytest.mark.parametrize("worth", [0.0, 0.5, float("inf")])
+def test_worth_is_not_compared_with_scores_that_are_no_chances(worth: float) -> None:
+    found = full_cache((60.0, 30.0, 90.0), 2, chances=False).reserve(ExpertKey(0, 2), worth)
+    assert found is not None
+    assert found.evicted is not None
+    assert found.evicted.key.expert == 1
 
 
 @every_eviction

@@ -13,6 +13,7 @@ from spmoe.errors import UsageError
 from spmoe.predict.policies import make_policy, plan_policy, policy_classes, require_no_recording
 from spmoe.predict.policies._combined import CombinedPolicy
 from spmoe.predict.policies.adaptive import Adaptive
+from spmoe.predict.policies.auto import Auto, choose_sources
 from spmoe.predict.policies.base import Need, PolicyContext, PrefetchPolicy
 from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.predict.policies.next_gate import NextGate
@@ -113,6 +114,37 @@ def test_unmet_needs_lead_to_a_fallback_and_a_notice(
     else:
         assert len(notices) == 1
         assert notices[0].startswith(notice)
+
+
+@pytest.mark.parametrize(
+    ("context", "copies_per_layer", "sources"),
+    [
+        (FULL, None, [DraftGate]),
+        (FULL, 9.0, [DraftGate]),  # however fast the link is
+        (replace(FULL, unmet=NO_GATES), None, [DraftGate]),
+        (NO_DRAFT, None, []),  # how fast the link is is not known
+        (NO_DRAFT, 0.99, []),  # a copy takes longer than a layer
+        (NO_DRAFT, 1.0, [NextGate]),
+        (NGRAM, None, []),
+        (NGRAM, 0.5, []),
+        (NGRAM, 2.0, [NextGate]),
+        (replace(FULL, unmet=NO_STATES), 2.0, [NextGate]),  # hidden states that the target's gates do not accept
+        (replace(NGRAM, unmet=NO_STATES | NO_GATES), 9.0, []),
+    ],
+)
+def test_auto_chooses_what_predicts_and_pays(
+    context: PolicyContext, copies_per_layer: float | None, sources: list[type[PrefetchPolicy]]
+) -> None:
+    context = replace(context, copies_per_layer=copies_per_layer)
+    assert choose_sources(context) == sources
+    plan = plan_policy("auto", context)
+    assert plan.notices == (), "nothing was asked for that cannot be had"
+    assert plan.label(context) == f"auto ({sources[0].name if sources else 'on-demand'})"
+    policy = plan.build(context)
+    assert isinstance(policy, Auto)
+    assert policy.admits
+    assert [type(part) for part in policy.parts] == sources
+    assert policy.stages == frozenset().union(*(source.stages for source in sources))
 
 
 def test_layers_without_callable_gates_are_mentioned_by_policies_that_call_gates() -> None:

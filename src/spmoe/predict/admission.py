@@ -87,6 +87,7 @@ class Benefit:
         if self.paused:
             if self._steps >= self._pause:
                 self.paused, self._steps, self._pause = False, 0, min(2 * self._pause, _LONGEST_PAUSE)
+                self._saved = self._spent = 0.0
             return
         self._saved = _MEAN_DECAY * self._saved + (1 - _MEAN_DECAY) * saved
         self._spent = _MEAN_DECAY * self._spent + (1 - _MEAN_DECAY) * spent
@@ -107,6 +108,7 @@ class PrefetchAdmission:
         self._needed = np.zeros((layers, experts_per_layer), dtype=bool)  # in this step, if it is learned from
         self._admitted = np.zeros((layers, experts_per_layer), dtype=bool)  # in this step
         self._due = np.zeros(layers)  # prefetches admitted in this step, by layer
+        self._first: float | None = None  # seconds since the step began, at the first of them
         self._passes = np.zeros(layers, dtype=np.int64)  # draft passes of this step that predicted the layer
         self._layers = np.arange(layers)
         self._predictions: list[tuple[np.ndarray, PrefetchRequests]] = []  # classes, and the experts
@@ -128,13 +130,14 @@ class PrefetchAdmission:
             self.precision.learn(classes, right, 1 if self._steps <= _NEW_STEPS else _STEPS_BETWEEN)
             self._predictions.clear()
             self._needed[:] = False
-        if self._k:
+        if self._spent or self._saved or (self.benefit.paused and self._k is not None):
             self.benefit.add_step(self._saved, self._spent)
             self._saved = self._spent = 0.0
-        if self._passes.any():
+        if self._first is not None:
             self._admitted[:] = False
             self._due[:] = 0.0
-            self._passes[:] = 0
+            self._first = None
+        self._passes[:] = 0
         self._k = k
         self._steps += k is not None
         self._learns = k is not None and (self._steps <= _NEW_STEPS or not self._steps % _STEPS_BETWEEN)
@@ -168,7 +171,8 @@ class PrefetchAdmission:
         draft, passed = self._k * rates.draft_pass, done * rates.draft_pass + max(0, layer) * rates.layer
         chances, due = self.precision.rates.ravel()[classes[at]], requests.deadlines[at]
         # worth of each if no other were admitted now: most are not worth it, and need no closer look
-        start = np.maximum(passed, np.cumsum(self._due) * rates.load)
+        first = passed if self._first is None else self._first
+        start = np.maximum(passed, first + np.cumsum(self._due) * rates.load)
         hidden = np.minimum(1.0, (draft + self._layers * rates.layer - start) / rates.load)
         hidden -= np.where(start + rates.load > draft, rates.busy, 0.0)
         worths = hidden[due] - (1 - chances)
@@ -186,6 +190,8 @@ class PrefetchAdmission:
                 chosen.append(at.item(i))
                 found.append(worth)
                 count += 1
+        if chosen:
+            self._first = first
         admitted = requests.where(np.array(chosen, dtype=np.int64))
         self._admitted[admitted.deadlines, admitted.experts] = True
         np.add.at(self._due, admitted.deadlines, 1.0)

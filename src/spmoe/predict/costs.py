@@ -108,7 +108,8 @@ class Rates:
         compute = max(0.0, step.verify_seconds - step.stall_seconds)
         hidden = max(0.0, step.demanded * self.load - step.stall_seconds)  # copies beside compute
         self.layer = _mean(self.layer, max(0.0, compute - hidden) / layers)
-        self.busy = _mean(self.busy, min(1.0, step.missing * self.load / step.verify_seconds))
+        busy = min(1.0, step.missing * self.load / step.verify_seconds)
+        self.busy = _RATE_DECAY * self.busy + (1 - _RATE_DECAY) * busy if self.busy else busy
         if step.drafted and not step.disturbed:
             self.draft_pass = _mean(self.draft_pass, (step.seconds - step.verify_seconds) / step.drafted)
 

@@ -28,7 +28,7 @@ USUAL = 4  # K that memory, threads and profiles are planned for
 
 # trials
 TRIAL_SHARE = 0.015  # share of the time that trials may lose
-_FIRST_BUDGET = 3.0  # further time that the trials of a new governor may lose, in tokens of plain decoding
+_FIRST_BUDGET = 1.5  # further time that the trials of a new governor may lose, in tokens of plain decoding
 _MAX_BUDGET = 4.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
 _HOPELESS = 1.5  # standard deviations that a K is worse by when its trial ends early
@@ -54,7 +54,8 @@ _PRIOR_DRAFTS = 2.0  # drafts that the prior of an acceptance rate counts for
 _PRIOR_ACCEPTANCE = 0.7
 # changes
 _KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
-_KEPT_OF_OTHER_TEXT = 0.5  # weight of acceptance in earlier requests
+_KEPT_OF_OTHER_TEXT = 0.8  # weight of acceptance in earlier requests
+_KEPT_OF_OTHER_RUN = 0.1  # the same in earlier runs
 
 
 class AcceptanceModel:
@@ -251,7 +252,7 @@ class Governor:
             return False
         self.acceptance.reached, self.acceptance.accepted = counts
         self.acceptance.asked, self.acceptance.proposed = asked, proposed
-        self.acceptance.forget(_KEPT_AT_CHANGE)
+        self.acceptance.forget(_KEPT_OF_OTHER_RUN)
         self.current = self._settled = settled
         self._first_budget = 0.5 * _FIRST_BUDGET
         return True
