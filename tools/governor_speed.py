@@ -88,7 +88,8 @@ def _run_all(llm: LLM, options: argparse.Namespace, share: str) -> dict[str, obj
     for name in configs:  # so that nothing is captured later
         run(name, prompts[-1], LearnedState())
     for number, prompt in enumerate(prompts[:-1]):
-        for name in list(configs)[:: 1 if number % 2 else -1]:
+        first = (3 * number + len(configs) // 2) % len(configs)  # so that no configuration is always the first
+        for name in [*list(configs)[first:], *list(configs)[:first]]:
             stats = run(name, prompt, states[name]).stats
             found[name].append(1e3 * stats.decode_seconds / (options.tokens - 1))
             if stats.speculation is not None:

@@ -58,7 +58,9 @@ def bench(
     num_speculative_tokens: Annotated[
         str | None,
         typer.Option(
-            "--num-speculative-tokens", "-k", help="Draft tokens per step: numbers or auto, with commas; default 0,4."
+            "--num-speculative-tokens",
+            "-k",
+            help="Draft tokens per step: numbers or auto, with commas; default 0,4, or 0 with --draft none.",
         ),
     ] = None,
     output_len: Annotated[int | None, typer.Option(min=2, help="Output tokens per run; default 100.")] = None,

@@ -105,7 +105,7 @@ def record_trace(
         counts = f"{len(recorded)} steps, {recorded.verified} of them with a draft"
         message = "interrupted; " * stopped + f"wrote {counts} to {output} ({size / 1e6:.1f} MB)"
         stderr().print(message, soft_wrap=True)
-        if not recorded.shape.link_bytes_per_second:  # it is measured only for policies that predict from a draft
+        if not recorded.shape.link_bytes_per_second:  # it is measured only for policies that need it
             note("the link was not measured in this run; replay it with --link-gbps")
     if stopped:
         raise typer.Exit(130)

@@ -27,6 +27,7 @@ from spmoe.experts.store import StoreSpec
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
+from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
 from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
@@ -56,9 +57,22 @@ class Prefetching:
             return
         missing = counts.missing / counts.verified / self.inputs.layers
         self.profile = replace(self.profile, missing_per_layer=missing)
+        if not self.policy.uses_cutoff:
+            return
         k = loop.max_draft_tokens if loop.governor is None else round(counts.drafted / counts.verified)
-        self.cutoff = choose_cutoff(self.config.cutoff, self.profile, replace(self.inputs, draft_tokens=k))
+        known = learned_profile(self.profile, loop.rates)
+        self.cutoff = choose_cutoff(self.config.cutoff, known, replace(self.inputs, draft_tokens=k))
         self.policy.set_cutoff(self.cutoff)
+
+
+def learned_profile(profile: Profile, rates: Rates) -> Profile:
+    """Return a profile with the rates that steps have shown since it was measured."""
+    draft = rates.draft_pass / profile.draft_layers if rates.draft_pass and profile.draft_layers else None
+    return replace(
+        profile,
+        draft_seconds_per_layer=draft or profile.draft_seconds_per_layer,
+        seconds_per_expert=rates.load or profile.seconds_per_expert,
+    )
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,10 @@ def make_prefetching(
     plan = plan_policy(policy_name(config, parts.models.device, parts.memory.slots, spec), context)
     cutoff = _Cutoff()
     if plan.uses_cutoff:
-        cutoff = _find_cutoff(config, parts, learned, drafter.runner, admits=plan.admits)
-        copies = (
-            None if parts.models.device.type == "cpu" else _copies_per_layer(cutoff.profile)
-        )  # copies take its cores
+        on_cpu = parts.models.device.type == "cpu"
+        admits = plan.admits and not (on_cpu and drafter.runner is None)  # nothing predicts experts there
+        cutoff = _find_cutoff(config, parts, learned, drafter.runner, admits=admits)
+        copies = None if on_cpu else _copies_per_layer(cutoff.profile)  # on a CPU, copies take the cores of layers
         context = replace(context, cutoff=cutoff.layers, copies_per_layer=copies)
     policy = plan.build(context)
     if policy.learns:  # reuse the policy that has learned under this configuration
@@ -101,11 +115,9 @@ def make_prefetching(
     # more bytes than the slots hold would evict prefetches of the same step before they are used
     budget = parts.memory.slots * spec.layout.nbytes if policy.uses_step_budget else None
     notices = (*plan.notices, *cutoff.notices)
-    if (
-        drafter.proposes
-        and (notice := default_draft_notice(config, plan.sources(context), parts.models.device.type)) is not None
-    ):
-        notices = (notice, *notices)
+    chosen = default_draft_notice(config, plan.sources(context), parts.models.device.type) if drafter.proposes else None
+    if chosen is not None:
+        notices = (chosen, *notices)
     return Prefetching(
         policy,
         config,

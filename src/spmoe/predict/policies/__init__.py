@@ -71,6 +71,9 @@ def plan_policy(name: str, context: PolicyContext) -> PolicyPlan:
             notices.append("; ".join([*reasons, f"{cls.name} is left out" if redundant else instead]))
         if not redundant:
             found[used.name] = used
+    unmet = context.unmet.get(Need.DRAFT_STATES)
+    if unmet and context.draft_depth is not None and any(cls.admits for cls in found.values()):
+        notices.append(f"{unmet}; no expert is predicted from the draft")
     classes = tuple(found.values()) or (PREFETCH_POLICIES.load(ON_DEMAND),)
     count, gated = len(context.experts_per_layer), len(context.gated_layers)
     if gated < count and any(_calls_gates(cls, context) for cls in classes):
