@@ -29,13 +29,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--expert-memory", default="25%,50%,90%", help="slots, as shares of all experts")
-    parser.add_argument("--acceptance", default="0.4,0.7,0.9", help="shares of tokens that the draft proposes rightly")
+    parser.add_argument(
+        "--acceptance", default="0.4,0.7,0.9", help="shares of tokens that the draft proposes rightly, or: recorded"
+    )
     parser.add_argument("--locality", default="-0.6,0,0.4", help="from -1 (none) over 0 (as recorded) to 1")
     parser.add_argument("--expert-size", default="150MiB")
     parser.add_argument("--draft-pass-ms", type=float, default=0.6)
     parser.add_argument("--layer-ms", type=float, default=0.15, help="a layer of the target, experts resident")
     parser.add_argument("--link-gbps", type=float, default=55.0)
-    parser.add_argument("--prefetch", type=parse_prefetch_policy, default="draft-gate")
+    parser.add_argument("--prefetch", type=parse_prefetch_policy, default="auto")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=3)
     options = parser.parse_args()
@@ -58,7 +60,9 @@ def print_table(options: argparse.Namespace) -> None:
         for acceptance in options.acceptance.split(","):
             for locality in options.locality.split(","):
                 texts = [
-                    recorded[number % len(recorded)].scaled(float(acceptance), float(locality), seed=number)
+                    recorded[number % len(recorded)].scaled(
+                        None if acceptance == "recorded" else float(acceptance), float(locality), seed=number
+                    )
                     for number in range(options.requests)
                 ]
                 config = ReplayConfig(options.prefetch, "auto", memory=Size.parse(slots), link_gbps=options.link_gbps)
