@@ -11,7 +11,8 @@ from fault_injection import FILES, faults, subject
 @pytest.mark.parametrize(("draft", "budget"), [("draft", "17%"), ("ngram", "50%")])
 def test_engine_recovers_from_an_exception_at_any_line(mixtral_pair: Pair, draft: str, budget: str) -> None:
     name = str(mixtral_pair.good) if draft == "draft" else draft
-    with subject(str(mixtral_pair.target), name, expert_memory=budget, dtype="float32") as tested:
+    options = {"expert_memory": budget, "dtype": "float32", "num_speculative_tokens": 4}
+    with subject(str(mixtral_pair.target), name, **options) as tested:
         reached = set(tested.tracer.reached)
         assert {line.file for line in reached} >= {*FILES} - {"experts/workers.py", "experts/prefetch.py"}
         problems = tested.inject_all(faults(reached, 30))

@@ -787,9 +787,12 @@ def test_a_draft_of_another_width_drafts_but_the_target_predicts_experts(
         (notice,) = llm.notices
         assert "48 wide and the target 32" in notice
         assert "next-gate is used instead" in notice
-    for prefetch in ("on-demand", "auto"):
-        with LLM(str(mixtral_pair.target), str(draft), prefetch=prefetch, **options) as llm:
-            assert llm.notices == [], "no policy needs the hidden states"
+    with LLM(str(mixtral_pair.target), str(draft), prefetch="on-demand", **options) as llm:
+        assert llm.notices == [], "no policy needs the hidden states"
+    with LLM(str(mixtral_pair.target), str(draft), prefetch="auto", **options) as llm:
+        (notice,) = llm.notices
+        assert "spmoe fit-predictor" in notice
+        assert notice.endswith("no expert is predicted from the draft")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
