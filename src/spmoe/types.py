@@ -96,7 +96,7 @@ class PrefetchRequests:
         layers = self.layers  # `argmin` is faster than `min` for few elements
         return layers.item(layers.argmin()), layers.item(layers.argmax())
 
-    def worth_of(self, worth: np.ndarray) -> PrefetchRequests:
+    def with_worth(self, worth: np.ndarray) -> PrefetchRequests:
         """Return the requests with these values of `worth`."""  # worth: float64 [requests]
         return replace(self, worth=worth)
 

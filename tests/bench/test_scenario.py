@@ -302,3 +302,14 @@ def test_packaged_scenario_without_the_fine_grained_target(tmp_path: Path, monke
     assert read_scenario(installed / "quick.toml").matrices({})
     with pytest.raises(UsageError, match="extras/fine does not exist; run it from a clone"):
         read_scenario(installed / "paper.toml").matrices({})
+
+
+def test_workloads_without_a_draft_do_not_speculate(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('drafts = ["none", "shipped"]\ndevice = "cpu"\n')
+    (matrix,) = read_scenario(file).matrices({})
+    chosen = [{one.draft_tokens for one in make_job(work, False, {}, {}).configs} for work in make_workloads(matrix)]
+    assert chosen == [{0}, {0, 4}]
+    (matrix,) = read_scenario(file).matrices({"draft_tokens": (4,)})
+    with pytest.raises(UsageError, match="speculation needs a draft"):
+        make_job(make_workloads(matrix)[0], False, {}, {})

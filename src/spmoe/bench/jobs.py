@@ -88,7 +88,10 @@ def make_job(
 
 def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
     config = EngineConfig.make(**options)
-    drafts = any(k for pair in matrix.policy_pairs for k in pair.draft_tokens or matrix.draft_tokens)
+    draft_tokens = matrix.draft_tokens
+    if config.resolved_draft is None and "draft_tokens" not in matrix.model_fields_set:
+        draft_tokens = (0,)
+    drafts = any(k for pair in matrix.policy_pairs for k in pair.draft_tokens or draft_tokens)
     if drafts and config.resolved_draft is None:
         raise UsageError("speculation needs a draft; give one with --draft, or use --num-speculative-tokens 0")
     cutoffs: list[Cutoff] = []
@@ -98,7 +101,7 @@ def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
         elif cutoff == EVERY:
             plan = _plan(options, matrix.budgets[0])
             cutoffs += [Cutoff(CutoffMode.FIXED, layers) for layers in range(plan.target.moe_layers + 1)]
-    configs = make_configs(matrix.budgets, matrix.policy_pairs, matrix.draft_tokens, cutoffs, matrix.ablation)
+    configs = make_configs(matrix.budgets, matrix.policy_pairs, draft_tokens, cutoffs, matrix.ablation)
     for one in configs:
         EngineConfig.make(**options, **one.engine_options)
     return configs

@@ -165,7 +165,7 @@ class Matrix(BaseModel):
     policies: OneOrMore[Policy] = ("draft-gate", "on-demand")
     evictions: OneOrMore[Eviction] = (DEFAULT_EVICTION,)
     systems: OneOrMore[PolicyPair] | None = None  # instead of policies and evictions
-    draft_tokens: OneOrMore[NumDraftTokens] = (0, 4)
+    draft_tokens: OneOrMore[NumDraftTokens] = (0, 4)  # unless set, 0 for workloads without a draft
     cutoffs: OneOrMore[CutoffOrEvery] = (DEFAULT_CUTOFF,)
     ablation: StrictBool = False
     # how each is measured

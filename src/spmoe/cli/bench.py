@@ -110,8 +110,6 @@ def bench(
     for name in (model, draft):
         if name and name != SHIPPED and drafter_name(name)[0] == "model":
             model_directory(name)  # fails early, before torch is imported
-    if draft == "none" and num_speculative_tokens is None:
-        num_speculative_tokens = "0"
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
         "drafts": ("--draft", draft),

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from spmoe.engine.llm import LLM, Generation
 
 EMULATED_LINK_NOTE = "emulated link of {:g} GB/s: times are not those of this machine's own link"
-_PREFETCH = f"{', '.join(PREFETCH_POLICIES.names())}, or several joined by +"
+_PREFETCH = (
+    "auto (of draft-gate, next-gate and none what pays here, and of their prefetches those that pay), "
+    f"{', '.join(name for name in PREFETCH_POLICIES.names() if name != 'auto')}, or several joined by +"
+)
 _EVICTION = ", ".join(EVICTION_POLICIES.names())
 
 

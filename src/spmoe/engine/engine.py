@@ -179,11 +179,8 @@ class Engine:
             yield recorder.recording
 
     def prepare(self) -> None:
-        """Capture every forward that greedy requests of the planned length replay, before the first request.
-
-        Not for LongRoPE, whose forwards depend on the length of the text.
-        """
-        if self.parts.runtime.recorder is None or self.target.longrope.switches:
+        """Capture every forward that greedy requests of the planned length replay, before the first request."""
+        if self.parts.runtime.recorder is None:
             return
         with self.experts.ledger.ignore_demand():
             for runner in (self.target, self.active_drafter.runner):

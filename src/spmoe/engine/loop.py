@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, MutableMapping
-from collections.abc import Sequence as Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -231,7 +231,7 @@ class Loop:
         """Return whether the target has read the sequence's prompt."""
         return sequence.id in self._target_kv
 
-    def _on_routed(self, layer: int, experts: Collection[int]) -> PrefetchRequests:
+    def _on_routed(self, layer: int, experts: abc.Sequence[int]) -> PrefetchRequests:
         """Show the routed experts of a layer to everything that learns from them."""
         if self._admission is not None:
             self._admission.on_routed(layer, experts)

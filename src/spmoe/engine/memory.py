@@ -207,7 +207,7 @@ def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
         share = math.ceil(1000 * top_k / spec.count) / 10
         least = f"{math.ceil(top_k * blob / 2**10)}KiB"
         raise BudgetError(
-            f"--expert-memory {memory} holds {count} experts of {format_bytes(blob)}, but one token "
+            f"--expert-memory {memory} holds {count} expert{'s' * (count != 1)} of {format_bytes(blob)}, but one token "
             f"needs {top_k} of a layer at once; give at least {least} or {share}%"
         )
     return count

@@ -263,8 +263,7 @@ def measure(
     """Time draft passes of one row, verification passes without their stalls, and loads of a layer's experts.
 
     `draft` is None if no model drafts. `synchronize` waits for a device that computes and copies asynchronously.
-    Passes use the fastest time, since
-    anything above it is other work on the machine.
+    Passes use the fastest time, since anything above it is other work on the machine.
     """
     timer = Timer(experts, clock, synchronize)
     batch = range(min(inputs.slots, inputs.experts_per_layer))

@@ -196,4 +196,4 @@ class PrefetchAdmission:
         self._admitted[admitted.deadlines, admitted.experts] = True
         np.add.at(self._due, admitted.deadlines, 1.0)
         self._saved += rates.load * sum(found)
-        return admitted.worth_of(np.array(found))
+        return admitted.with_worth(np.array(found))
