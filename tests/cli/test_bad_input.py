@@ -294,7 +294,7 @@ def test_the_minimum_budget_in_the_error_works(checkpoints: Path, invoke: Invoke
         assert least["stats"]["slots"] == 2
         assert least["token_ids"] == everything["token_ids"]
     number = int(stated[1].removesuffix("KiB"))
-    run(f"{number - 1}KiB").refused(2, "holds 1 experts")
+    run(f"{number - 1}KiB").refused(2, "holds 1 expert of")
 
 
 def test_slots_that_cannot_be_allocated(checkpoints: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -644,7 +644,7 @@ def test_close_during_a_stream(mixtral_pair: Pair, expected: list[int]) -> None:
 
 def test_a_failed_build_leaves_no_threads(tmp_path: Path, mixtral_pair: Pair) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(BudgetError, match=r"holds 1 experts .* needs 2 of a layer at once"):
+    with pytest.raises(BudgetError, match=r"holds 1 expert of .* needs 2 of a layer at once"):
         build(mixtral_pair, expert_memory=memory_for(2) - 1)
     broken = tmp_path / "draft"
     shutil.copytree(mixtral_pair.good, broken)

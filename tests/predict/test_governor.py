@@ -209,6 +209,34 @@ def test_a_damaged_state_is_ignored(damage: dict[str, object]) -> None:
     )
 
 
+def test_a_settled_k_lets_the_next_step_begin_before_this_one_is_learned_from() -> None:
+    machine, rng = MACHINES["25 % of slots, diverse"], random.Random(0)
+    governor, waited, at_once = machine.governor(), 0, 0
+    for number in range(200):
+        k, before = governor.current, governor.steps
+        governor.report(StepReport(k, k, 0, *machine.step(k, number, rng, 1.0)))
+        if governor.steps == before:
+            assert k == governor.current == governor.settled, "a trial is never kept waiting"
+            waited += 1
+        else:
+            at_once += 1
+        governor.learn_reported()
+        assert governor.steps == before + 1
+    assert waited > 100
+    assert at_once > 5
+
+
+def test_a_step_with_another_k_does_not_count_for_a_trial() -> None:
+    machine, rng = MACHINES["50 % of slots, diverse"], random.Random(0)
+    governor = machine.governor()
+    while governor.current == governor.settled:
+        governor.learn(StepReport(governor.current, governor.current, 0, *machine.step(governor.current, 9, rng, 1.0)))
+    tried = governor.current
+    for _ in range(10):
+        governor.learn(StepReport(governor.settled, governor.settled, 0, *machine.step(governor.settled, 9, rng, 1.0)))
+        assert governor.current == tried
+
+
 def test_learns_from_drafts_that_do_not_exist() -> None:
     """An n-gram drafter proposes nothing in most steps; such a step is one of plain decoding."""
     machine, rng = MACHINES["resident"], random.Random(0)

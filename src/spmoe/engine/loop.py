@@ -161,6 +161,7 @@ class Loop:
         self._experts.scheduler.finish_draft()
 
         output = self._verify(sequence, draft.tokens)
+        self._learn_reported()  # if no layer has asked for experts
         self._experts.step.end()
         result = self._judge(sequence, draft, output)
         self._experts.step.finish_compute()
@@ -182,6 +183,7 @@ class Loop:
 
     def release(self, sequence: Sequence) -> None:
         """Drop a request's state, however it ended."""
+        self._learn_reported()
         self._experts.step.end()
         self._experts.run_ahead.invalidate()
         self._experts.ledger.close_account(sequence.counters)
@@ -232,7 +234,8 @@ class Loop:
         return sequence.id in self._target_kv
 
     def _on_routed(self, layer: int, experts: abc.Sequence[int]) -> PrefetchRequests:
-        """Show the routed experts of a layer to everything that learns from them."""
+        """Show the routed experts of a layer to everything that learns from them, while the device is busy."""
+        self._learn_reported()
         if self._admission is not None:
             self._admission.on_routed(layer, experts)
         return self.policy.on_routed(layer, experts)
@@ -261,9 +264,14 @@ class Loop:
         self.rates.learn(report, len(self.target.moe))
         if governor is None:
             return
-        governor.learn(report)
+        governor.report(report)
         if sequence.speculation is not None:
             sequence.speculation.add(k, result.accepted + 1, seconds, governor.plain_cost)
+
+    def _learn_reported(self) -> None:
+        """Let the governor learn from the step before while the device is busy: this takes up to a millisecond."""
+        if self.governor is not None:
+            self.governor.learn_reported()
 
     # ---- verify
 

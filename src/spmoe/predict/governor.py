@@ -1,6 +1,7 @@
 """The governor: choose K, the number of draft tokens of each step, so that speculation never costs time.
 
-`-k auto` asks it before every step and reports every finished step to it. docs/governor.md explains the formulas:
+`-k auto` asks it before every step and reports every finished step to it. With a settled K, the next step begins before
+this one is learned from, so that learning costs no time. docs/governor.md explains the formulas:
 
     cost(K)    = seconds(K) / tokens(K)                     seconds per output token, which the governor minimizes
     tokens(K)  = 1 + p (a_1 + a_1 a_2 + .. + a_1 .. a_K)    p: share of steps with a draft, a_i: acceptance by position
@@ -37,7 +38,7 @@ _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many ag
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
 _STEPS_WITHOUT_DRAFT = 24  # after which one is tried even if little is expected of it
 _MAX_STEPS_BETWEEN_TRIALS = 64
-_NEW_STEPS = 8  # with one K, after which short steps are learned from together
+_NEW_STEPS = 8  # with one K, after which steps are learned from later, short ones together
 _EFFORT = 1.5e-4  # seconds that it takes to learn and to choose
 _EFFORT_SHARE = 0.01  # of the time of steps that may be spent on that
 _MOST_TOGETHER = 16  # steps that are learned from together
@@ -118,7 +119,8 @@ class Governor:
         self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
-        self._waiting: list[StepReport] = []  # steps, all alike, that were not learned from yet
+        self._reported: StepReport | None = None  # a step that `learn_reported` will learn from
+        self._waiting: list[StepReport] = []  # steps, all alike, that will be learned from together
         self._settled = 0  # the K that is not a trial
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
@@ -178,15 +180,29 @@ class Governor:
 
     def begin_request(self) -> None:
         """Take note that another text begins: its acceptance and its locality may differ."""
+        self.learn_reported()
         self._waiting.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
         self.costs.begin_text()
         self._expect_change()
 
+    def report(self, step: StepReport) -> None:
+        """Report a finished step. It is learned from at once if K may change, else when `learn_reported` is called."""
+        self.learn_reported()
+        self._reported = step
+        if self._trial_left or self._steps_at < _NEW_STEPS:
+            self.learn_reported()
+
+    def learn_reported(self) -> None:
+        """Learn from the step that was reported last, if that was not done yet."""
+        step, self._reported = self._reported, None
+        if step is not None:
+            self.learn(step)
+
     def learn(self, step: StepReport) -> None:
-        """Record a finished step; may change `current`."""
+        """Learn from a finished step; may change `current`, unless the step had another K."""
         self.steps += 1
-        self._steps_at += 1
+        self._steps_at += step.k == self.current
         self._since_plain = self._since_plain + 1 if step.k else 0
         if self._waiting and not _alike(step, self._waiting[0]):
             self._learn_together()
@@ -208,7 +224,7 @@ class Governor:
             self.acceptance.forget(_STEP_DECAY**weight)
         if self.costs.learn(step, weight, first=self._steps_at == 1):
             self._expect_change()
-        if self.costs.known:
+        if self.costs.known and step.k == self.current:
             self._spend(step, weight)
             self._choose()
 

@@ -92,7 +92,8 @@ class Governed(Chooser):
         self.governor.begin_request()
 
     def learn(self, step: DecodedStep) -> None:
-        self.governor.learn(
+        self.governor.learn_reported()  # beside this step, as in a live engine
+        self.governor.report(
             StepReport(step.k, step.k, step.accepted, step.seconds, step.needed, step.missing, step.caught_up)
         )
 

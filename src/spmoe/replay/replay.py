@@ -316,7 +316,8 @@ def slot_count(memory: Size | None, shape: Shape) -> int:
     experts = sum(shape.experts)
     slots = min(experts, memory.of(experts * shape.expert_bytes) // shape.expert_bytes)
     if slots < shape.top_k:
-        raise UsageError(f"{memory} holds {slots} expert{'s' * (slots != 1)}, fewer than the {shape.top_k} of one token; give more")
+        count = f"{slots} expert{'s' * (slots != 1)}"
+        raise UsageError(f"{memory} holds {count}, fewer than the {shape.top_k} of one token; give more")
     return int(slots)
 
 
