@@ -19,6 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # a package may import packages of earlier tiers, itself, and the leaves
 TIERS = (
     {"types"},
+    {"formats"},
     {"verify", "predict", "experts"},
     {"backends"},
     {"models"},

@@ -19,7 +19,7 @@ from spmoe.errors import UsageError
 from spmoe.experts.eviction import ScoredEviction, make_eviction
 from spmoe.predict.policies import make_policy
 from spmoe.predict.policies.base import Need, PolicyContext, PrefetchPolicy
-from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, Registry
+from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, WEIGHT_FORMATS, Registry
 from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
 
 PROMPTS = ["the cat", "a dog and"]
@@ -233,17 +233,24 @@ def test_every_module_registers_its_own_name() -> None:
             assert cls.__module__.rpartition(".")[2] == name.replace("-", "_")
 
 
+def test_every_family_registers_the_names_that_its_module_lists() -> None:
+    for name in WEIGHT_FORMATS.names():
+        cls = WEIGHT_FORMATS.load(name)
+        assert name in sys.modules[cls.__module__].NAMES
+        assert cls.from_name(name).name == name
+
+
 def test_listing_and_checking_names_imports_no_torch() -> None:
     code = """
 import sys
 from spmoe.config import EngineConfig
-from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
-print(*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names())
-EngineConfig.make(model="target", prefetch="draft-gate+next-gate", eviction="lru")
+from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, WEIGHT_FORMATS
+print(*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names(), *WEIGHT_FORMATS.names())
+EngineConfig.make(model="target", prefetch="draft-gate+next-gate", eviction="lru", expert_format="int4-g64")
 print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names, heavy = result.stdout.splitlines()
-    here = {*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names()}
-    assert {"draft-gate", "lru", "ngram"} < {*names.split()} <= here, "other tests may have registered more"
+    here = {*PREFETCH_POLICIES.names(), *EVICTION_POLICIES.names(), *DRAFTERS.names(), *WEIGHT_FORMATS.names()}
+    assert {"draft-gate", "lru", "ngram", "mxfp4"} < {*names.split()} <= here, "other tests may have registered more"
     assert heavy == ""

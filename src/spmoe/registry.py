@@ -1,4 +1,4 @@
-"""Registries: prefetch policies, eviction policies and drafters by name.
+"""Registries: prefetch policies, eviction policies, drafters and weight formats by name.
 
 A name is registered in one of three ways. A module of the registry's package carries it: `draft_gate.py` registers
 `draft-gate`; modules whose names start with an underscore, and `base.py`, are helpers. An entry point of another
@@ -8,7 +8,8 @@ that the command line can check an option before it imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -50,7 +51,7 @@ class Registry(Generic[T]):
         """Return the class of this name, importing its module first; raise UsageError if there is none."""
         if name not in self._classes:
             if name in self._module_names:
-                import_module(f"{self._package}.{name.replace('-', '_')}")
+                import_module(f"{self._package}.{self._module_names[name]}")
             else:
                 self.require(name)
                 (point, *_) = entry_points(group=self._group, name=name)
@@ -71,13 +72,47 @@ class Registry(Generic[T]):
         return {point.name for point in entry_points(group=self._group)}
 
     @cached_property
-    def _module_names(self) -> set[str]:
+    def _module_names(self) -> Mapping[str, str]:
+        """Module by registered name."""
+        return {path.stem.replace("_", "-"): path.stem for path in self._modules()}
+
+    def _modules(self) -> list[Path]:
         spec = find_spec(self._package)
         folders = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []
-        stems = {path.stem for folder in folders for path in Path(folder).glob("*.py")}
-        return {stem.replace("_", "-") for stem in stems if not stem.startswith("_") and stem != "base"}
+        files = (path for folder in folders for path in Path(folder).glob("*.py"))
+        return [path for path in files if not path.stem.startswith("_") and path.stem != "base"]
+
+
+class FamilyRegistry(Registry[T]):
+    """Classes of which each has several names, the strings in the tuple `NAMES` of its module.
+
+    The tuple is read from the source. A class gets no `name`; it makes one object per name.
+    """
+
+    def register(self, *names: str) -> Callable[[type[T]], type[T]]:
+        """Register the decorated class under these names."""
+
+        def add(cls: type[T]) -> type[T]:
+            self._classes.update(dict.fromkeys(names, cls))
+            return cls
+
+        return add
+
+    @cached_property
+    def _module_names(self) -> Mapping[str, str]:
+        return {name: path.stem for path in self._modules() for name in _literal_names(path)}
+
+
+def _literal_names(path: Path) -> tuple[str, ...]:
+    """Return the tuple `NAMES` of a module without importing it; empty if there is none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["NAMES"]:
+            names: tuple[str, ...] = ast.literal_eval(node.value)
+            return names
+    return ()
 
 
 PREFETCH_POLICIES: Registry[Any] = Registry("prefetch policy", "spmoe.predict.policies", "spmoe.prefetch_policies")
 EVICTION_POLICIES: Registry[Any] = Registry("eviction policy", "spmoe.experts.eviction", "spmoe.eviction_policies")
 DRAFTERS: Registry[Any] = Registry("drafter", "spmoe.draft", "spmoe.drafters")
+WEIGHT_FORMATS: FamilyRegistry[Any] = FamilyRegistry("expert format", "spmoe.formats", "spmoe.weight_formats")
