@@ -51,7 +51,6 @@ def compile_all() -> None:
     compile_attention()
     compile_inputs()
     compile_experts()
-    compile_quantized()
 
 
 def compile_dense() -> None:
@@ -101,27 +100,31 @@ def compile_inputs() -> None:
 
 
 def compile_experts() -> None:
-    from spmoe.backends.kernels import experts
+    from spmoe.backends.base import Gate
+    from spmoe.backends.kernels import experts, packed
+    from spmoe.formats.base import weight_format
+    from spmoe.formats.expert import ExpertFormat
 
-    for hidden, ffn, top_k in ((4096, 4096, 2), (2048, 1408, 8)):
-        layout = experts.ExpertLayout(hidden, ffn, 0, 2 * hidden * ffn)
-        arena, table = zeros(1, 3 * hidden * ffn), zeros(8, dtype=torch.int32)
-        for rows in (5, experts.MAX_KERNEL_ROWS):
-            states, index = zeros(rows, hidden), zeros(rows, top_k, dtype=torch.int64)
-            scratch = experts.ScratchBuffer(top_k, layout, torch.bfloat16, "cpu").scratch(rows)
-            experts.run_expert_batch(states, index, index.float(), table, arena, layout, "silu", scratch)
-            experts.reduce_experts(scratch, states)
-
-
-def compile_quantized() -> None:
-    from spmoe.backends.kernels import quantized
-
-    bits, group, hidden, ffn = 4, 64, 2048, 1408
-    gate_up = quantized.QuantizedMatrix(hidden, 2 * ffn, 0, 1 << 20)
-    down = quantized.QuantizedMatrix(ffn, hidden, 1 << 21, 1 << 22)
-    layout, index = quantized.QuantizedLayout(bits, group, gate_up, down), zeros(1, 2, dtype=torch.int64)
-    blobs = zeros(2, 1 << 23, dtype=torch.int32)
-    quantized.run_quantized_experts(zeros(1, hidden), index, index.float(), blobs, layout, "silu")
+    sizes, gpt_oss = ((4096, 4096, 2), (2048, 1408, 8)), Gate("silu", 7.0, 1.702, 1.0, interleaved=True)
+    cases = [("bfloat16", *size, rows, Gate("silu")) for size in sizes for rows in (5, experts.MAX_KERNEL_ROWS)]
+    for name in ("bf16-packed", "fp8-block128", "int8-channel", "int4-asym-g32", "nvfp4"):
+        cases += [(name, *sizes[0], rows, Gate("silu")) for rows in (1, experts.MAX_KERNEL_ROWS)]
+    cases += [("mxfp4", 2880, 2880, 4, rows, gpt_oss) for rows in (1, 5, 17)]
+    cases += [("bf16-packed", 2880, 2880, 4, 1, Gate("silu"))]  # with a tail
+    for name, hidden, ffn, top_k, rows, gate in cases:
+        format = ExpertFormat(weight_format(name), torch.bfloat16)
+        shapes = {"gate_up_proj": (2 * ffn, hidden), "down_proj": (hidden, ffn)}
+        if name == "mxfp4":
+            shapes |= {"gate_up_proj_bias": (2 * ffn,), "down_proj_bias": (hidden,)}
+        slots, table = zeros(1, format.layout(shapes).nbytes, dtype=torch.uint8), zeros(8, dtype=torch.int32)
+        found = experts.slot_experts(experts.slot_matrices(slots, format, shapes), shapes)
+        assert found is not None
+        states, index = zeros(rows, hidden), zeros(rows, top_k, dtype=torch.int64)
+        scratch = experts.ScratchBuffer(top_k, found.shape, "cpu").scratch(rows)
+        experts.run_expert_batch(states, index, index.float(), table, found, gate, scratch)
+        experts.reduce_experts(scratch, states)
+        if rows == 1:
+            packed.dequantize_matrix(found.down, 0, zeros(hidden, ffn))
 
 
 if __name__ == "__main__":

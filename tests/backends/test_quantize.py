@@ -1,4 +1,4 @@
-"""Quantized experts: quantization errors, the file on disk, and results."""
+"""Quantized experts of self-drafting models: the file on disk, and results."""
 
 from __future__ import annotations
 
@@ -11,112 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from spmoe.backends.quantize import QuantizationScheme, QuantizedExperts
+from spmoe.backends import quantize
+from spmoe.backends.quantize import QuantizedExperts
 from spmoe.errors import StoreError
-from spmoe.experts.store import BlobLayout, ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.experts.store import ExpertFile, StoreSpec, ensure_expert_file
+from spmoe.formats.layout import BlobLayout
 from spmoe.types import ExpertKey
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 40, 24, 3
-SCHEMES = [QuantizationScheme(8), QuantizationScheme(4), QuantizationScheme(4, group=64)]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-MATRICES = {
-    "normal": normal(9, 96),
-    "not a whole number of groups": normal(5, 33, seed=1),
-    "narrow": normal(4, 1, seed=2),
-    "one outlier": normal(3, 64, seed=3).index_fill(1, torch.tensor([7]), 100.0),
-    "all positive": normal(3, 64, seed=4).abs() + 5,
-    "all negative": -normal(3, 64, seed=5).abs() - 5,
-    "constant": torch.full((2, 64), -0.3),
-    "zero": torch.zeros(2, 64),
-    "tiny": 1e-20 * normal(2, 64, seed=6),
-    "large": 1e20 * normal(2, 64, seed=7),
-}
-
-
-def within_half_a_step(scheme: QuantizationScheme, weight: Tensor, codes: Tensor, scales: Tensor) -> bool:
-    """Return whether every weight is within half a step of its group of its dequantized value."""
-    found = scheme.dequantize(codes, scales, weight.shape[1], torch.float32)
-    steps = scales[..., 0].float().T.repeat_interleave(scheme.group, dim=1)[:, : weight.shape[1]]
-    rounding = 4 * torch.finfo(torch.float32).eps * weight.abs().max()
-    return bool(((found - weight).abs() <= steps / 2 + rounding).all())
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", MATRICES)
-def test_quantization_error_is_at_most_half_a_step(scheme: QuantizationScheme, name: str) -> None:
-    weight = MATRICES[name]
-    codes, scales = scheme.quantize(weight)
-    groups = -(-weight.shape[1] // scheme.group)
-    assert (codes.dtype, codes.shape) == (torch.uint8, (groups, len(weight), scheme.group * scheme.bits // 8))
-    assert (scales.dtype, scales.shape) == (torch.bfloat16, (groups, len(weight), 2))
-    assert within_half_a_step(scheme, weight, codes, scales)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", ["normal", "not a whole number of groups", "one outlier", "all positive"])
-def test_step_is_at_most_the_range_of_a_group_over_the_number_of_codes(scheme: QuantizationScheme, name: str) -> None:
-    weight = MATRICES[name]
-    _, scales = scheme.quantize(weight)
-    for row, parts in zip(weight, scales[..., 0].float().T, strict=True):
-        for group, step in zip(row.split(scheme.group), parts, strict=True):
-            padded = torch.cat([group, torch.zeros(-len(group) % scheme.group)])
-            value_range = float(padded.max() - padded.min()) + 2**-7 * float(padded.abs().max())
-            assert float(step) <= 1.02 * value_range / (2**scheme.bits - 1)
-
-
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_error_bound_detects_wrong_scales(scheme: QuantizationScheme, part: int) -> None:
-    """The bound is tight enough to detect scales that are off by 10 %, or that belong to the next group."""
-    weight = MATRICES["normal"] * (1 + torch.arange(96) // 32)
-    codes, scales = scheme.quantize(weight)
-    for change in (1.1, 0.9):
-        wrong = scales.clone()
-        wrong[..., part] *= change
-        assert not within_half_a_step(scheme, weight, codes, wrong)
-    assert not within_half_a_step(scheme, weight, codes, scales.roll(1, dims=0))
-    assert not within_half_a_step(scheme, weight, codes, scales.flip(-1))
-    assert not within_half_a_step(scheme, weight, codes.roll(1, dims=-1), scales)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_codes_are_packed_in_the_order_that_kernels_read(scheme: QuantizationScheme) -> None:
-    weight = torch.arange(float(scheme.group)).repeat(2, 2) % (1 << scheme.bits)  # two outputs, two groups
-    weight[:, -1] = scheme.max_code  # groups range from 0 to the largest code: codes equal weights
-    weight[:, scheme.group - 1] = scheme.max_code
-    codes, _ = scheme.quantize(weight)
-    words = codes.view(torch.int32)  # [groups, out, words]
-    shifts = torch.arange(0, 32, scheme.bits, dtype=torch.int32)
-    for group, row in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        found = [
-            int(words[group, row, w]) >> int(shift) & scheme.max_code
-            for shift in shifts
-            for w in range(words.shape[-1])
-        ]
-        wanted = weight[row].split(scheme.group)[group]
-        assert max(abs(a - float(b)) for a, b in zip(found, wanted, strict=True)) <= 0.02 * scheme.max_code
-        assert sorted(found) == found or scheme.group > scheme.max_code
-
-
-def test_error_of_8_bits_is_a_sixteenth_of_that_of_4_bits() -> None:
-    weight = MATRICES["normal"]
-    errors = [float((s.dequantize(*s.quantize(weight), 96, torch.float32) - weight).norm()) for s in SCHEMES[:2]]
-    assert 12 < errors[1] / errors[0] < 20
-
-
-# ---- all experts of a target
-
-
 class Gated(SimpleNamespace):
     """Attributes of a gated experts module."""
 
     has_gate = True
+    act_fn = staticmethod(silu)
 
     def _apply_gate(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -134,26 +48,25 @@ def weights_of(key: ExpertKey, transposed: bool, bias: bool) -> dict[str, Tensor
     return found
 
 
-def make(tmp_path: Path, bits: int, transposed: bool, bias: bool) -> tuple[QuantizedExperts, ExpertFile]:
+def make(tmp_path: Path, scheme: str, transposed: bool, bias: bool) -> tuple[QuantizedExperts, ExpertFile]:
     shapes = {name: tuple(t.shape) for name, t in weights_of(ExpertKey(0, 0), transposed, bias).items()}
     spec = StoreSpec("fingerprint", BlobLayout.of(shapes, torch.float32), (EXPERTS, EXPERTS))
-    experts = QuantizedExperts(spec, QuantizationScheme(bits), transposed)
+    experts = QuantizedExperts.of(spec, scheme, torch.float32, transposed, [shapes, shapes])
 
-    def read(key: ExpertKey, views: dict[str, Tensor]) -> None:
-        for name, tensor in weights_of(key, transposed, bias).items():
-            views[name].copy_(tensor)
+    def fill(key: ExpertKey, views: dict[str, Tensor]) -> None:
+        experts.format.convert(weights_of(key, transposed, bias), views)
 
-    return experts, ensure_expert_file(tmp_path / "experts.safetensors", experts.spec, experts.filler(read))
+    return experts, ensure_expert_file(tmp_path / "experts.safetensors", experts.spec, fill)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 5, 30])
 def test_experts_loaded_from_disk_compute_the_weighted_sum(
-    tmp_path: Path, bits: int, transposed: bool, bias: bool, rows: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, transposed: bool, bias: bool, rows: int
 ) -> None:
-    experts, file = make(tmp_path, bits, transposed, bias)
+    experts, file = make(tmp_path, scheme, transposed, bias)
     experts.load(file, CPU)
     file.close()
     assert experts.nbytes == experts.spec.count * experts.spec.layout.nbytes
@@ -171,7 +84,7 @@ def test_experts_loaded_from_disk_compute_the_weighted_sum(
                 if tensor.ndim == 1:
                     assert torch.equal(found[name], tensor)
                 else:
-                    assert float((found[name] - tensor).norm() / tensor.norm()) < (0.01 if bits == 8 else 0.12)
+                    assert float((found[name] - tensor).norm() / tensor.norm()) < (0.01 if scheme == "int8" else 0.12)
         expected = torch.zeros(rows, HIDDEN)
         for row in range(rows):
             for position in range(2):
@@ -185,12 +98,40 @@ def test_experts_loaded_from_disk_compute_the_weighted_sum(
                 expected[row] += weights[row, position] * linear(
                     inner, tensors["down_proj"], tensors.get("down_proj_bias")
                 )
-        for run in (experts.run, experts._run_dequantized):  # on the CPU, and on a GPU without kernels
+        for run in (experts.run, experts._run_pairs):  # on the CPU, and on a GPU without kernels
             torch.testing.assert_close(run(layer, module, hidden, index, weights), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("rows", "ran"), [(5, ["kernels"]), (65, []), (3, ["kernels"])])
+def test_kernels_run_few_rows_of_supported_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, ran: list[str]
+) -> None:
+    kernels = pytest.importorskip("spmoe.backends.kernels.experts")
+    calls = []
+
+    def run(*args: Any) -> None:
+        calls.append("kernels")
+        kernels.run_expert_batch_plain(*args)
+
+    monkeypatch.setattr(quantize, "kernels_run_on", lambda device: True)
+    monkeypatch.setattr(kernels, "run_expert_batch", run)
+    monkeypatch.setattr(kernels, "reduce_experts", kernels.reduce_experts_plain)
+    experts, file = make(tmp_path, "int4", transposed=True, bias=True)
+    experts.load(file, CPU)
+    file.close()
+    module: Any = Gated(is_transposed=True, has_bias=True, act_fn=torch.nn.SiLU())
+    hidden, index = normal(rows, HIDDEN, seed=7), normal(rows, EXPERTS, seed=8).topk(2).indices
+    weights = normal(rows, 2, seed=9).softmax(-1)
+    expected = experts._run_pairs(1, module, hidden, index, weights)
+    torch.testing.assert_close(experts.run(1, module, hidden, index, weights), expected, atol=1e-4, rtol=1e-4)
+    assert calls == ran
+    unsupported: Any = Gated(is_transposed=True, has_bias=True, act_fn=torch.nn.Mish())
+    experts.run(0, unsupported, hidden, index, weights)
+    assert calls == ran
+
+
 def test_damaged_code_fails_its_checksum(tmp_path: Path) -> None:
-    experts, file = make(tmp_path, 4, transposed=False, bias=False)
+    experts, file = make(tmp_path, "int4", transposed=False, bias=False)
     offset = file.offset(ExpertKey(1, 1)) + 5
     file.close()
     with file.path.open("r+b") as damaged:
@@ -204,11 +145,15 @@ def test_damaged_code_fails_its_checksum(tmp_path: Path) -> None:
     reopened.close()
 
 
-def test_every_scheme_has_its_own_fingerprint(tmp_path: Path) -> None:
-    spec = StoreSpec("f", BlobLayout.of({"down_proj": (8, 64)}, torch.float32), (2,))
-    made = [
-        QuantizedExperts(spec, scheme, transposed=False).spec
-        for scheme in (QuantizationScheme(8), QuantizationScheme(4), QuantizationScheme(4, 64))
-    ]
-    assert len({(one.fingerprint, one.layout) for one in made}) == 3
-    assert spec.fingerprint not in {one.fingerprint for one in made}
+def test_every_scheme_has_its_own_fingerprint() -> None:
+    shapes = {"gate_up_proj": (8, 64)}
+    spec = StoreSpec("f", BlobLayout.of(shapes, torch.float32), (2,))
+    made = [QuantizedExperts.of(spec, scheme, torch.float32, False, [shapes]).spec for scheme in ("int8", "int4")]
+    assert len({spec.fingerprint, *(one.fingerprint for one in made)}) == 3
+
+
+def test_layers_may_have_experts_of_different_sizes() -> None:
+    layers = [{"gate_up_proj": (8, 64), "down_proj": (64, 4)}, {"gate_up_proj": (16, 64), "down_proj": (64, 8)}]
+    spec = StoreSpec("f", BlobLayout.of(layers[1], torch.float32), (1, 1))
+    experts = QuantizedExperts.of(spec, "int4", torch.float32, False, layers)
+    assert experts.nbytes == 2 * max(experts.format.layout(shapes).nbytes for shapes in layers)

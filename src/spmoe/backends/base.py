@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from spmoe.experts.access import ExpertAccess, ExpertBatch
 from spmoe.experts.experts import Experts
@@ -41,20 +42,47 @@ def kernel_row_limit(expert_bytes: int) -> int:
     return MAX_KERNEL_ROWS * min(_MAX_KERNEL_PASSES, max(1, _PASS_BYTES // expert_bytes))
 
 
-def gated_activation(experts: Any) -> str | None:
-    """Return the kernels' activation of gated experts without biases; None for any other kind of experts.
+class Gate(NamedTuple):
+    """How gated experts combine their projections: act(gate) * (up + up_offset), both clamped to `limit` before."""
 
-    Kernels compute act(gate) * up with the halves side by side and no clamping; the module must do so on an example.
+    activation: str  # the kernels' name
+    limit: float = 0.0  # upper bound of gate, and bound of up's magnitude; 0: no clamping
+    alpha: float = 1.0  # factor inside the sigmoid of silu
+    up_offset: float = 0.0
+    interleaved: bool = False  # rows of gate and up alternate; otherwise those of gate come first
+
+    def apply(self, gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """Combine the output of the gate-up projection, in PyTorch."""  # gate_up: [..., 2 * ffn] -> [..., ffn]
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = activation(gate) if self.alpha == 1 else gate * torch.sigmoid(gate * self.alpha)
+        return gate * (up + self.up_offset)
+
+
+def kernel_gate(experts: Any) -> Gate | None:
+    """Return the gate of an experts module; None if kernels do not implement it.
+
+    The module's own code must give the gate's result on an example, which reaches beyond every limit.
     """
-    if not experts.has_gate or experts.has_bias or experts.is_transposed:
+    activation = kernel_activation(experts.act_fn) if hasattr(experts, "act_fn") else "silu"
+    if not experts.has_gate or activation is None:
         return None
+    limit = float(getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None) or 0)
+    alpha = float(getattr(experts, "alpha", None) or getattr(experts, "swiglu_alpha", None) or 1)
+    candidates = [Gate(activation)]
+    if limit > 0:
+        candidates += [Gate(activation, limit), Gate("silu", limit, alpha, 1.0)]
     few = torch.tensor([-1e4, -20.0, -2.0, -0.3, 0.4, 3.0, 30.0, 1e4])
-    gate, up = few, few.roll(3)
-    try:
-        plain = torch.allclose(experts._apply_gate(torch.cat((gate, up))[None])[0], experts.act_fn(gate) * up)
-    except (RuntimeError, TypeError, AttributeError):
-        return None
-    return kernel_activation(experts.act_fn) if plain else None
+    example = torch.cat((few, few.roll(3)))[None]
+    for candidate in [gate._replace(interleaved=order) for order in (False, True) for gate in candidates]:
+        try:
+            expected = candidate.apply(example, getattr(experts, "act_fn", silu))
+            if torch.allclose(experts._apply_gate(example), expected):
+                return candidate
+        except (RuntimeError, TypeError, AttributeError):
+            return None
+    return None
 
 
 def kernel_failures() -> tuple[type[Exception], ...]:

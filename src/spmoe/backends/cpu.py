@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.functional import linear
 from spmoe.backends.base import ExpertsForward, HostExperts
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.experts import Experts
+from spmoe.formats.expert import WHOLE, ExpertFormat
 
 
 class CpuBackend:
@@ -20,7 +20,13 @@ class CpuBackend:
 
     Contributions are kept apart until all experts have arrived and are then added in order of expert number, so the
     result does not depend, in any bit, on which experts were resident.
+
+    `format` is that of the experts in slots; without it, they are dense. Packed experts are dequantized one at a time,
+    unless PyTorch has an operator for their format and the run's dtype.
     """
+
+    def __init__(self, format: ExpertFormat | None = None) -> None:
+        self._format = format
 
     def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
         return HostExperts(layer, experts.access, self)
@@ -36,7 +42,7 @@ class CpuBackend:
         for batch in batches:
             for expert, tensors in zip(batch.experts, batch.weights, strict=True):
                 choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product depend on it
-                out = run_expert(experts, expert_tensors(experts, tensors), hidden[rows])
+                out = self._run_expert(experts, tensors, hidden[rows])
                 out = out * weights[rows, choice, None]
                 contributions[rank[rows, choice], rows] = out.to(contributions.dtype)
         total = torch.zeros_like(hidden)
@@ -44,29 +50,42 @@ class CpuBackend:
             total += contribution
         return total
 
+    def _run_expert(self, experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return one expert's feed-forward, given the fields of its slot."""  # x: [rows, hidden] -> [rows, hidden]
+        if self._format is not None:
+            if WHOLE in tensors:
+                tensors = self._format.views(tensors, expert_shapes(experts))
+            if self._format.weight.has_operator(x):
+                return _run_packed_expert(experts, self._format, tensors, x)
+            if self._format.is_packed:
+                tensors = self._format.dequantize(tensors)
+        return run_expert(experts, tensors, x)
 
-WHOLE = "whole"  # the only field of a blob in a model whose layers have experts of several sizes
 
-
-def expert_tensors(experts: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return an expert's own tensors, also where its blob is laid out for experts of any layer."""
-    if WHOLE not in tensors:
-        return tensors
-    whole, found, start = tensors[WHOLE].view(-1), {}, 0
-    for name, (_, *shape) in experts.spmoe_shapes.items():
-        end = start + math.prod(shape)
-        found[name] = whole[start:end].view(shape)
-        start = end
-    return found
+def expert_shapes(experts: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of one expert's tensors, as its module holds them."""
+    return {name: shape[1:] for name, shape in experts.spmoe_shapes.items()}
 
 
 def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Return one expert's feed-forward, as its module declares it."""  # x: [rows, hidden] -> [rows, hidden]
-    if experts.has_gate:
-        x = experts._apply_gate(_project(experts, tensors, "gate_up_proj", x))
-    else:
-        x = experts.act_fn(_project(experts, tensors, "up_proj", x))
-    return _project(experts, tensors, "down_proj", x)
+    return _feed_forward(experts, x, lambda name, x: _project(experts, tensors, name, x))
+
+
+def _run_packed_expert(experts: Any, format: ExpertFormat, views: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Return one expert's feed-forward, computed from its packed weights by operators of PyTorch."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        product = format.weight.linear(format.parts(views, name), x)
+        return product + views[f"{name}_bias"] if experts.has_bias else product
+
+    return _feed_forward(experts, x, project)
+
+
+def _feed_forward(experts: Any, x: Tensor, project: Callable[[str, Tensor], Tensor]) -> Tensor:
+    gated = experts.has_gate
+    inner = experts._apply_gate(project("gate_up_proj", x)) if gated else experts.act_fn(project("up_proj", x))
+    return project("down_proj", inner)
 
 
 def _project(experts: Any, tensors: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,22 +15,33 @@ from torch import Tensor, nn
 from spmoe.backends.base import (
     MAX_KERNEL_ROWS,
     ExpertsForward,
-    gated_activation,
-    kernel_activation,
+    Gate,
+    kernel_gate,
     kernel_row_limit,
     routed_experts,
 )
-from spmoe.backends.cpu import CpuBackend
+from spmoe.backends.cpu import CpuBackend, expert_shapes
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.graphs import GraphRecorder, HostWork, Phase
-from spmoe.backends.kernels.experts import ExpertLayout, ExpertScratch, ScratchBuffer, reduce_experts, run_expert_batch
+from spmoe.backends.kernels.experts import (
+    ExpertScratch,
+    ExpertShape,
+    ScratchBuffer,
+    SlotExperts,
+    reduce_experts,
+    run_expert_batch,
+    slot_experts,
+    slot_matrices,
+)
 from spmoe.backends.kernels.inputs import take_batch
+from spmoe.backends.kernels.packed import SlotMatrix, dequantize_matrix
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import PinnedLayer
 from spmoe.experts.experts import Experts
 from spmoe.experts.transfer import DeviceEvent
+from spmoe.formats.expert import ExpertFormat, Shapes
 from spmoe.types import ExpertKey
 
 _RING = 4096  # expert batches that may be posted and not taken; a step has fewer, and ends when all have run
@@ -98,19 +111,21 @@ class CudaBlobAddresses:
 class CudaBackend:
     """Experts on one CUDA device."""
 
-    def __init__(self, slots: DeviceSlots, recorder: GraphRecorder) -> None:
+    def __init__(self, slots: DeviceSlots, recorder: GraphRecorder, format: ExpertFormat) -> None:
         self.slots = slots
         self.recorder = recorder
         self.all_resident = False
-        self.plain = CpuBackend()
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
-        self.arena = slots.arena.view(self.dtype)  # [slots, blob elements]
+        self.format = format
+        self.plain = CpuBackend(self.format)
+        self.dense = CpuBackend()  # for experts that were dequantized
+        self._dense = torch.empty(0, dtype=self.dtype, device=slots.arena.device)  # one dequantized matrix
         self.batch_slots = torch.zeros_like(slots.table[0])  # [experts], slots of the expert batch that runs
         self._cursor = torch.zeros(1, dtype=torch.int64, device=slots.arena.device)  # expert batches taken
         self._ring = pinned_zeros(_RING, len(self.batch_slots), dtype=torch.int32)
         self._ring_rows = self._ring.numpy()
         self._posted = 0
-        self._scratches: dict[tuple[int, int], ScratchBuffer] = {}  # by top-k and pass
+        self._scratches: dict[tuple[int, ExpertShape, int], ScratchBuffer] = {}  # by top-k, sizes and pass
         self._routed: dict[tuple[int, int, int], Tensor] = {}
 
     def experts_forward(self, layer: int, experts: Experts) -> ExpertsForward:
@@ -141,11 +156,12 @@ class CudaBackend:
             self.slots.table[key] = slot
         self.all_resident = True
 
-    def scratch(self, rows: int, top_k: int, expert_layout: ExpertLayout, number: int = 0) -> ExpertScratch:
+    def scratch(self, rows: int, top_k: int, shape: ExpertShape, number: int = 0) -> ExpertScratch:
         """Return memory for one kernel pass over some rows. Layers run one after the other and share it."""
-        if (top_k, number) not in self._scratches:
-            self._scratches[top_k, number] = ScratchBuffer(top_k, expert_layout, self.dtype, self.slots.arena.device)
-        return self._scratches[top_k, number].scratch(rows)
+        key = (top_k, shape, number)
+        if key not in self._scratches:
+            self._scratches[key] = ScratchBuffer(top_k, shape, self.slots.arena.device)
+        return self._scratches[key].scratch(rows)
 
     @contextmanager
     def resync_on_failure(self) -> Iterator[None]:
@@ -164,13 +180,65 @@ class CudaBackend:
             self._routed[key] = pinned_zeros(rows, top_k)
         return self._routed[key]
 
-    def expert_layout(self, experts: Any) -> ExpertLayout | None:
-        """Return where the grouped kernels find an expert's weights in a blob; None if they cannot run such experts."""
-        fields = {field.name: field for field in self.slots.layout.fields}
-        if fields.keys() != {"gate_up_proj", "down_proj"} or gated_activation(experts) is None:
-            return None
-        gate_up, down, size = fields["gate_up_proj"], fields["down_proj"], self.dtype.itemsize
-        return ExpertLayout(down.shape[0], down.shape[1], gate_up.offset // size, down.offset // size)
+    def inspect(self, experts: nn.Module) -> LayerKernels:
+        """Return how kernels run the experts of a layer."""
+        shapes = expert_shapes(experts)
+        matrices = slot_matrices(self.slots.arena, self.format, shapes)
+        found, gate = slot_experts(matrices, shapes), kernel_gate(experts)
+        # also for packed experts by the size of dense ones: both run in the same way, with the same bits
+        limit = kernel_row_limit(self.dtype.itemsize * sum(math.prod(shape) for shape in shapes.values()))
+        return LayerKernels(shapes, limit, matrices, None if found is None or gate is None else (found, gate))
+
+    def dequantized(self, batches: Iterable[ExpertBatch], kernels: LayerKernels) -> Iterator[ExpertBatch]:
+        """Yield experts one at a time, with weights that are dequantized when they are read."""
+        for batch in batches:
+            for expert, slot in zip(batch.experts, batch.slots, strict=True):
+                yield ExpertBatch(batch.layer, (expert,), (slot,), (DequantizedWeights(self, slot, kernels),))
+
+    def dense_matrix(self, outs: int, ins: int) -> Tensor:
+        """Return memory for one dense matrix, the same for all: kernels run in the order in which they are launched."""
+        if self._dense.numel() < outs * ins:
+            self._dense = self._dense.new_empty(outs * ins)
+        return self._dense[: outs * ins].view(outs, ins)
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """How kernels run the experts of one layer."""
+
+    shapes: Shapes  # of one expert's tensors in its module
+    row_limit: int  # of eager forwards
+    matrices: Mapping[str, SlotMatrix | None]  # projections by name; None: kernels cannot read it
+    grouped: tuple[SlotExperts, Gate] | None  # None: grouped kernels do not implement these experts
+
+
+class DequantizedWeights(Mapping[str, Tensor]):
+    """Tensors of the expert in a slot, as its module would hold them.
+
+    A matrix is dequantized when it is read, and valid until the next one is.
+    """
+
+    def __init__(self, backend: CudaBackend, slot: int, kernels: LayerKernels) -> None:
+        self._backend = backend
+        self._slot = slot
+        self._kernels = kernels
+
+    def __getitem__(self, name: str) -> Tensor:
+        backend, matrix = self._backend, self._kernels.matrices.get(name)
+        if matrix is not None:
+            dense = dequantize_matrix(matrix, self._slot, backend.dense_matrix(matrix.outs, matrix.ins))
+        else:
+            views = backend.format.layout(self._kernels.shapes).views(backend.slots.arena[self._slot])
+            if name in views:
+                return views[name]  # a bias
+            dense = backend.format.weight.dequantize(backend.format.parts(views, name), backend.dtype)
+        return dense.T if backend.format.transposed else dense
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kernels.shapes)
+
+    def __len__(self) -> int:
+        return len(self._kernels.shapes)
 
 
 class CudaExperts:
@@ -183,27 +251,23 @@ class CudaExperts:
         self._run_ahead = experts.run_ahead
         self._backend = backend
         self._table = backend.slots.table[layer]  # [experts]
-        self._expert_layout: ExpertLayout | None = None
-        self._inspected = False
+        self._kernels: LayerKernels | None = None
 
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if not self._inspected:
-            self._expert_layout, self._inspected = self._backend.expert_layout(experts), True
-        expert_layout, (rows, top_k) = self._expert_layout, index.shape
+        if self._kernels is None:
+            self._kernels = self._backend.inspect(experts)
+        kernels, (rows, top_k) = self._kernels, index.shape
         backend, recorder = self._backend, self._backend.recorder
         eager = recorder.phase is Phase.EAGER
-        limit = kernel_row_limit(backend.slots.layout.nbytes) if eager else MAX_KERNEL_ROWS
-        if expert_layout is None or rows > limit:
-            return self._run_plain(experts, hidden, index, weights)
+        if kernels.grouped is None or rows > (kernels.row_limit if eager else MAX_KERNEL_ROWS):
+            return self._run_plain(kernels, experts, hidden, index, weights)
         passes = [slice(start, min(start + MAX_KERNEL_ROWS, rows)) for start in range(0, rows, MAX_KERNEL_ROWS)]
-        scratches = [backend.scratch(p.stop - p.start, top_k, expert_layout, number) for number, p in enumerate(passes)]
-        activation, arena, out = str(kernel_activation(experts.act_fn)), backend.arena, hidden.new_empty(hidden.shape)
+        (found, gate), out = kernels.grouped, hidden.new_empty(hidden.shape)
+        scratches = [backend.scratch(p.stop - p.start, top_k, found.shape, number) for number, p in enumerate(passes)]
 
         def run(table: Tensor) -> None:
             for part, scratch in zip(passes, scratches, strict=True):
-                run_expert_batch(
-                    hidden[part], index[part], weights[part], table, arena, expert_layout, activation, scratch
-                )
+                run_expert_batch(hidden[part], index[part], weights[part], table, found, gate, scratch)
 
         def run_next_batch() -> None:
             backend.take_batch()
@@ -231,15 +295,21 @@ class CudaExperts:
             reduce_experts(scratch, out[part])
         return out
 
-    def _run_plain(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _run_plain(
+        self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
         """Run experts that the kernels do not implement, or many rows: expert by expert, launched by the host."""
+        backend = self._backend
 
         def run(observations: Sequence[HostWork] = ()) -> Tensor:
             needed, shares = self._wait_for_router(index)
             for observe in observations:
                 observe()
             with closing(self._access.use(self._layer, needed, shares=shares)) as batches:
-                return self._backend.plain.run_experts(experts, hidden, index, weights, batches)
+                if not backend.format.is_packed:
+                    return backend.plain.run_experts(experts, hidden, index, weights, batches)
+                dense = backend.dequantized(batches, kernels)
+                return backend.dense.run_experts(experts, hidden, index, weights, dense)
 
         recorder = self._backend.recorder
         if recorder.phase is Phase.EAGER:

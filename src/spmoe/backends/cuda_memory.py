@@ -1,10 +1,9 @@
-"""Memory of the CUDA backend: all experts in one pinned host allocation, and slots in one device allocation."""
+"""Memory of the CUDA backend: all experts in pinned host memory, and slots in one device allocation."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+import threading
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,66 +11,57 @@ from torch import Tensor
 from spmoe.backends.cuda_runtime import CudaCallError, CudaRuntime
 from spmoe.config import format_bytes
 from spmoe.errors import BudgetError, StoreError
-from spmoe.experts.store import BlobLayout, FillBlob, StoreSpec
+from spmoe.experts.memory_store import MemoryStore
+from spmoe.experts.store import StoreSpec
+from spmoe.formats.layout import BlobLayout
 from spmoe.system.host import available_memory, locked_memory_limit
 from spmoe.types import ExpertKey
 
+_PIECE_BYTES = 2**30  # of memory that is pinned in one call
 
-class HostStore:
-    """Blobs of all experts in one contiguous allocation of host memory."""
+
+class HostStore(MemoryStore):
+    """Blobs of all experts in host memory that the device reads; pinned piece by piece, as they are filled."""
+
+    _remedy = "free some memory, or use --device cpu, which reads experts from disk"
 
     def __init__(self, spec: StoreSpec, runtime: CudaRuntime, *, pinned: bool) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self.pinned = pinned
         self._runtime = runtime
-        if (free := available_memory()) < spec.nbytes:
-            raise StoreError(
-                f"the experts need {format_bytes(spec.nbytes)} of host memory, but only {format_bytes(free)} are free; "
-                "free some memory, or use --device cpu, which reads experts from disk"
-            )
-        self._pages = mmap.mmap(-1, spec.nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin, and fewer TLB misses
-        self._arena = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._address = self._arena.data_ptr()
-        self._first = [0, *accumulate(spec.experts)]
-        if pinned:
-            self._arena.zero_()  # touches the pages with all cores; pinning would use one
-            self._lock_pages()
-
-    def blob(self, key: ExpertKey) -> Tensor:
-        """Return an expert's blob."""  # [nbytes] uint8
-        start = self.address(key) - self._address
-        return self._arena[start : start + self.spec.layout.nbytes]
-
-    def address(self, key: ExpertKey) -> int:
-        """Return the host address of an expert's blob."""
-        return self._address + (self._first[key.layer] + key.expert) * self.spec.layout.nbytes
-
-    def fill(self, fill: FillBlob, on_progress: Callable[[int, int], None]) -> None:
-        """Fill the blobs of all experts; `on_progress` receives the experts done and their total."""
-        for done, key in enumerate(self.spec.keys()):
-            on_progress(done, self.spec.count)
-            fill(key, self.spec.layout.views(self.blob(key)))
-        on_progress(self.spec.count, self.spec.count)
+        self._piece = max(1, _PIECE_BYTES // spec.layout.nbytes)  # in blobs: a copy must not span two pinned ranges
+        self._missing = [min(self._piece, spec.count - first) for first in range(0, spec.count, self._piece)]
+        self._lock = threading.Lock()
+        self._locked: list[int] = []  # addresses of pinned pieces
 
     def close(self) -> None:
         """Unpin and free the memory; idempotent. No copy may be in flight."""
-        if self.pinned:
-            self._runtime.unlock_pages(self._address)
-            self.pinned = False
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        while self._locked:
+            self._runtime.unlock_pages(self._locked.pop())
+        super().close()
 
-    def _lock_pages(self) -> None:
+    def _filled(self, key: ExpertKey) -> None:
+        """Pin the piece of this blob if it is complete: by then many threads have touched its pages."""
+        piece = self._ordinal(key) // self._piece
+        with self._lock:
+            self._missing[piece] -= 1
+            complete = self._missing[piece] == 0
+        if complete and self.pinned:
+            self._lock_pages(piece)
+
+    def _lock_pages(self, piece: int) -> None:
+        blob = self.spec.layout.nbytes
+        first, count = piece * self._piece, min(self._piece, self.spec.count - piece * self._piece)
+        address = self._address + first * blob
         try:
-            self._runtime.lock_pages(self._address, self.spec.nbytes)
+            self._runtime.lock_pages(address, count * blob)
         except CudaCallError as error:
-            self.pinned = False
             raise StoreError(
                 f"cannot pin {format_bytes(self.spec.nbytes)} of host memory ({error}); raise `ulimit -l` "
                 f"(now {_pin_limit()}), free some memory ({format_bytes(available_memory())} are free), or pass "
                 "--no-pin-memory, which is several times slower"
             ) from error
+        self._locked.append(address)
 
 
 class DeviceSlots:

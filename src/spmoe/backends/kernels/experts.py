@@ -4,13 +4,14 @@ There is one program per tile of an expert's weights and (row, top-k position) p
 expert multiplies its weights with all rows at once and keeps the rows that are routed to it, so every weight is read
 once. Each pair has its own rows in `ExpertScratch`, and `reduce_experts` adds them in a fixed order. The result
 is therefore bit-equal however the experts are grouped into batches, and whichever other rows (up to 16 in all) are in
-the batch.
+the batch. Weights may be dense or packed; `packed.py` loads them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,23 +20,54 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from spmoe.backends.base import MAX_KERNEL_ROWS
+from spmoe.backends.base import MAX_KERNEL_ROWS, Gate
 from spmoe.backends.kernels.dense import ACTIVATIONS, activate
+from spmoe.backends.kernels.packed import FOUR_BITS, SlotMatrix, multiply, slot_matrix
+from spmoe.formats.bf16_packed import BLOCK as PACKED_BLOCK
+from spmoe.formats.expert import ExpertFormat, Shapes
 
 _MIN_PROGRAMS = 512  # enough loads in flight to saturate the memory of a large device
+_MIN_SPLIT = 512  # inputs of a split; fewer are read in less time than a program takes to start
+_BFLOAT16_SUMS = ("dense", "bf16-packed")  # kinds whose sums have the same order
 
 
-class ExpertLayout(NamedTuple):
-    """Sizes of an expert and the offsets of its weights in a blob, in elements."""
+class ExpertShape(NamedTuple):
+    """Sizes and storage of an expert, which select the kernels' tiles."""
 
     hidden: int
     ffn: int
-    gate_up_offset: int  # [2 * ffn, hidden], rows of the gate first
-    down_offset: int  # [hidden, ffn]
+    kind: str  # of `KernelWeights`
+    dtype: torch.dtype  # that weights are dequantized to
+
+
+class SlotExperts(NamedTuple):
+    """The experts in all slots, as kernels read them."""
+
+    shape: ExpertShape
+    gate_up: SlotMatrix  # [2 * ffn, hidden]; rows of gate and up as `Gate` says
+    down: SlotMatrix  # [hidden, ffn]
+
+
+def slot_experts(matrices: Mapping[str, SlotMatrix | None], shapes: Shapes) -> SlotExperts | None:
+    """Describe the experts with these projections; None if kernels cannot run them."""
+    # matrices: by name; shapes: of one expert's tensors in its module
+    gate_up, down = matrices.get("gate_up_proj"), matrices.get("down_proj")
+    if gate_up is None or down is None:
+        return None
+    biases = {f"{matrix.name}_bias" for matrix in (gate_up, down) if matrix.bias is not None}
+    if shapes.keys() != {gate_up.name, down.name} | biases:
+        return None
+    return SlotExperts(ExpertShape(down.outs, down.ins, down.kind, down.format.dtype), gate_up, down)
+
+
+def slot_matrices(slots: Tensor, format: ExpertFormat, shapes: Shapes) -> dict[str, SlotMatrix | None]:
+    """Describe the projections of the experts in these slots; None for those that kernels cannot read."""
+    # slots: [slots, blob bytes] uint8
+    return {name: slot_matrix(slots, format, shapes, name) for name, shape in shapes.items() if len(shape) == 2}
 
 
 class ExpertTile(NamedTuple):
-    """Weight tile of one kernel: `block_n` outputs by `block_k` inputs."""
+    """Weight tile of one kernel: `block_n` outputs (of gate and of up) by `block_k` inputs."""
 
     block_n: int
     block_k: int
@@ -52,31 +84,63 @@ class ExpertTiles:
     splits: int
 
 
-def select_expert_tiles(rows: int, layout: ExpertLayout, top_k: int, dtype: torch.dtype) -> ExpertTiles:
-    """Select tiles by the experts' shape; equal for 1 to 16 rows, which makes the kernels batch-invariant."""
+def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTiles:
+    """Select tiles by the experts' shape; equal for 1 to 16 rows, which makes the kernels batch-invariant.
+
+    `bf16-packed` gets the splits of bfloat16: sums in the same order give equal bits.
+    """
     if not 1 <= rows <= MAX_KERNEL_ROWS:
         raise ValueError(f"expected 1 to {MAX_KERNEL_ROWS} rows, got {rows}")
-    hidden, ffn = layout.hidden, layout.ffn
+    hidden, ffn, kind, dtype = shape
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
     elif rows > 16:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
         up, down = (32, 128, 4, 3), (32, 128, 4, 3)
+    elif kind in FOUR_BITS:  # few warps: inputs pass through each, and instructions limit the speed
+        up, down = (32, 256, 2, 3), (64, 256, 2, 3)
+    elif kind not in _BFLOAT16_SUMS:
+        up, down = (32, 128, 4, 4), (64, 128, 4, 4)
     elif hidden * ffn >= 1 << 24:  # this and the next: the fastest, over 1 and 5 rows, of a sweep on an H200
         up, down = (32, 256, 4, 3), (32, 128, 4, 4)
     else:
         up, down = (32, 128, 4, 3), (64, 128, 4, 4)
-    up_tile = ExpertTile(_fit_block(up[0], ffn), _fit_block(up[1], hidden), *up[2:])
-    down_tile = ExpertTile(_fit_block(down[0], hidden), _fit_block(down[1], ffn), *down[2:])
-    splits, programs = 1, triton.cdiv(hidden, down_tile.block_n) * top_k
-    while splits * programs < _MIN_PROGRAMS and splits < 8 and ffn % (2 * splits * down_tile.block_k) == 0:
+    down_n = _fit_block(down[0], hidden)
+    splits, programs = 1, triton.cdiv(hidden, down_n) * top_k
+    while splits * programs < _MIN_PROGRAMS and splits < 8 and _can_split(ffn, 2 * splits, kind):
         splits *= 2
-    return ExpertTiles(up_tile, down_tile, splits)
+    if kind == "bf16-packed":
+        up_k = down_k = PACKED_BLOCK
+        up, down = (*up[:3], 4), (*down[:3], 4)
+    elif kind == "dense" or dtype.itemsize > 2:
+        up_k, down_k = _fit_block(up[1], hidden), _fit_block(down[1], ffn)
+    else:
+        up_k, down_k = _cover_block(up[1], hidden, 1), _cover_block(down[1], ffn, splits)
+    return ExpertTiles(ExpertTile(_fit_block(up[0], ffn), up_k, *up[2:]), ExpertTile(down_n, down_k, *down[2:]), splits)
+
+
+def _can_split(ffn: int, splits: int, kind: str) -> bool:
+    """Return whether the inputs of `down` can be split into so many parts.
+
+    Those of dense weights are split evenly, whatever their tile: sums of `bf16-packed` weights have the same order.
+    """
+    return ffn % (splits * PACKED_BLOCK) == 0 if kind in _BFLOAT16_SUMS else ffn >= splits * _MIN_SPLIT
 
 
 def _fit_block(block: int, size: int) -> int:
     """Shrink a block to the size, and halve it down to 32 until it divides the size."""
     block = min(block, max(16, triton.next_power_of_2(size)))
     while block > 32 and size % block:
+        block //= 2
+    return block
+
+
+def _cover_block(block: int, size: int, splits: int) -> int:
+    """Shrink a block to the size, and halve it down to 64 until the last one of each split is nearly full.
+
+    Packed weights need long rows of a tile: a masked last block costs less than blocks that divide the size.
+    """
+    block = min(block, max(32, triton.next_power_of_2(size)))
+    while block > 64 and triton.cdiv(size, block * splits) * block * splits > 1.1 * size:
         block //= 2
     return block
 
@@ -93,12 +157,13 @@ class ExpertScratch:
 class ScratchBuffer:
     """Fixed allocation that holds one `ExpertScratch` of up to 64 rows; its address never changes."""
 
-    def __init__(self, top_k: int, layout: ExpertLayout, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._shape = (top_k, layout, dtype)
+    def __init__(self, top_k: int, shape: ExpertShape, device: torch.device | str) -> None:
+        self._top_k = top_k
+        self._shape = shape
         limits = (16, MAX_KERNEL_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
-        sums = max(rows * select_expert_tiles(rows, layout, top_k, dtype).splits for rows in limits)
-        self._up = torch.empty(MAX_KERNEL_ROWS * top_k * layout.ffn, dtype=dtype, device=device)
-        self._partial_sums = torch.empty(sums * top_k * layout.hidden, dtype=torch.float32, device=device)
+        sums = max(rows * select_expert_tiles(rows, shape, top_k).splits for rows in limits)
+        self._up = torch.empty(MAX_KERNEL_ROWS * top_k * shape.ffn, dtype=shape.dtype, device=device)
+        self._partial_sums = torch.empty(sums * top_k * shape.hidden, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +172,10 @@ class ScratchBuffer:
 
     def scratch(self, rows: int) -> ExpertScratch:
         """Return uninitialized views for this many rows."""
-        top_k, layout, dtype = self._shape
-        tiles, pairs = select_expert_tiles(rows, layout, top_k, dtype), rows * top_k
-        up = self._up[: pairs * layout.ffn].view(pairs, layout.ffn)
-        sums = self._partial_sums[: tiles.splits * pairs * layout.hidden].view(tiles.splits, pairs, layout.hidden)
+        shape = self._shape
+        tiles, pairs = select_expert_tiles(rows, shape, self._top_k), rows * self._top_k
+        up = self._up[: pairs * shape.ffn].view(pairs, shape.ffn)
+        sums = self._partial_sums[: tiles.splits * pairs * shape.hidden].view(tiles.splits, pairs, shape.hidden)
         return ExpertScratch(up, sums, tiles)
 
 
@@ -119,28 +184,40 @@ def run_expert_batch(
     index: Tensor,  # [rows, top_k] int64, ids of the routed experts, distinct within a row
     weights: Tensor,  # [rows, top_k]
     table: Tensor,  # [experts] int32, slot of each expert in the batch, -1 for all others
-    arena: Tensor,  # [slots, blob elements]
-    layout: ExpertLayout,
-    activation: str,
+    experts: SlotExperts,
+    gate: Gate,
     scratch: ExpertScratch,
 ) -> None:
     """Compute every pair whose expert is in the batch into `scratch`; leave all other pairs untouched."""
-    (rows, top_k), (up, down) = index.shape, (scratch.tiles.up, scratch.tiles.down)
+    (rows, top_k), (up, down), splits = index.shape, (scratch.tiles.up, scratch.tiles.down), scratch.tiles.splits
     hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
     padded = max(16, triton.next_power_of_2(rows))
     sizes = {
-        "HIDDEN": layout.hidden, "FFN": layout.ffn, "BLOB": arena.stride(0), "TOP_K": top_k,
-        "ROWS": padded, "PAIRS": triton.next_power_of_2(padded * top_k), "TOP_K_PAD": triton.next_power_of_2(top_k),
+        "HIDDEN": experts.shape.hidden, "FFN": experts.shape.ffn, "TOP_K": top_k, "ROWS": padded,
+        "PAIRS": triton.next_power_of_2(padded * top_k), "TOP_K_PAD": triton.next_power_of_2(top_k),
     }  # fmt: skip
-    _up_kernel[triton.cdiv(layout.ffn, up.block_n), rows * top_k](
-        hidden, index, table, arena, scratch.up, rows, **sizes, OFFSET=layout.gate_up_offset,
-        ACTIVATION=activation, BLOCK_N=up.block_n, BLOCK_K=up.block_k, num_warps=up.num_warps, num_stages=up.num_stages,
+    matrix = experts.gate_up
+    _up_kernel[triton.cdiv(experts.shape.ffn, up.block_n), rows * top_k](
+        hidden, index, table, *matrix.tensors, _bias(matrix), scratch.up, rows, **sizes, **matrix.constants,
+        **_bias_constants(matrix), MASKED=matrix.ins % up.block_k != 0, ACTIVATION=gate.activation, ALPHA=gate.alpha,
+        LIMIT=gate.limit, UP_OFFSET=gate.up_offset, INTERLEAVED=gate.interleaved, BLOCK_N=up.block_n,
+        BLOCK_K=up.block_k, num_warps=up.num_warps, num_stages=up.num_stages,
     )  # fmt: skip
-    _down_kernel[triton.cdiv(layout.hidden, down.block_n), rows * top_k, scratch.tiles.splits](
-        scratch.up, index, weights, table, arena, scratch.partial_sums, rows, **sizes, OFFSET=layout.down_offset,
-        SPLITS=scratch.tiles.splits, BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps,
-        num_stages=down.num_stages,
+    matrix = experts.down
+    _down_kernel[triton.cdiv(experts.shape.hidden, down.block_n), rows * top_k, splits](
+        scratch.up, index, weights, table, *matrix.tensors, _bias(matrix), scratch.partial_sums, rows, **sizes,
+        **matrix.constants, **_bias_constants(matrix), MASKED=matrix.ins % (down.block_k * splits) != 0, SPLITS=splits,
+        BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps, num_stages=down.num_stages,
     )  # fmt: skip
+
+
+def _bias(matrix: SlotMatrix) -> Tensor:
+    return matrix.tensors[0] if matrix.bias is None else matrix.bias.slots
+
+
+def _bias_constants(matrix: SlotMatrix) -> dict[str, object]:
+    stride, offset = (0, 0) if matrix.bias is None else (matrix.bias.slots.stride(0), matrix.bias.offset)
+    return {"HAS_BIAS": matrix.bias is not None, "B_BLOB": stride, "B_OFFSET": offset}
 
 
 def reduce_experts(scratch: ExpertScratch, out: Tensor) -> Tensor:
@@ -158,27 +235,30 @@ def run_expert_batch_plain(
     index: Tensor,
     weights: Tensor,
     table: Tensor,
-    arena: Tensor,
-    layout: ExpertLayout,
-    activation: str,
+    experts: SlotExperts,
+    gate: Gate,
     scratch: ExpertScratch,
 ) -> None:
-    """PyTorch reference of `run_expert_batch`: one expert after the other."""
-    size, top_k, splits = layout.hidden * layout.ffn, index.shape[1], scratch.partial_sums.shape[0]
-    blocks = triton.cdiv(layout.ffn, scratch.tiles.down.block_k)
-    split_size = triton.cdiv(blocks, splits) * scratch.tiles.down.block_k
+    """PyTorch reference of `run_expert_batch`: one dequantized expert after the other."""
+    top_k, splits, block = index.shape[1], scratch.partial_sums.shape[0], scratch.tiles.down.block_k
+    split_size = triton.cdiv(experts.shape.ffn, block * splits) * block
     for expert in index.unique().tolist():
         if table[expert] < 0:
             continue
-        blob = arena[table[expert]].float()
-        gate, up = blob[layout.gate_up_offset :][: 2 * size].view(2, layout.ffn, layout.hidden)
-        down = blob[layout.down_offset :][:size].view(layout.hidden, layout.ffn)
+        matrix = experts.gate_up
+        tensors = matrix.format.dequantize(matrix.layout.views(matrix.slots[table[expert]]))
+        gate_up, down = (
+            (t.T if matrix.format.transposed else t).float() for t in (tensors["gate_up_proj"], tensors["down_proj"])
+        )
         row, position = torch.where(index == expert)
-        pair, x = row * top_k + position, hidden[row].float()
-        scratch.up[pair] = (ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)).to(scratch.up.dtype)
+        pair = row * top_k + position
+        both = hidden[row].float() @ gate_up.T + tensors.get("gate_up_proj_bias", torch.zeros(())).float()
+        scratch.up[pair] = gate.apply(both, ACTIVATIONS[gate.activation]).to(scratch.up.dtype)
         for split in range(splits):
             inputs = slice(split * split_size, (split + 1) * split_size)
             y = scratch.up[pair, inputs].float() @ down[:, inputs].T
+            if split == 0 and "down_proj_bias" in tensors:
+                y += tensors["down_proj_bias"].float()
             scratch.partial_sums[split, pair] = y * weights[row, position, None].float()
 
 
@@ -210,53 +290,66 @@ def _top_k_position(index, m, expert, rows, TOP_K: tl.constexpr, TOP_K_PAD: tl.c
 
 
 @triton.jit
-def _load_tile(ptrs, n, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, K_MULTIPLE: tl.constexpr):
-    """Load a tile of weights; without a mask if the tiles divide the matrix evenly."""
-    if N % BLOCK_N == 0 and K % K_MULTIPLE == 0:
-        tile = tl.load(ptrs)
+def _apply_gate(
+    both, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Apply `Gate` to alternating columns of gate and up."""  # [ROWS, 2 * BLOCK_N] -> [ROWS, BLOCK_N]
+    gate, value = tl.split(tl.reshape(both, (ROWS, BLOCK_N, 2)))
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    if ALPHA == 1:
+        gate = activate(gate, ACTIVATION)
     else:
-        tile = tl.load(ptrs, mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)
-    return tile
+        tl.static_assert(ACTIVATION == "silu", "only silu has a factor")
+        gate = gate * tl.sigmoid(gate * ALPHA)
+    return gate * (value + UP_OFFSET)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _up_kernel(
-    hidden, index, table, arena, up, rows,
-    HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, OFFSET: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, TOP_K_PAD: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    hidden, index, table, weights, scales, zeros, raw, bias, up, rows,
+    HIDDEN: tl.constexpr, FFN: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    TOP_K_PAD: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr, W_BLOB: tl.constexpr, W_OFFSET: tl.constexpr,
+    S_BLOB: tl.constexpr, S_OFFSET: tl.constexpr, Z_BLOB: tl.constexpr, Z_OFFSET: tl.constexpr, R_BLOB: tl.constexpr,
+    R_OFFSET: tl.constexpr, TAIL: tl.constexpr, HAS_BIAS: tl.constexpr, B_BLOB: tl.constexpr, B_OFFSET: tl.constexpr,
+    MASKED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     expert = tl.load(index + pair)
     slot = tl.load(table + expert).to(tl.int64)
     if _is_skipped(index, pair, expert, slot, PAIRS):
         return
-    blob = arena + (slot * BLOB + OFFSET)
-    m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    m, both = tl.arange(0, ROWS), tl.arange(0, 2 * BLOCK_N)
+    # columns of the product alternate between gate and up; a partial last tile computes the last output again
+    column = tl.minimum(tl.program_id(0) * BLOCK_N + both // 2, FFN - 1)
+    matrix_row = 2 * column + both % 2 if INTERLEAVED else column + both % 2 * FFN
+    y = multiply(
+        hidden, m * HIDDEN, m < rows, weights + (slot * W_BLOB + W_OFFSET), scales + (slot * S_BLOB + S_OFFSET),
+        zeros + (slot * Z_BLOB + Z_OFFSET), raw + (slot * R_BLOB + R_OFFSET), matrix_row, 0, KIND, HIDDEN, HIDDEN,
+        MASKED, GROUP, GROUP_ROWS, ASYMMETRIC, ROWS, 2 * BLOCK_N, BLOCK_K, ASM, FP8, TAIL,
+    )  # fmt: skip
+    if HAS_BIAS:
+        y += tl.load(bias + (slot * B_BLOB + B_OFFSET) + matrix_row).to(tl.float32)[None, :]
+    y = _apply_gate(y, ROWS, BLOCK_N, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offsets = n[None, :] * HIDDEN + k[:, None]  # [BLOCK_K, BLOCK_N]
-    gate = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    value = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for start in range(0, HIDDEN, BLOCK_K):
-        inputs = start + k
-        in_range = (m[:, None] < rows) & (inputs[None, :] < HIDDEN)
-        x = tl.load(hidden + m[:, None] * HIDDEN + inputs[None, :], mask=in_range, other=0.0)
-        w = _load_tile(blob + offsets + start, n, inputs, FFN, HIDDEN, BLOCK_N, BLOCK_K)
-        gate = tl.dot(x, w, gate, input_precision="ieee")
-        w = _load_tile(blob + FFN * HIDDEN + offsets + start, n, inputs, FFN, HIDDEN, BLOCK_N, BLOCK_K)
-        value = tl.dot(x, w, value, input_precision="ieee")
     position = _top_k_position(index, m, expert, rows, TOP_K, TOP_K_PAD)
-    y = activate(gate, ACTIVATION) * value
     out_ptrs = up + (m * TOP_K + position)[:, None] * FFN + n[None, :]
     tl.store(out_ptrs, y.to(up.dtype.element_ty), mask=(position[:, None] >= 0) & (n[None, :] < FFN))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _down_kernel(
-    up, index, weights, table, arena, partial_sums, rows,
-    HIDDEN: tl.constexpr, FFN: tl.constexpr, BLOB: tl.constexpr, OFFSET: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, TOP_K_PAD: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    up, index, routing_weights, table, weights, scales, zeros, raw, bias, partial_sums, rows,
+    HIDDEN: tl.constexpr, FFN: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    TOP_K_PAD: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr, W_BLOB: tl.constexpr, W_OFFSET: tl.constexpr,
+    S_BLOB: tl.constexpr, S_OFFSET: tl.constexpr, Z_BLOB: tl.constexpr, Z_OFFSET: tl.constexpr, R_BLOB: tl.constexpr,
+    R_OFFSET: tl.constexpr, TAIL: tl.constexpr, HAS_BIAS: tl.constexpr, B_BLOB: tl.constexpr, B_OFFSET: tl.constexpr,
+    MASKED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     SPLIT_SIZE: tl.constexpr = (FFN + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     pair, split = tl.program_id(1), tl.program_id(2)
@@ -264,22 +357,21 @@ def _down_kernel(
     slot = tl.load(table + expert).to(tl.int64)
     if _is_skipped(index, pair, expert, slot, PAIRS):
         return
-    blob = arena + (slot * BLOB + OFFSET)
-    m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, HIDDEN - 1)
     position = _top_k_position(index, m, expert, rows, TOP_K, TOP_K_PAD)
-    routed, pairs = position[:, None] >= 0, (m * TOP_K + position)[:, None]
-    offsets = n[None, :] * FFN + k[:, None]  # [BLOCK_K, BLOCK_N]
-    y = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for step in range(0, SPLIT_SIZE, BLOCK_K):
-        start = split * SPLIT_SIZE + step
-        inputs = start + k
-        x = tl.load(up + pairs * FFN + inputs[None, :], mask=routed & (inputs[None, :] < FFN), other=0.0)
-        w = _load_tile(blob + offsets + start, n, inputs, HIDDEN, FFN, BLOCK_N, BLOCK_K * SPLITS)
-        y = tl.dot(x, w, y, input_precision="ieee")
-    y *= tl.load(weights + pairs, mask=routed, other=0.0).to(tl.float32)
-    out_ptrs = partial_sums + (split * rows * TOP_K + pairs) * HIDDEN + n[None, :]
-    tl.store(out_ptrs, y, mask=routed & (n[None, :] < HIDDEN))
+    routed, pairs = position >= 0, m * TOP_K + position
+    y = multiply(
+        up, pairs * FFN, routed, weights + (slot * W_BLOB + W_OFFSET), scales + (slot * S_BLOB + S_OFFSET),
+        zeros + (slot * Z_BLOB + Z_OFFSET), raw + (slot * R_BLOB + R_OFFSET), inside, split * SPLIT_SIZE, KIND, FFN,
+        SPLIT_SIZE, MASKED, GROUP, GROUP_ROWS, ASYMMETRIC, ROWS, BLOCK_N, BLOCK_K, ASM, FP8, TAIL,
+    )  # fmt: skip
+    if HAS_BIAS:
+        y += tl.load(bias + (slot * B_BLOB + B_OFFSET) + inside, mask=(n >= 0) & (split == 0), other=0.0)[None, :]
+    y *= tl.load(routing_weights + pairs, mask=routed, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = partial_sums + (split * rows * TOP_K + pairs)[:, None] * HIDDEN + n[None, :]
+    tl.store(out_ptrs, y, mask=routed[:, None] & (n[None, :] < HIDDEN))
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -1,0 +1,260 @@
+"""Weights that kernels dequantize are those of the formats' definitions, in every bit."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from kernel_helpers import DEVICE, FLOATS, KERNEL_MARKS, dtypes, needs_cuda, prepare_kernel_test
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from spmoe.backends.base import Gate, kernel_gate
+from spmoe.backends.kernels import packed
+from spmoe.backends.kernels.experts import slot_experts, slot_matrices
+from spmoe.backends.kernels.packed import dequantize_matrix, dequantize_matrix_plain, slot_matrix
+from spmoe.formats.base import WeightFormat, weight_format
+from spmoe.formats.bf16_packed import Bf16Packed
+from spmoe.formats.dense import Dense
+from spmoe.formats.expert import ExpertFormat
+from spmoe.formats.fp4 import E2M1_VALUES
+from spmoe.formats.fp8 import Fp8
+from spmoe.formats.int4 import Int4
+from spmoe.formats.int8 import Int8
+
+pytestmark = [*KERNEL_MARKS, pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")]
+
+FORMATS: list[WeightFormat] = [
+    *(weight_format(name) for name in ("int4-g32", "int4-asym-g128", "int8-channel", "int8-g64", "mxfp4", "nvfp4")),
+    *(weight_format(name) for name in ("fp8-block128", "fp8-channel", "fp8-tensor")),
+    Fp8(64, 128),
+    Int4(64, True, torch.float16),
+    Int4(32, False, torch.float32),
+    Int8(32, torch.float16),
+    Bf16Packed(8192),
+    Dense(torch.float16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_kernel_test(monkeypatch)
+
+
+def names(format: Any) -> str:
+    return str(getattr(format, "name", format))
+
+
+def any_codes(format: WeightFormat, outs: int, ins: int) -> dict[str, Tensor]:
+    """Return parts with every code and with scales from the smallest to the largest numbers."""
+    if isinstance(format, Bf16Packed | Dense):
+        bits = torch.randint(0, 1 << 16, (outs, ins)) - (1 << 15)
+        near = (torch.randint(0, 12, (outs, ins)) + 115 << 7) | torch.randint(0, 128, (outs, ins))
+        bits = torch.where(torch.rand(outs, ins) < 0.01, bits, near).short()
+        weight = bits.view(torch.bfloat16)
+        return format.quantize(weight if isinstance(format, Bf16Packed) else weight.nan_to_num())
+    parts = {}
+    for name, part in format.parts(outs, ins).items():
+        if name in ("codes", "weight"):
+            parts[name] = torch.randint(0, 256, part.shape).to(torch.uint8).view(part.dtype)
+        elif name == "zero":
+            parts[name] = torch.randint(0, 17, part.shape).to(torch.uint8)
+        elif part.dtype == torch.uint8:  # e8m0, whose code 255 is refused in checkpoints
+            parts[name] = torch.randint(0, 255, part.shape).to(torch.uint8)
+        elif part.dtype == torch.float8_e4m3fn:
+            parts[name] = torch.randint(0, 256, part.shape).to(torch.uint8).view(part.dtype)
+        else:
+            low, high = (-126, 127) if part.dtype != torch.float16 else (-14, 15)
+            parts[name] = (2.0 ** torch.empty(part.shape).uniform_(low, high)).to(part.dtype)
+    return parts
+
+
+def make_slots(format: ExpertFormat, shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    """Return two slots, of which the second has an expert."""
+    layout = format.layout(shapes)
+    slots = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
+    tensors = {
+        name: any_codes(format.weight, *(shape[::-1] if format.transposed else shape)) for name, shape in shapes.items()
+    }
+    format.write(tensors, layout.views(slots[1]))
+    return slots.to(DEVICE)
+
+
+@dtypes
+@pytest.mark.parametrize("format", FORMATS, ids=names)
+def test_dequantized_weights_are_those_of_the_definition(format: WeightFormat, dtype: torch.dtype) -> None:
+    experts = ExpertFormat(format, dtype, transposed=False)
+    shapes = {"gate_up_proj": (40, 264), "down_proj": (132, 20)}
+    slots = make_slots(experts, shapes)
+    for name, shape in shapes.items():
+        matrix = slot_matrix(slots, experts, shapes, name)
+        assert matrix is not None
+        found = dequantize_matrix(matrix, 1, torch.empty(shape, dtype=dtype, device=DEVICE))
+        expected = dequantize_matrix_plain(matrix, 1, torch.empty_like(found))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        if dtype == torch.bfloat16 and isinstance(format, Bf16Packed):  # also the bits of NaN and zeros
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def run_assembly(text: str, word: int) -> list[int]:
+    """Execute the few instructions that the kernels' assembly has; return registers $0 to $3, given $4."""
+    registers = {"$4": word}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for line in re.sub(r"[{}]|\.reg[^;]*;", "", text).split(";"):
+        if not line.strip():
+            continue
+        name, operands = line.split(maxsplit=1)
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        a, *rest = (value(source) for source in sources)
+        if name == "prmt.b32":
+            pool = a.to_bytes(4, "little") + rest[0].to_bytes(4, "little")
+            found = int.from_bytes(bytes(pool[rest[1] >> 4 * i & 7] for i in range(4)), "little")
+        elif name == "lop3.b32":
+            assert rest[2] == 0xEA
+            found = a & rest[0] | rest[1]
+        else:
+            operation = {"shl.b32": int.__lshift__, "shr.u32": int.__rshift__, "and.b32": int.__and__}[name]
+            found = operation(a, rest[0]) & 0xFFFFFFFF
+        registers[target] = found
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["int4", "e2m1"])
+def test_assembly_decodes_every_nibble(kind: str, dtype: torch.dtype) -> None:
+    """The interpreter runs other code; on a GPU, the tests above run the assembly."""
+    short = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16"
+    text = getattr(packed, f"_{kind.upper()}_{short}").value
+    values = list(range(16)) if kind == "int4" else [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
+    offset = {"BFLOAT16": 128, "FLOAT16": 1024}[short] if kind == "int4" else 0
+    unit = 1.0 if kind == "int4" else {"BFLOAT16": 2.0**126, "FLOAT16": 2.0**14}[short]
+    for first in range(256):
+        data = [first, (first * 7 + 3) % 256, 255 - first, (first + 128) % 256]
+        outs = run_assembly(text, int.from_bytes(bytes(data), "little"))
+        halves = torch.tensor([half for out in outs for half in (out & 0xFFFF, out >> 16)])
+        halves = torch.where(halves > 32767, halves - 65536, halves).short().view(dtype).double() * unit - offset
+        expected = [values[byte & 15] for byte in data] + [values[byte >> 4] for byte in data]
+        assert halves.tolist() == expected
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["int4-g128", "mxfp4", "nvfp4", "fp8-block128", "int8-channel", "bf16-packed"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dequantized_weights_of_real_sizes(name: str, dtype: torch.dtype) -> None:
+    weight = Bf16Packed(8192) if name == "bf16-packed" else weight_format(name)
+    experts, shapes = ExpertFormat(weight, dtype), {"gate_up_proj": (2 * 2880, 2880), "down_proj": (2880, 2880)}
+    slots = make_slots(experts, shapes)
+    for name, shape in shapes.items():
+        matrix = slot_matrix(slots, experts, shapes, name)
+        assert matrix is not None
+        found = dequantize_matrix(matrix, 1, torch.empty(shape, dtype=dtype, device=DEVICE))
+        expected = dequantize_matrix_plain(matrix, 1, torch.empty_like(found))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_groups_that_are_no_power_of_two_have_no_kernel() -> None:
+    experts, shapes = ExpertFormat(Int8(24), torch.float32), {"gate_up_proj": (8, 96), "down_proj": (48, 72)}
+    slots = make_slots(experts, shapes)
+    assert all(slot_matrix(slots, experts, shapes, name) is None for name in shapes)
+    assert slot_experts(slot_matrices(slots, experts, shapes), shapes) is None
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"up_proj": (8, 16), "down_proj": (16, 8)},  # not gated
+        {"gate_up_proj": (16, 16), "down_proj": (16, 8), "gate_up_proj_scale": (16,)},  # something unknown
+    ],
+)
+def test_experts_of_other_kinds_have_no_kernel(shapes: dict[str, tuple[int, ...]]) -> None:
+    format = ExpertFormat(Dense(torch.float32), torch.float32)
+    slots = torch.zeros(1, format.layout(shapes).nbytes, dtype=torch.uint8)
+    assert slot_experts(slot_matrices(slots, format, shapes), shapes) is None
+
+
+def test_dense_transposed_experts_have_no_kernel() -> None:
+    shapes = {"gate_up_proj": (16, 16), "down_proj": (8, 16)}
+    for weight, expected in ((Dense(torch.float32), False), (weight_format("mxfp4"), True)):
+        format = ExpertFormat(weight, torch.float32, transposed=True)
+        slots = torch.zeros(1, format.layout(shapes).nbytes, dtype=torch.uint8)
+        assert (slot_experts(slot_matrices(slots, format, shapes), shapes) is not None) == expected
+
+
+# ---- gates
+
+
+class Gated(nn.Module):
+    """Experts module without weights."""
+
+    has_gate, has_bias, is_transposed = True, False, False
+
+    def __init__(self, act_fn: nn.Module | None = None, **attributes: Any) -> None:
+        super().__init__()
+        self.act_fn = act_fn or nn.SiLU()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+class OneSided(Gated):
+    """Clamps only the gate, which no model does."""
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up
+
+
+class Clamped(Gated):
+    """The experts of DeepSeek-V4."""
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+class Interleaved(Gated):
+    """The experts of gpt-oss."""
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+class Broken(Gated):
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        raise RuntimeError("needs a device")
+
+
+def test_gates_are_found_by_their_results() -> None:
+    assert kernel_gate(Gated()) == Gate("silu")
+    assert kernel_gate(Gated(nn.ReLU())) == Gate("relu")
+    assert kernel_gate(Gated(limit=7.0)) == Gate("silu"), "the module has a limit, and does not apply it"
+    assert kernel_gate(Clamped(limit=10.0)) == Gate("silu", 10.0)
+    assert kernel_gate(Interleaved(limit=7.0, alpha=1.702)) == Gate("silu", 7.0, 1.702, 1.0, interleaved=True)
+    for unknown in (OneSided(limit=1.0), Gated(nn.Mish()), Broken()):
+        assert kernel_gate(unknown) is None
+    ungated = Gated()
+    ungated.has_gate = False
+    assert kernel_gate(ungated) is None
+
+
+def test_gates_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = transformers.GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    gate = kernel_gate(GptOssExperts(config))
+    assert gate is not None
+    assert gate.interleaved
+    both = 20 * torch.randn(5, 16)
+    assert torch.allclose(gate.apply(both, silu), GptOssExperts(config)._apply_gate(both))
+    assert math.isclose(gate.alpha, 1.702)
