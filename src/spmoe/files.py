@@ -9,13 +9,15 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from spmoe.errors import UsageError, reason
 
+SHIPPED_CONFIGS = Path(__file__).resolve().parent / "configs"  # one directory with a config.json for each model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-SUPPORTED_FORMATS = "in 16 or 32 bits, fp8 or mxfp4"
+SUPPORTED_FORMATS = "in 16 or 32 bits, fp8, mxfp4, gptq, awq, compressed-tensors or modelopt"
 GGUF_ADVICE = (
     f"spmoe reads safetensors checkpoints ({SUPPORTED_FORMATS}): give the original model's directory or hub id"
 )
@@ -97,6 +99,29 @@ def model_directory(name: str) -> Path | None:
         raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
     if not _HUB_ID.fullmatch(name):
         raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
+    return None
+
+
+def shipped_configs() -> list[str]:
+    """Return the names of the models whose config.json ships with the package, for `--load-format dummy`."""
+    return sorted(path.parent.name for path in SHIPPED_CONFIGS.glob("*/config.json"))
+
+
+def config_directory(name: str) -> Path | None:
+    """Return a directory with the config.json of a model that needs no weights, or None for a hub id.
+
+    `name` is a directory, the name of a configuration that ships with the package, or `owner/name` on the hub. Raise
+    UsageError if it is none of them.
+    """
+    names = shipped_configs()
+    if not Path(name).expanduser().is_dir() and name.lower() in names:
+        return SHIPPED_CONFIGS / name.lower()
+    if (directory := model_directory(name)) is not None:
+        return directory
+    if "/" not in name:
+        close = get_close_matches(name.lower(), names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"give one that ships: {', '.join(names)}"
+        raise UsageError(f"there is no directory {name}, and no configuration of that name ships; {hint}")
     return None
 
 

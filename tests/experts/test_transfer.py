@@ -135,7 +135,7 @@ def test_closed_slots_free_their_memory_except_tensors_in_use() -> None:
 
 
 def test_slots_that_do_not_fit_in_memory_are_a_budget_error() -> None:
-    layout = BlobLayout("uint8", (), 1 << 50)
+    layout = BlobLayout("uint8", 1, "uint8", 1, (), 1 << 50)
     with pytest.raises(BudgetError, match=r"cannot allocate 64 expert slots.*--expert-memory"):
         MemorySlots(64, layout)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmoe.errors import BudgetError
-from spmoe.experts.store import BlobLayout
+from spmoe.formats.layout import BlobLayout
 
 
 class Slots(Protocol):

@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, count
@@ -27,54 +27,13 @@ from torch import Tensor
 from spmoe.config import format_bytes
 from spmoe.errors import StoreError
 from spmoe.files import atomic_write, decode_json, read_into
+from spmoe.formats.layout import ALIGNMENT, BlobLayout, round_up
 from spmoe.system.cache import EXPERTS_FORMAT, MAX_HEADER_BYTES, build_lock, mark_in_use
 from spmoe.system.origin import Origin, origins_to_json, parse_origins
 from spmoe.types import ExpertKey
 
 ANNOUNCED_BYTES = 2**20  # smaller files are written at once
-ALIGNMENT = 4096  # bytes; start of blobs in the file
-_FIELD_ALIGNMENT = 256  # bytes; start of tensors in a blob
 _SAMPLE_EVERY = 16  # with `sample`, one of so many reads is compared with its checksum
-
-
-@dataclass(frozen=True, slots=True)
-class BlobField:
-    """Name, shape and position in the blob of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlobLayout:
-    """Arrangement of an expert's tensors in its blob."""
-
-    dtype: str  # a torch dtype's name
-    fields: tuple[BlobField, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Self:
-        """Arrange tensors of these shapes one after the other."""
-        fields, offset = [], 0
-        for name, shape in shapes.items():
-            nbytes = dtype.itemsize * torch.Size(shape).numel()
-            fields.append(BlobField(name, tuple(shape), offset, nbytes))
-            offset = _round_up(offset + nbytes, _FIELD_ALIGNMENT)
-        return cls(str(dtype).removeprefix("torch."), tuple(fields), _round_up(offset, ALIGNMENT))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the result of `asdict`."""
-        fields = tuple(BlobField(f["name"], tuple(f["shape"]), f["offset"], f["nbytes"]) for f in data["fields"])
-        return cls(data["dtype"], fields, data["nbytes"])
-
-    def views(self, blob: Tensor) -> dict[str, Tensor]:
-        """Return the expert's tensors as views of its blob."""  # blob: [nbytes] uint8
-        dtype = getattr(torch, self.dtype)
-        return {f.name: blob[f.offset : f.offset + f.nbytes].view(dtype).view(f.shape) for f in self.fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +98,12 @@ class ExpertFile:
     def offset(self, key: ExpertKey) -> int:
         """Return the byte offset of an expert's blob in the file."""
         return self._data_start + self._ordinal(key) * self.spec.layout.nbytes
+
+    def read(self, key: ExpertKey, buffer: memoryview) -> None:
+        """Read an expert's blob into a buffer and check it; raise OSError if the file is cut off."""
+        if missing := len(buffer) - read_into(self.fd, buffer, self.offset(key)):
+            raise OSError(f"the file ends {missing} bytes early")
+        self.check(key, buffer)
 
     def check(self, key: ExpertKey, blob: memoryview) -> None:
         """Compare a blob that was just read with its checksum, if it is read for the first time or `verify` says so.
@@ -263,7 +228,14 @@ def _open_if_current(path: Path, spec: StoreSpec, verify: str) -> tuple[ExpertFi
     file.close()
     if file.spec.converter != spec.converter:
         return None, f"it was made with {file.spec.converter or 'other software'}, and this is {spec.converter}"
+    held, wanted = file.spec.layout, spec.layout
+    if (held.format, held.version) != (wanted.format, wanted.version):
+        return None, f"it holds {_named(held)}, and this is {_named(wanted)}"
     return None, "the checkpoint has changed"
+
+
+def _named(layout: BlobLayout) -> str:
+    return f"{layout.format}, version {layout.version}"
 
 
 def _write(path: Path, spec: StoreSpec, fill: FillBlob, on_progress: Callable[[int, int], None]) -> None:
@@ -327,7 +299,7 @@ def _header(spec: StoreSpec, checksums: list[int]) -> bytes:
             "data_offsets": [ordinal * size, (ordinal + 1) * size],
         }
     text = json.dumps(header).encode()
-    text += b" " * (_round_up(8 + len(text), ALIGNMENT) - 8 - len(text))
+    text += b" " * (round_up(8 + len(text), ALIGNMENT) - 8 - len(text))
     return struct.pack("<Q", len(text)) + text
 
 
@@ -352,8 +324,12 @@ def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             elsewhere = "or point SPMOE_HOME at another disk"
-            if spec.layout.dtype == "float32":
+            if spec.layout.format == "float32":
                 elsewhere = "point SPMOE_HOME at another disk, or pass --dtype bfloat16, which halves the size"
+            elif spec.layout.format == "bfloat16":
+                elsewhere = (
+                    "point SPMOE_HOME at another disk, or pass --expert-format bf16-packed, which saves a quarter"
+                )
             raise StoreError(
                 f"the disk is full: {path.parent} needs {format_bytes(spec.nbytes)} for the expert file "
                 f"({error.strerror}); delete cached files (`spmoe cache prune`, `spmoe cache rm`), {elsewhere}"
@@ -361,7 +337,3 @@ def _storage_errors(path: Path, spec: StoreSpec) -> Iterator[None]:
         raise StoreError(
             f"cannot write the expert file {path} ({error.strerror or error}); point SPMOE_HOME at a writable directory"
         ) from error
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -1,19 +1,20 @@
 """Transfers: copies of blobs from the store into slots.
 
-`FileTransfer`, here, reads an expert file. Emulated links are in link.py, the CUDA transfer in backends/.
+`FileTransfer`, here, reads an expert file, or experts in host memory. Emulated links are in link.py, the CUDA transfer
+in backends/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.slots import MemorySlots
-from spmoe.experts.store import ExpertFile
+from spmoe.experts.store import StoreSpec
 from spmoe.experts.workers import Workers
-from spmoe.files import read_into
 from spmoe.types import ExpertKey
 
 CHUNK_BYTES = 16 * 2**20  # size of one submission: large enough for the full speed of a link
@@ -143,12 +144,34 @@ class HostCompute:
         return 0.0
 
 
+class BlobReader(Protocol):
+    """Store whose blobs are read one by one: an expert file, a checkpoint's own files, or host memory."""
+
+    @property
+    def spec(self) -> StoreSpec:
+        """Description of the blobs."""
+        ...
+
+    @property
+    def path(self) -> Path | str:
+        """Place of the blobs, for messages."""
+        ...
+
+    def read(self, key: ExpertKey, buffer: memoryview) -> None:
+        """Read an expert's blob into a buffer; raise an exception unless it is the whole and the right blob."""
+        ...
+
+    def close(self) -> None:
+        """Release the file or memory; idempotent."""
+        ...
+
+
 class FutureHandle:
     """Handle on a copy that a reader thread runs."""
 
-    def __init__(self, key: ExpertKey, file: ExpertFile, future: Future[None]) -> None:
+    def __init__(self, key: ExpertKey, store: BlobReader, future: Future[None]) -> None:
         self._key = key
-        self._file = file
+        self._store = store
         self._future = future
 
     def ready(self) -> bool:
@@ -161,7 +184,7 @@ class FutureHandle:
             raise TransferError("the engine was closed") from None
         if isinstance(error, Exception) and not isinstance(error, SpmoeError):
             raise TransferError(
-                f"expert {self._key.expert} of layer {self._key.layer} could not be read from {self._file.path} "
+                f"expert {self._key.expert} of layer {self._key.layer} could not be read from {self._store.path} "
                 f"({error}); check the disk, or delete the file to have it rebuilt"
             ) from error
         if error is not None:
@@ -174,14 +197,14 @@ class FutureHandle:
 
 
 class FileTransfer(HostCompute):
-    """Reads blobs from an expert file with several reads in flight; a read does not hold the interpreter lock.
+    """Reads blobs of a file or of host memory, several at once; a read does not hold the interpreter lock.
 
     Urgent reads have threads of their own, so that they wait for no other read.
     """
 
-    def __init__(self, file: ExpertFile, slots: MemorySlots, readers: int = 4) -> None:
+    def __init__(self, store: BlobReader, slots: MemorySlots, readers: int = 4) -> None:
         self.depth = readers
-        self._file = file
+        self._store = store
         self._slots = slots
         self._readers = readers
         self._closed = False
@@ -189,7 +212,7 @@ class FileTransfer(HostCompute):
 
     def copy(self, jobs: Sequence[CopyJob], *, urgent: bool) -> list[CopyHandle]:
         readers = self._urgent if urgent else self._others
-        return [FutureHandle(job.key, self._file, readers.submit(self._read, job)) for job in jobs]
+        return [FutureHandle(job.key, self._store, readers.submit(self._read, job)) for job in jobs]
 
     def drain(self) -> None:
         self._stop()
@@ -199,7 +222,7 @@ class FileTransfer(HostCompute):
         if not self._closed:
             self._closed = True
             self._stop()
-            self._file.close()
+            self._store.close()
 
     def _start(self) -> None:
         self._urgent = Workers(self._readers, "spmoe-demand-reader")
@@ -210,7 +233,4 @@ class FileTransfer(HostCompute):
         self._others.close()
 
     def _read(self, job: CopyJob) -> None:
-        buffer = self._slots.buffer(job.slot)
-        if missing := len(buffer) - read_into(self._file.fd, buffer, self._file.offset(job.key)):
-            raise OSError(f"the file ends {missing} bytes early")
-        self._file.check(job.key, buffer)
+        self._store.read(job.key, self._slots.buffer(job.slot))

@@ -24,8 +24,10 @@ class Report(Protocol):
 
 
 @contextmanager
-def progress_bar(label: str, enabled: bool = True) -> Iterator[Report]:
+def progress_bar(label: str, enabled: bool = True, unit_bytes: int = 0) -> Iterator[Report]:
     """Yield `report(done, total, detail)`; nothing is shown before the first call, or if not `enabled`.
+
+    With `unit_bytes`, a unit is so many bytes, and their rate in GB/s is shown as the detail.
 
     Everything is drawn by the calling thread, during calls, so that work that is timed between them runs undisturbed.
     """
@@ -33,9 +35,30 @@ def progress_bar(label: str, enabled: bool = True) -> Iterator[Report]:
         yield lambda done, total, detail="": None
     elif sys.stderr.isatty():
         with _bar(label) as report:
-            yield report
+            yield _with_rate(report, unit_bytes) if unit_bytes else report
     else:
-        yield _Lines(label)
+        lines = _Lines(label)
+        yield _with_rate(lines, unit_bytes) if unit_bytes else lines
+
+
+def _with_rate(report: Report, unit_bytes: int) -> Report:
+    """Return a report that adds gigabytes and their mean rate since the first call."""
+    started_at, first, drawn_at = 0.0, 0, 0.0
+
+    def with_rate(done: int, total: int, detail: str = "") -> None:
+        nonlocal started_at, first, drawn_at
+        now = time.monotonic()
+        if not started_at:
+            started_at, first = now, done
+        elif done < total and now - drawn_at < _REFRESH_SECONDS:  # a detail would be drawn at every call
+            return
+        drawn_at = now
+        elapsed, moved = now - started_at, (done - first) * unit_bytes / 1e9
+        rate = f", {moved / elapsed:.2f} GB/s" if elapsed > 0 and moved else ""
+        size = f"{done * unit_bytes / 1e9:.1f} of {total * unit_bytes / 1e9:.1f} GB{rate}"
+        report(done, total, f"{size}; {detail}" if detail else size)
+
+    return with_rate
 
 
 class _Lines:

@@ -24,7 +24,7 @@ from spmoe.config import home
 from spmoe.files import decode_json
 from spmoe.system.origin import Origin, OriginState, converter, parse_origins
 
-EXPERTS_FORMAT = "spmoe-experts-2"  # raise it when the layout changes, or the bytes that conversion writes
+EXPERTS_FORMAT = "spmoe-experts-3"  # raise it when the layout changes, or the bytes that conversion writes
 PREDICTOR_FORMAT = "spmoe-predictor-1"
 EXPERTS, PROFILES, PREDICTORS = "experts", "profiles", "predictors"  # folders
 MAX_HEADER_BYTES = 1 << 30
