@@ -19,10 +19,21 @@ from transformers.models.olmoe import modeling_olmoe
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as family_checks
-from spmoe.bench.families import OK, FamilyResult, check_families, check_family, markdown_page, short
+from spmoe.bench.families import (
+    NO_LAYOUT,
+    OK,
+    FamilyResult,
+    FormatsResult,
+    check_families,
+    check_family,
+    check_formats,
+    formats_page,
+    markdown_page,
+    short,
+)
 from spmoe.cli.main import main
 from spmoe.errors import UsageError
-from spmoe.models import inspection, kv, loaded
+from spmoe.models import inspection, kv, loaded, packed_experts, quantized_matrices
 from spmoe.models.experts_seam import experts_modules
 from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
 from spmoe.models.runner import ModelRunner
@@ -327,6 +338,13 @@ def test_family_passes_all_checks_on_cuda() -> None:
     assert check_families(["mixtral"], device="cuda") == [FamilyResult("mixtral", OK, OK, OK, OK, OK)]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_formats_of_a_family_on_cuda() -> None:
+    (result,) = check_families(["qwen3_moe"], device="cuda", formats=True)
+    assert result == FormatsResult("qwen3_moe", dict.fromkeys(family_checks.FORMATS, OK))
+
+
 def test_page_names_version_counts_and_reasons() -> None:
     page = markdown_page([FamilyResult("good", OK, OK, OK, OK), FamilyResult("bad", OK, OK, "wrong token", OK)], "5.99")
     assert "transformers 5.99" in page
@@ -334,3 +352,66 @@ def test_page_names_version_counts_and_reasons() -> None:
     assert all(len(line) <= 100 for line in page.splitlines() if not line.startswith("|"))
     assert "| bad | ok | ok | no | ok |" in page
     assert "- bad, speculation: wrong token" in page
+
+
+# ---- quantized formats
+
+
+def only(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check only some formats."""
+    formats = {name: family_checks.FORMATS[name] for name in names}
+    monkeypatch.setattr(family_checks, "FORMATS", formats)
+
+
+def test_formats_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("gptq", "mxfp4", monkeypatch=monkeypatch)
+    assert check_formats("gpt_oss", tmp_path) == FormatsResult("gpt_oss", {"gptq": NO_LAYOUT, "mxfp4": OK})
+
+
+def test_wrong_zero_points_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("gptq", monkeypatch=monkeypatch)
+    assert check_formats("olmoe", tmp_path / "right").exact
+    monkeypatch.setattr(quantized_matrices.Gptq1Matrix, "zero_offset", 0)
+    assert "differs from transformers" in check_formats("olmoe", tmp_path / "wrong").formats["gptq"]
+
+
+def test_experts_that_do_not_stay_packed_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("int8", monkeypatch=monkeypatch)
+    monkeypatch.setattr(packed_experts.PackedExperts, "_find_format", lambda self: (None, "expanded, as tests want"))
+    assert check_formats("olmoe", tmp_path).formats["int8"].startswith("expanded")
+
+
+def test_formats_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def check(family: str, directory: Path, device: str) -> FormatsResult:
+        if family == "mixtral":
+            os._exit(7)
+        return FormatsResult(family, dict.fromkeys(family_checks.FORMATS, OK))
+
+    monkeypatch.setattr(family_checks, "check_formats", check)
+    page = tmp_path / "page.md"
+    for options in (["--json", "--markdown", str(page)], []):
+        monkeypatch.setattr("sys.argv", ["spmoe", "families", "olmoe", "mixtral", "--formats", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        shown = capsys.readouterr().out
+        if options:
+            rows = json.loads(shown)["families"]
+            assert rows[0] == {"family": "olmoe", "formats": dict.fromkeys(family_checks.FORMATS, OK)}
+            assert rows[1]["formats"]["awq"] == "its process ended with exit code 7"
+        else:
+            assert "mixtral, awq: its process ended with exit code 7" in shown
+            assert "1 of 2" in shown
+    assert "| mixtral | no |" in page.read_text()
+
+
+def test_formats_page() -> None:
+    formats = dict.fromkeys(family_checks.FORMATS, OK)
+    results = [FormatsResult("good", formats), FormatsResult("bad", {**formats, "awq": "wrong", "int4": NO_LAYOUT})]
+    page = formats_page(results, "5.99")
+    assert "transformers 5.99" in page
+    assert "2 gptq, 1 awq" in " ".join(page.split())
+    assert all(len(line) <= 100 for line in page.splitlines() if not line.startswith("|"))
+    assert "| bad | ok | ok | - | ok | no | ok | ok |" in page
+    assert "- bad, awq: wrong" in page
+    assert "int4: -" not in page

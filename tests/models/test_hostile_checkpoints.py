@@ -17,7 +17,8 @@ from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError, StoreError
 from spmoe.experts.store import ExpertFile
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.load import ExpertReader, expert_file_path, load_skeleton, load_without_experts
+from spmoe.models.expert_reader import ExpertReader
+from spmoe.models.load import expert_file_path, load_skeleton, load_without_experts
 from spmoe.models.loaded import compare_with_checkpoint
 from spmoe.models.target import Target
 from spmoe.models.tensors import CheckpointTensors

@@ -32,8 +32,9 @@ from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError, UsageError
 from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.expert_reader import ExpertReader
 from spmoe.models.experts_seam import experts_modules
-from spmoe.models.load import ExpertReader, expert_file_path, load_without_experts, store_spec
+from spmoe.models.load import expert_file_path, load_without_experts, store_spec
 from spmoe.models.target import Target
 from spmoe.types import ExpertKey
 
@@ -213,7 +214,7 @@ def test_conversion_is_announced_once(
 def test_second_load_reads_no_experts(own_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(own_checkpoint, torch.float32)
     reads: list[Any] = []
-    monkeypatch.setattr("spmoe.models.load.ExpertReader.fill", lambda *args: reads.append(args))
+    monkeypatch.setattr("spmoe.models.expert_reader.ExpertReader.fill", lambda *args: reads.append(args))
     load(own_checkpoint, torch.float32)
     assert reads == []
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_fp8 import make_checkpoints
 from test_mxfp4 import PROMPT as MXFP4_PROMPT
 from test_mxfp4 import mxfp4_checkpoint  # noqa: F401  # a fixture
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from checkpoints import greedy, longrope, mixtral, phimoe, qwen3_moe, qwen3_next, save, seeded
 from checkpoints import reference as load_stock
+from quantized_checkpoints import write_pair
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.models import reference as module
 from spmoe.models.checkpoint import Checkpoint
@@ -86,12 +86,14 @@ def test_layouts_of_experts(layout: str, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path, LAYERS), stock_logits(tmp_path, torch.float32))
 
 
-def test_fp8_checkpoint_equals_its_dequantized_form(tmp_path: Path) -> None:
-    fp8, dense = make_checkpoints("deepseek_v3", "block", tmp_path)
+@pytest.mark.parametrize("kind", ["fp8-block", "gptq-asym"])
+def test_quantized_checkpoint_equals_its_dequantized_form(kind: str, tmp_path: Path) -> None:
+    save_family(tiny_model("deepseek_v3"), tmp_path / "source")
+    pair = write_pair(tmp_path / "source", tmp_path, kind)
     for dtype in (torch.float32, torch.bfloat16):
-        expected = stock_logits(dense, dtype)
-        assert torch.equal(logits(fp8, LAYERS, dtype), expected)
-        assert torch.equal(logits(fp8, FORWARD, dtype), expected)
+        expected = stock_logits(pair.dense, dtype)
+        assert torch.equal(logits(pair.packed, LAYERS, dtype), expected)
+        assert torch.equal(logits(pair.packed, FORWARD, dtype), expected)
 
 
 def test_mxfp4_checkpoint_equals_its_dequantized_form(

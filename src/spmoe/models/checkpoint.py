@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from spmoe.errors import CheckpointError, SpmoeError, reason
-from spmoe.files import decode_json, model_directory
-from spmoe.models.hub import cached_model, download, remote_files
+from spmoe.files import config_directory, decode_json, model_directory
+from spmoe.models.hub import cached_model, config_files, download, remote_files
+from spmoe.models.quantization import READABLE, Quantization, UnreadableError, read_quantization
+from spmoe.models.quantized_matrices import QuantizedMatrix, find_matrices, undeclared
 from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
@@ -35,15 +38,6 @@ _CODE_KEYS = {
     *("auto_map", "custom_pipelines", "configuration_files"),
     *("output_attentions", "_output_attentions", "output_hidden_states", "return_dict", "torchscript"),
 }
-DEFAULT_BLOCK = (128, 128)  # of fp8 scales, if config.json names none
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Storage format of a checkpoint's weights, as config.json declares it."""
-
-    method: str
-    block: tuple[int, int] = DEFAULT_BLOCK  # (outputs, inputs) that share a scale, for block scales
 
 
 @dataclass(frozen=True)
@@ -57,27 +51,65 @@ class Checkpoint:
     fingerprint: str  # hash of config.json and of the weight files' headers, times and samples
     quantization: Quantization | None = None  # None: weights are stored in 16 or 32 bits
     download_bytes: int = 0  # of files that are still on the hub; 0: everything is here
+    random: bool = False  # there are no weight files: weights are drawn when the model is loaded
 
     @classmethod
-    def find(cls, name: str, *, weights: bool = True) -> Checkpoint:
+    def find(cls, name: str, *, weights: bool = True, load_format: str = "auto") -> Checkpoint:
         """Find and check a local directory or a hub id. A hub model that is not cached is downloaded.
 
-        Without `weights`, only configuration files and tensor headers are fetched, and the model cannot be loaded.
+        Without `weights`, only configuration files and tensor headers are fetched, and the model cannot be loaded. With
+        the load format `dummy`, config.json is enough; the name may also be that of a configuration that ships.
         """
+        if load_format == "dummy":
+            return cls._find_config(name)
         directory = model_directory(name) or (download(name) if weights else cached_model(name))
         if directory is None:
             remote = remote_files(name)
             with _readable(remote.directory):
                 config, quantization = _read_config(name, remote.directory)
                 _check_generation_config(remote.directory)
-            return cls(
+            found = cls(
                 name, remote.directory, config, remote.tensors, remote.fingerprint, quantization, remote.download_bytes
             )
+            found.matrices  # noqa: B018  # raises if they are contradictory
+            return found
         with _readable(directory):
             config, quantization = _read_config(name, directory)
             _check_generation_config(directory)
             tensors = _read_headers(directory)
-            return cls(name, directory, config, tensors, fingerprint(directory), quantization)
+            found = cls(name, directory, config, tensors, fingerprint(directory), quantization)
+            found.matrices  # noqa: B018
+            return found
+
+    @cached_property
+    def matrices(self) -> dict[str, QuantizedMatrix]:
+        """Quantized matrices by the names of the dense tensors that they stand for."""
+        if not self.tensors:
+            return {}  # a configuration without weights
+        try:
+            if self.quantization is not None:
+                return find_matrices(self.quantization, self.tensors)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the quantization of {self.name} is damaged or contradictory: {error}; download it again, or use "
+                "another upload"
+            ) from error
+        if (name := undeclared(self.tensors)) is not None:
+            raise CheckpointError(
+                f"{self.name} holds quantized weights ({name} as {self.tensors[name].dtype}), but its config.json has "
+                "no quantization_config; use the config that belongs to the weights"
+            )
+        return {}
+
+    @classmethod
+    def _find_config(cls, name: str) -> Checkpoint:
+        """Find a configuration alone, for random weights."""
+        directory = config_directory(name) or config_files(name)
+        with _readable(directory):
+            config, quantization = _read_config(name, directory)
+            _check_generation_config(directory)
+            digest = hashlib.sha256(b"random:" + (directory / "config.json").read_bytes()).hexdigest()
+        return cls(name, directory, config, {}, digest, quantization, random=True)
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -92,7 +124,7 @@ class Checkpoint:
         if isinstance(declared, str):
             declared = getattr(torch, declared.removeprefix("torch."), None)
         if declared is None:
-            declared = self._stored_dtype()
+            declared = torch.bfloat16 if self.random else self._stored_dtype()
         if declared not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{self.name} is stored as {declared}, which spmoe cannot run; pass --dtype bfloat16")
         return declared
@@ -106,19 +138,19 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model directory; check the path")
     declared = _read_json(directory / "config.json")
-    stored = declared.get("quantization_config")
-    quantization = read_quantization(stored)
-    if stored is not None and quantization is None:
-        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else "unknown"
+    modelopt = directory / "hf_quant_config.json"
+    try:
+        quantization = read_quantization(declared, _read_json(modelopt) if modelopt.is_file() else None)
+    except UnreadableError as error:
         raise CheckpointError(
-            f"{name} is quantized (by {method}, in a form that spmoe cannot read); use the 16-bit checkpoint, or one "
-            "in fp8 or mxfp4"
-        )
+            f"{name} is quantized by {error}, which spmoe cannot read; use the 16-bit checkpoint, or one in {READABLE}"
+        ) from error
     try:
         with quiet():
             config = _load_config(directory, declared)
-            if quantization is not None:
-                del config.quantization_config  # weights are dequantized as they are read
+            for one in (config, config.get_text_config(decoder=True)):
+                if getattr(one, "quantization_config", None) is not None:
+                    del one.quantization_config  # transformers gets dense weights
             return config, quantization
     except Exception as error:  # an unknown architecture, or any check of a config class
         if str(declared.get("model_type")) not in CONFIG_MAPPING:
@@ -144,36 +176,6 @@ def _without_code_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_code_keys(inner) for key, inner in value.items() if key not in _CODE_KEYS}
     return [_without_code_keys(inner) for inner in value] if isinstance(value, list) else value
-
-
-def read_quantization(declared: Any) -> Quantization | None:
-    """Parse `quantization_config`; None if spmoe cannot dequantize that format."""
-    if not isinstance(declared, dict):
-        return None
-    method = str(declared.get("quant_method"))
-    if method == "mxfp4":
-        return Quantization(method)
-    if method == "fp8":
-        return _with_block(method, declared.get("weight_block_size"))
-    groups = declared.get("config_groups")
-    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
-        return None
-    weights = [group["weights"] for group in groups.values() if isinstance(group, dict) and "weights" in group]
-    if len(weights) < len(groups) or not all(isinstance(one, dict) for one in weights):
-        return None
-    formats = {(one.get("type"), one.get("num_bits"), one.get("symmetric", True)) for one in weights}
-    blocks = {str(one.get("block_structure")) for one in weights}
-    if formats != {("float", 8, True)} or len(blocks) > 1:
-        return None
-    return _with_block(method, weights[0].get("block_structure"))
-
-
-def _with_block(method: str, block: Any) -> Quantization | None:
-    if block is None:
-        return Quantization(method)
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        return None
-    return Quantization(method, (block[0], block[1]))
 
 
 def _check_generation_config(directory: Path) -> None:

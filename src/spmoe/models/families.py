@@ -109,6 +109,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
     },
+    "gpt_oss": {"intermediate_size": 32},  # mxfp4 has blocks of 32 inputs
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_offset": 0},

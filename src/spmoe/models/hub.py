@@ -44,7 +44,7 @@ from spmoe.system.headers import INDEX, StoredTensor, weight_files
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # configuration, tokenizer and chat template
 _SMALL_DIRECTORY = "additional_chat_templates/"
-_CONFIG_FILES = ("config.json", "generation_config.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 _THREADS = 8  # headers that are fetched at once
 _LINE_SECONDS = 10.0  # between two lines about a download, without a terminal
 _GB = 1e9  # download sizes are decimal, as the hub shows them
@@ -74,6 +74,13 @@ def cached_model(name: str) -> Path | None:
     except (OSError, ValueError, CheckpointError):  # not cached, not all of it, or damaged
         return None
     return directory if all((directory / file).is_file() for file in files) else None
+
+
+def config_files(name: str) -> Path:
+    """Return a directory with a model's configuration and tokenizer files, fetched if they are not cached."""
+    small = [f"*{suffix}" for suffix in _SMALL_FILES]
+    with _hub_errors(name):
+        return Path(snapshot_download(name, allow_patterns=small, ignore_patterns=["*/*", "consolidated*", INDEX]))
 
 
 def remote_files(name: str) -> RemoteFiles:

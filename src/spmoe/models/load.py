@@ -8,40 +8,43 @@ expert's source tensors, the converted tensors, and the blob.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers import __version__ as transformers_version
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from spmoe.backends.cpu import WHOLE, expert_tensors
+from spmoe.backends.cpu import expert_shapes
 from spmoe.config import home
-from spmoe.errors import CheckpointError, UsageError, reason
-from spmoe.experts.store import BlobLayout, StoreSpec
+from spmoe.errors import CheckpointError, UsageError
+from spmoe.experts.store import StoreSpec
+from spmoe.formats.dense import Dense
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.dummy import random_model
 from spmoe.models.experts_seam import experts_modules, take_over
-from spmoe.models.tensors import CheckpointTensors
+from spmoe.models.tensors import CheckpointTensors, natural, require_finite
 from spmoe.system.origin import Origin, converter
-from spmoe.types import ExpertKey
+
+_CPU = torch.device("cpu")
 
 
-def load_dense(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """Load a model with all its weights in memory, as drafts are."""
-    return _load(checkpoint, *_causal_class(checkpoint), dtype)
+def load_dense(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = _CPU) -> Any:
+    """Load a model with all its weights in memory, as drafts are; random weights are drawn on `device`."""
+    return _load(checkpoint, *_causal_class(checkpoint), dtype, device)
 
 
-def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """Load a model without its experts' weights; its experts return zeros until they are attached to a source."""
+def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = _CPU) -> Any:
+    """Load a model without its experts' weights; its experts return zeros until they are attached to a source.
+
+    Random weights are drawn on `device`.
+    """
     cls, config = _causal_class(checkpoint)
-    model = _load(checkpoint, _without_experts(cls), config, dtype)
+    model = _load(checkpoint, _without_experts(cls), config, dtype, device)
     _require_experts(checkpoint, model)
     take_over(model)
     return model
@@ -64,17 +67,18 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     return model.eval()
 
 
-def store_spec(checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype) -> StoreSpec:
-    """Describe the expert file of a checkpoint; `paths` are those of the experts modules, in layer order."""
-    shapes = [model.get_submodule(path).spmoe_shapes for path in paths]
-    blobs = [{name: tuple(shape[1:]) for name, shape in one.items()} for one in shapes]
-    counts = tuple(next(iter(one.values()))[0] for one in shapes)
-    blob = blobs[0]
-    if any(other != blob for other in blobs):  # all blobs get the largest layer's size; `parts` splits them
-        most = max(sum(math.prod(shape) for shape in other.values()) for other in blobs)
-        width = max(shape[-1] for other in blobs for shape in other.values())
-        blob = {WHOLE: (-(-most // width), width)}
-    return StoreSpec(checkpoint.fingerprint, BlobLayout.of(blob, dtype), counts, converter(), (origin_of(checkpoint),))
+def store_spec(
+    checkpoint: Checkpoint, model: Any, paths: list[str], dtype: torch.dtype, format: ExpertFormat | None = None
+) -> StoreSpec:
+    """Describe the store of a checkpoint's experts; `paths` are those of the experts modules, in layer order.
+
+    `format`: default: dense in `dtype`.
+    """
+    modules = [model.get_submodule(path) for path in paths]
+    counts = tuple(next(iter(module.spmoe_shapes.values()))[0] for module in modules)
+    format = format or ExpertFormat(Dense(dtype), dtype, modules[0].is_transposed)
+    layout = format.shared_layout([expert_shapes(module) for module in modules])
+    return StoreSpec(checkpoint.fingerprint, layout, counts, converter(), (origin_of(checkpoint),))
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin:
@@ -84,12 +88,13 @@ def origin_of(checkpoint: Checkpoint) -> Origin:
     return Origin(name, directory, checkpoint.fingerprint)
 
 
-def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype) -> Path:
-    """Return the path of the cached expert file: one per checkpoint (directory or hub id) and dtype."""
+def expert_file_path(checkpoint: Checkpoint, dtype: torch.dtype, format: ExpertFormat | None = None) -> Path:
+    """Return the path of the cached expert file: one per checkpoint (directory or hub id), dtype and packed format."""
     source = origin_of(checkpoint).name
     tag = hashlib.sha256(source.encode()).hexdigest()[:12]
     label = re.sub(r"[^\w.-]+", "-", Path(source).name)[:60]
-    return home() / "experts" / f"{label}-{tag}-{str(dtype).removeprefix('torch.')}.safetensors"
+    packed = f"-{format.weight.label}" if format is not None and format.is_packed else ""
+    return home() / "experts" / f"{label}-{tag}-{str(dtype).removeprefix('torch.')}{packed}.safetensors"
 
 
 def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
@@ -121,16 +126,20 @@ def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
         )
 
 
+def expert_parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of an experts module that have one entry per expert."""
+    count = getattr(module, "num_experts", None)
+    found = module.named_parameters(recurse=False)
+    return [name for name, parameter in found if parameter.ndim >= 2 and count in (None, parameter.shape[0])]
+
+
 def _without_experts(cls: Any) -> Any:
     """Return a subclass whose experts modules have no weights, only their shapes in `spmoe_shapes`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         for _, module in experts_modules(self):
-            count = getattr(module, "num_experts", None)
-            names = [
-                n for n, p in module.named_parameters(recurse=False) if p.ndim >= 2 and count in (None, p.shape[0])
-            ]
+            names = expert_parameter_names(module)
             module.spmoe_shapes = {n: tuple(module._parameters[n].shape) for n in names}  # type: ignore[union-attr, assignment]
             for name in names:
                 module._parameters[name] = None
@@ -140,12 +149,14 @@ def _without_experts(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
 
 
-def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> Any:
+def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Load with transformers' loader, and reject weights that do not match config.json or are not finite."""
+    options: dict[str, Any] = {}
     with load_errors(checkpoint), CheckpointTensors(checkpoint) as tensors:
-        options: dict[str, Any] = {}
         if (checkpoint.directory / "generation_config.json").is_file():
             options["generation_config"] = GenerationConfig.from_pretrained(checkpoint.directory)
+        if checkpoint.random:
+            return random_model(cls, config, dtype, device, **options).eval().requires_grad_(False)
         model, info = cls.from_pretrained(
             None,
             state_dict=tensors.lazy(),
@@ -155,6 +166,7 @@ def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> 
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+        unused = [n for n in _unused_layer_weights(model, info["unexpected_keys"]) if not tensors.is_zero_bias(n)]
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise CheckpointError(
@@ -166,13 +178,13 @@ def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype) -> 
             f"{checkpoint.name} lacks {missing[0]} ({len(missing)} missing in all); the checkpoint is incomplete or "
             "config.json does not belong to it: download it again"
         )
-    if unused := _unused_layer_weights(model, info["unexpected_keys"]):
+    if unused:
         raise CheckpointError(
             f"config.json and the weights of {checkpoint.name} disagree: the file holds {unused[0]} ({len(unused)} "
             "such), which the config has no place for; use the config that belongs to the weights"
         )
     for name, tensor in model.state_dict().items():
-        _require_finite(checkpoint, name, tensor)
+        require_finite(checkpoint, name, tensor)
     return model.eval().requires_grad_(False)
 
 
@@ -187,119 +199,5 @@ def _unused_layer_weights(model: Any, unexpected: Iterable[str]) -> list[str]:
     lists = (path for path, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found) == depth)
     layer = re.compile(rf"{re.escape(next(lists, 'layers'))}\.(\d+)\.")
     experts = tuple(f"{path}." for path, _ in experts_modules(model))
-    numbered = [(name, match) for name in sorted(unexpected, key=_natural) if (match := layer.match(name))]
+    numbered = [(name, match) for name in sorted(unexpected, key=natural) if (match := layer.match(name))]
     return [n for n, m in numbered if not n.startswith(experts) and not depth <= int(m[1]) < depth + extra]
-
-
-class ExpertReader:
-    """Reads one expert's tensors at a time, with transformers' own conversion rules."""
-
-    def __init__(self, checkpoint: Checkpoint, model: Any, paths: list[str]) -> None:
-        self._checkpoint = checkpoint
-        self._model = model
-        self._paths = paths
-        self._tensors = CheckpointTensors(checkpoint)
-        rules = get_model_conversion_mapping(model)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        merging = (rule for rule in self._converters if any(isinstance(op, MergeModulelist) for op in rule.operations))
-        self._per_expert = {pattern for rule in merging for pattern in rule.source_patterns}  # one tensor per expert
-        wanted = {
-            f"{path}.{name}": shape for path in paths for name, shape in model.get_submodule(path).spmoe_shapes.items()
-        }
-        known = dict.fromkeys([*model.state_dict(), *wanted], True)
-        sources: dict[str, dict[str | None, list[str]]] = {name: {} for name in wanted}
-        for name in sorted(self._tensors.names, key=_natural):
-            target, pattern = rename_source_key(name, renamings, self._converters, model.base_model_prefix, known)
-            if target in sources:
-                sources[target].setdefault(pattern, []).append(name)
-        self._sources = sources
-        self._mxfp4 = {
-            target for target in wanted if {f"{target}_blocks", f"{target}_scales"} <= checkpoint.files.keys()
-        }
-        for target, (count, *_) in wanted.items():
-            if target not in self._mxfp4:
-                self._check_sources(target, count)
-
-    def __enter__(self) -> ExpertReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._tensors.__exit__(*exc)
-
-    def fill(self, key: ExpertKey, views: dict[str, Tensor]) -> None:
-        """Write an expert's tensors into the views of its blob."""
-        for name, view in expert_tensors(self._model.get_submodule(self._paths[key.layer]), views).items():
-            target = f"{self._paths[key.layer]}.{name}"
-            tensor = self._read(target, key.expert)
-            if tensor.shape != view.shape:
-                raise CheckpointError(
-                    f"config.json and the weights of {self._checkpoint.name} disagree: an expert of {target} is "
-                    f"{list(tensor.shape)} in the file but {list(view.shape)} by the config; use the config that "
-                    "belongs to the weights"
-                )
-            view.copy_(tensor)
-            _require_finite(self._checkpoint, f"{target} (expert {key.expert})", view)
-
-    def _check_sources(self, target: str, count: int) -> None:
-        found = self._sources[target]
-        if not found:
-            raise CheckpointError(
-                f"{self._checkpoint.name} lacks {target}; the checkpoint is incomplete or config.json does not belong "
-                "to it: download it again"
-            )
-        for pattern, names in found.items():
-            if len(names) != count and (len(names) > 1 or pattern in self._per_expert):
-                experts = f"{len(names)} expert{'s' * (len(names) > 1)}"
-                raise CheckpointError(
-                    f"{self._checkpoint.name} has {experts} for {target} but config.json says {count}; the "
-                    "checkpoint is incomplete or config.json does not belong to it: download it again"
-                )
-
-    def _read(self, target: str, expert: int) -> Tensor:
-        """Read one expert's slice of a fused parameter."""
-        if target in self._mxfp4:  # mxfp4: 4 bits per value, one scale per 32 values; bfloat16 holds them exactly
-            blocks, scales = (self._tensors.read(f"{target}_{part}", expert) for part in ("blocks", "scales"))
-            unpacked: Tensor = convert_moe_packed_tensors(blocks, scales)
-            return unpacked[0]
-        sources = self._sources[target].items()
-        tensors: Any = {pattern: [self._read_source(pattern, names, expert)] for pattern, names in sources}
-        if None in tensors:  # stored fused, as the module holds it
-            return tensors[None][0][0]  # type: ignore[no-any-return]
-        converter = next(c for c in self._converters if set(tensors) <= set(c.source_patterns))
-        try:
-            for operation in converter.operations:
-                tensors = operation.convert(
-                    tensors,
-                    source_patterns=converter.source_patterns,
-                    target_patterns=converter.target_patterns,
-                    full_layer_name=target,
-                    model=self._model,
-                    config=self._model.config,
-                    missing_keys=None,
-                )
-            (fused,) = tensors.values()  # [1, ...]: the converter sees one expert
-        except (ValueError, RuntimeError, LookupError) as error:
-            raise CheckpointError(
-                f"{self._checkpoint.name} lacks a part of {target}, or it has another shape ({reason(error)}); the "
-                "checkpoint is incomplete or config.json does not belong to it: download it again"
-            ) from error
-        return fused[0]  # type: ignore[no-any-return]
-
-    def _read_source(self, pattern: str | None, names: list[str], expert: int) -> Tensor:
-        """Read an expert's own tensor, or its slice [1, ...] of a tensor that holds all experts."""
-        fused = len(names) == 1 and pattern not in self._per_expert
-        return self._tensors.read(names[0], expert) if fused else self._tensors.read(names[expert])
-
-
-def _require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(
-            f"{name} of {checkpoint.name} holds values that are not finite in {str(tensor.dtype)[6:]}; the checkpoint "
-            "is damaged, or needs --dtype bfloat16 or float32"
-        )
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key that puts expert 2 before expert 10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

@@ -24,15 +24,15 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import LoadStateDictConfig
 
 from spmoe.backends.devices import free_memory
 from spmoe.config import format_bytes
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, quiet
 from spmoe.models.experts_seam import experts_modules
-from spmoe.models.load import load_dense_skeleton
+from spmoe.models.load import expert_parameter_names, load_dense_skeleton
 from spmoe.models.longrope import LongRope
 from spmoe.models.tensors import CheckpointTensors
 from spmoe.system.host import available_memory
@@ -119,7 +119,10 @@ def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
 
 
 class Reference:
-    """A model that transformers runs. A context manager; `close` frees its weights and files."""
+    """A model that transformers runs. A context manager; `close` frees its weights and files.
+
+    With a `format`, its experts have the weights of the conversion to that format.
+    """
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Reference:
         dtype: torch.dtype,
         plan: ReferencePlan,
         report: Report = lambda done, total: None,
+        format: ExpertFormat | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
@@ -134,11 +138,13 @@ class Reference:
         skeleton = load_dense_skeleton(checkpoint)
         cls = type(skeleton) if plan.whole else _without_layers(type(skeleton))
         with reference_errors(checkpoint):
-            weights = _lazy_weights(checkpoint, self._tensors)
+            weights = self._tensors.lazy()
             self.model: Any = _load(checkpoint, weights, cls, skeleton.config, dtype)
             self.model.to(plan.device)
             if not plan.whole:
-                _LayerWeights(self.model, weights, dtype, plan.device, report)
+                _LayerWeights(self.model, weights, dtype, plan.device, report, format)
+            elif format is not None:
+                _convert_experts(self.model, format)
         self._longrope = LongRope.of(self.model)
 
     def __enter__(self) -> Reference:
@@ -179,6 +185,14 @@ class Reference:
         for indices in self._batches([len(prompt) + len(output) for prompt, output in cut]):
             with reference_errors(self._checkpoint), torch.inference_mode():
                 yield from zip(indices, self._score_batch([cut[index] for index in indices]), strict=True)
+
+    def logits(self, windows: Sequence[list[int]]) -> Iterator[Tensor]:
+        """Yield the logits of every position of each window; all windows have the same length."""
+        # -> [tokens, vocabulary] float32, in host memory
+        for indices in self._batches([len(window) for window in windows]):
+            with reference_errors(self._checkpoint), torch.inference_mode():
+                ids = torch.tensor([windows[index] for index in indices], device=self._plan.device)
+                yield from self.model(input_ids=ids, use_cache=False).logits.float().cpu()
 
     def _comparable(self, start: int, count: int) -> int:
         distance = self._longrope.distance(start)
@@ -268,29 +282,15 @@ def _require_complete(checkpoint: Checkpoint, missing: set[str] | list[str]) -> 
         )
 
 
-def _lazy_weights(checkpoint: Checkpoint, tensors: CheckpointTensors) -> dict[str, Any]:
-    """Return every tensor by name, read and dequantized on first access."""
-    weights: dict[str, Any] = dict(tensors.lazy())
-    if checkpoint.quantization is not None and checkpoint.quantization.method == "mxfp4":
-        for blocks in [name for name in weights if name.endswith("_blocks")]:
-            name = blocks.removesuffix("_blocks")
-            if (scales := f"{name}_scales") in weights:
-                weights[name] = _Mxfp4Tensor(tensors, blocks, scales)
-                del weights[blocks], weights[scales]
-    return weights
-
-
-class _Mxfp4Tensor:
-    """Stands in for a safetensors slice: indexing reads blocks and scales, and dequantizes them."""
-
-    def __init__(self, tensors: CheckpointTensors, blocks: str, scales: str) -> None:
-        self._tensors = tensors
-        self._names = (blocks, scales)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        blocks, scales = (self._tensors.read(name) for name in self._names)
-        whole: Tensor = convert_moe_packed_tensors(blocks, scales)  # to bfloat16, which holds every value exactly
-        return whole[index]
+def _convert_experts(model: nn.Module, format: ExpertFormat) -> None:
+    """Replace the weights of all experts by those of their conversion."""
+    with torch.no_grad():
+        for _, module in experts_modules(model):
+            parameters = {name: module.get_parameter(name) for name in expert_parameter_names(module)}
+            for expert in range(len(next(iter(parameters.values())))):
+                found = format.round_trip({name: parameter[expert] for name, parameter in parameters.items()})
+                for name, tensor in found.items():
+                    parameters[name][expert] = tensor
 
 
 # ---- one layer at a time
@@ -349,9 +349,16 @@ class _LayerWeights:
     """Loads a decoder layer's weights before its forward, and frees them after it."""
 
     def __init__(
-        self, model: Any, weights: Mapping[str, Any], dtype: torch.dtype, device: torch.device, report: Report
+        self,
+        model: Any,
+        weights: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        report: Report,
+        format: ExpertFormat | None,
     ) -> None:
         self._model = model
+        self._format = format
         self._report = report
         self._done = 0
         self._layers = _decoder_layers(model)
@@ -389,5 +396,7 @@ class _LayerWeights:
             raise ValueError(f"no weights of the right shape for {min(missing)}")
         if info.conversion_errors:
             raise ValueError(next(iter(info.conversion_errors.values())))
+        if self._format is not None:
+            _convert_experts(self._layers[path], self._format)
         self._done = self._done % len(self._layers) + 1
         self._report(self._done, len(self._layers))

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: read one at a time by name, and dequantized if they are stored in 8 bits with scales.
+"""Tensors of a checkpoint: read one at a time by name; a quantized one as a dense tensor, or as parts of its format.
 
 Files are read, never mapped: where a mapped file is truncated meanwhile, the system ends the process.
 """
@@ -6,17 +6,22 @@ Files are read, never mapped: where a mapped file is truncated meanwhile, the sy
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from spmoe.errors import CheckpointError, reason
 from spmoe.files import read_into
-from spmoe.models.checkpoint import DEFAULT_BLOCK, Checkpoint
+from spmoe.formats.base import Parts
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.quantized_matrices import QuantizedMatrix, is_auxiliary
 from spmoe.system.headers import StoredTensor, read_header
+
+T = TypeVar("T")
 
 _DTYPES = {  # by name in a header
     "BOOL": torch.bool,
@@ -37,22 +42,25 @@ _DTYPES = {  # by name in a header
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # appended to a weight's name; despite `_inv`, both are multiplied
 
 
 class CheckpointTensors:
-    """Reads a checkpoint's tensors by name. Its files stay open until the context ends."""
+    """Reads a checkpoint's tensors by name. Its files stay open until the context ends.
+
+    A quantized matrix has the name of the dense tensor that it stands for.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._matrices = checkpoint.matrices
         self._open: dict[str, _WeightFile] = {}
         self._lock = threading.Lock()  # transformers' loader reads from several threads
-        files = checkpoint.files
-        self._scales: dict[str, str] = {}
-        if checkpoint.quantization is not None and checkpoint.quantization.method != "mxfp4":
-            self._scales = {n: n + suffix for n in files for suffix in _SCALE_SUFFIXES if n + suffix in files}
-        activation_scales = {f"{name.rpartition('.')[0]}.input_scale" for name in self._scales}
-        self.names = [n for n in files if n not in activation_scales and n not in self._scales.values()]
+        names: dict[str, None] = dict.fromkeys(checkpoint.tensors)
+        if self._matrices:
+            stored = {source for matrix in self._matrices.values() for source in matrix.sources.values()}
+            plain = [name for name in names if name not in stored and not is_auxiliary(name)]
+            names = dict.fromkeys([*plain, *self._matrices])
+        self.names = list(names)
 
     def __enter__(self) -> CheckpointTensors:
         return self
@@ -60,28 +68,42 @@ class CheckpointTensors:
     def __exit__(self, *exc: object) -> None:
         self._open.clear()  # a file closes with its last reference; after an error a loader thread may still read it
 
-    @property
-    def quantized(self) -> bool:
-        """Whether some tensors are dequantized when they are read."""
-        return bool(self._scales)
-
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read a tensor, or one expert's slice [1, ...] of a tensor that holds all experts."""
-        tensor, scale = self._read_stored(name, expert), self._scales.get(name)
-        if not self.quantized or tensor.dtype.itemsize > 1:
-            return tensor
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{name} of {self._checkpoint.name} is stored as {str(tensor.dtype)[6:]}, which spmoe cannot "
-                "dequantize; use the 16-bit checkpoint"
-            )
-        if scale is None:
-            raise CheckpointError(f"{self._checkpoint.name} lacks the scale of {name}; download it again")
-        return self._dequantize(name, tensor, self._read_stored(scale, expert))
+        """Read a dense tensor, or one expert's slice [1, ...] of a tensor that holds all experts.
+
+        Quantized matrices are dequantized, in float32.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._read_stored(name, expert)
+        experts = [None] if matrix.experts is None else range(matrix.experts) if expert is None else [expert]
+        dense = [self._decode(matrix, one, matrix.dense) for one in experts]
+        tensors = [one.T if matrix.transposed else one for one in dense]
+        return tensors[0] if matrix.experts is None else torch.stack(tensors)
+
+    def read_parts(self, name: str, expert: int | None = None) -> Parts:
+        """Read the parts of a quantized matrix, or those of one expert, in the format of the matrix."""
+        matrix = self._matrices[name]
+        return self._decode(matrix, expert, matrix.parts)
+
+    def is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias of zeros beside a quantized matrix; some tools add it to every layer."""
+        beside = f"{name.removesuffix('bias')}weight" in self._matrices
+        return beside and name.endswith(".bias") and not bool(self._read_stored(name, None).any())
 
     def lazy(self) -> Mapping[str, LazyTensor]:
         """Return every tensor by name, to be read on first access."""
         return {name: LazyTensor(self, name) for name in self.names}
+
+    def _decode(self, matrix: QuantizedMatrix, expert: int | None, decode: Callable[[Mapping[str, Tensor]], T]) -> T:
+        raw = {role: self._read_stored(source, expert) for role, source in matrix.sources.items()}
+        try:
+            return decode(raw if expert is None else {role: tensor[0] for role, tensor in raw.items()})
+        except ValueError as error:
+            raise CheckpointError(
+                f"the quantization of {self._checkpoint.name} is contradictory: {error}; download it again, or use "
+                "another upload"
+            ) from error
 
     def _read_stored(self, name: str, expert: int | None) -> Tensor:
         tensor = self._checkpoint.tensors[name]
@@ -97,16 +119,6 @@ class CheckpointTensors:
                 f"{name} cannot be read from {path} ({getattr(error, 'strerror', None) or reason(error)}); download it "
                 "again, and let nothing write to it while it is read"
             ) from error
-
-    def _dequantize(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
-        quantization = self._checkpoint.quantization
-        dense = dequantize(weight, scale, quantization.block if quantization is not None else DEFAULT_BLOCK)
-        if dense is None:
-            raise CheckpointError(
-                f"{name} of {self._checkpoint.name} has shape {list(weight.shape)} but its scale {list(scale.shape)}: "
-                "expected one scale per tensor, per output or per block; use the config that belongs to the weights"
-            )
-        return dense
 
 
 class _WeightFile:
@@ -155,20 +167,25 @@ class LazyTensor:
         return self._tensors.read(self._name)[index]
 
 
-def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor | None:
-    """Multiply 8-bit weights by one scale per tensor, output or block, in float32; None if the shapes do not match."""
-    # weight: [..., out, in], scale: [], [1], [out], [out, 1] or [..., blocks, blocks] -> [..., out, in] float32
-    weight, scale = weight.float(), scale.float()
-    if scale.numel() == 1:
-        return weight * scale.reshape(())
-    if scale.ndim == weight.ndim - 1 and scale.shape[-1] == weight.shape[-2]:
-        scale = scale[..., None]
-    if scale.ndim != weight.ndim or weight.ndim < 2 or scale.shape[:-2] != weight.shape[:-2]:
-        return None
-    for dim, size in zip((-2, -1), block, strict=True):
-        count = weight.shape[dim]
-        if scale.shape[dim] not in (1, count):
-            if scale.shape[dim] != -(-count // size):
-                return None
-            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, count)
-    return weight * scale
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite; extremes are found forty times faster than every value is compared."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize < 2:  # of which PyTorch finds no extremes
+        return bool(torch.isfinite(tensor).all())
+    low, high = torch.aminmax(tensor)  # both are NaN if one value is
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def require_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a floating-point tensor holds infinities or NaN."""
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"{name} of {checkpoint.name} holds values that are not finite in {str(tensor.dtype)[6:]}; the checkpoint "
+            "is damaged, or needs --dtype bfloat16 or float32"
+        )
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that puts expert 2 before expert 10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

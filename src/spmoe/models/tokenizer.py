@@ -9,13 +9,26 @@ from transformers import AutoTokenizer
 
 from spmoe.errors import CheckpointError, PromptError, UsageError, panics_as_errors, reason
 from spmoe.models.checkpoint import Checkpoint, quiet
+from spmoe.models.dummy import byte_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a checkpoint ships a tokenizer."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Any | None:
+    """Load a checkpoint's tokenizer; a model of random weights that has none gets one whose tokens are bytes."""
+    if checkpoint.random and not has_tokenizer(checkpoint.directory):
+        return byte_tokenizer(checkpoint.config.get_text_config(decoder=True).vocab_size)
+    return load_tokenizer(checkpoint.directory)
+
+
 def load_tokenizer(directory: Path) -> Any | None:
     """Load a checkpoint's tokenizer; None if it has none, so that prompts must be token ids."""
-    if not any((directory / name).is_file() for name in _FILES):
+    if not has_tokenizer(directory):
         return None
     try:
         with quiet(), panics_as_errors():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from spmoe.errors import UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, quiet
 from spmoe.models.experts_seam import experts_modules, take_over
 from spmoe.models.load import store_spec
@@ -126,10 +127,16 @@ def widen_target(model: Any, shape: WideShape, dtype: torch.dtype, device: torch
 
 
 def wide_store_spec(
-    checkpoint: Checkpoint, wide: Any, paths: list[str], dtype: torch.dtype, shape: WideShape, seed: int = 0
+    checkpoint: Checkpoint,
+    wide: Any,
+    paths: list[str],
+    dtype: torch.dtype,
+    shape: WideShape,
+    seed: int = 0,
+    format: ExpertFormat | None = None,
 ) -> StoreSpec:
     """Describe a store of this checkpoint's widened experts; `wide` comes from `widen_target`."""
-    spec = store_spec(checkpoint, wide, paths, dtype)
+    spec = store_spec(checkpoint, wide, paths, dtype, format)
     return replace(spec, fingerprint=f"{checkpoint.fingerprint}:{shape.name}:{seed}")
 
 

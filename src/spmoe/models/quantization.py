@@ -1,0 +1,261 @@
+"""`quantization_config`: how a checkpoint declares the storage of its quantized weights.
+
+The declaration is parsed into one `Scheme` per group of modules. Which tensors are quantized follows from the tensors
+themselves (see `quantized_matrices`); a declaration that contradicts them, or that spmoe cannot read, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+READABLE = (
+    "fp8, mxfp4, gptq (4 or 8 bits), awq (4 bits), compressed-tensors (int4, int8, fp8, mxfp4, nvfp4) or modelopt "
+    "(FP8, NVFP4)"
+)
+_GPTQ_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # version 1 stores zero points minus one
+_FORMATS = {  # of compressed-tensors
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+}
+
+
+class UnreadableError(ValueError):
+    """A declaration that spmoe cannot read; the message says what about it, without naming the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Declared storage of one group of matrices W[out, in]."""
+
+    kind: str  # "fp8", "int", "mxfp4" or "nvfp4"
+    bits: int
+    group: int | None = None  # inputs that share a scale; None: not by groups of inputs
+    block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale, of fp8
+    symmetric: bool = True  # whether there are no zero points
+    targets: tuple[str, ...] = ()  # modules, of compressed-tensors; class names match every module
+
+    def __str__(self) -> str:
+        text = f"int{self.bits}" if self.kind == "int" else self.kind
+        return text if self.group is None else f"{text} in groups of {self.group}"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Storage of a checkpoint's weights, as its configuration declares it."""
+
+    method: str
+    schemes: tuple[Scheme, ...]
+    ignored: tuple[str, ...] = ()  # modules that are not quantized: names, `re:` patterns or globs
+    zero_offset: int = 0  # added to stored zero points, of gptq
+
+    def scheme(self, module: str) -> Scheme:
+        """Return the scheme of a module; raise ValueError if it has none or is declared as not quantized."""
+        names, patterns = self._ignored
+        if module in names or any(_matches(module, pattern) for pattern in patterns):
+            raise ValueError(f"{module} is quantized, but the configuration lists it among the modules that are not")
+        if len(self.schemes) == 1:
+            return self.schemes[0]
+        by_name = [s for s in self.schemes if any(_is_name(t) and _matches(module, t) for t in s.targets)]
+        by_class = [s for s in self.schemes if any(not _is_name(t) for t in s.targets)]
+        if not by_name and not by_class:
+            raise ValueError(f"{module} is quantized, but no group of the configuration has it as a target")
+        return (by_name or by_class)[0]
+
+    @cached_property
+    def _ignored(self) -> tuple[set[str], list[str]]:
+        """Return names and patterns; large checkpoints list hundreds of names and have many thousands of modules."""
+        patterns = [one for one in self.ignored if one.startswith("re:") or "*" in one]
+        return set(self.ignored) - set(patterns), patterns
+
+
+def _is_name(target: str) -> bool:
+    """Return whether a target is a module's name or pattern, not that of a class such as Linear."""
+    return target.startswith("re:") or "." in target
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return fnmatchcase(module, pattern) if "*" in pattern else module == pattern
+
+
+def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
+    """Parse the quantization of config.json (None: 16 or 32 bits); raise UnreadableError if spmoe cannot read it.
+
+    `modelopt` is the content of hf_quant_config.json, which ModelOpt writes beside or instead.
+    """
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    keys = ("quantization_config", "compression_config")
+    declared = next((place[key] for place in places for key in keys if place.get(key) is not None), None)
+    if declared is None and modelopt is not None:
+        inner = modelopt.get("quantization")
+        if isinstance(inner, dict) and inner.get("quant_algo") is not None:  # otherwise only the KV cache is quantized
+            declared = {"quant_method": "modelopt", **inner}
+    if declared is None:
+        return None
+    if not isinstance(declared, dict):
+        raise UnreadableError("unknown, since quantization_config is not an object")
+    method = declared.get("quant_method")
+    if method is None and "quant_algo" in declared:
+        method = "modelopt"
+    if method is None and "config_groups" in declared:
+        method = "compressed-tensors"
+    parse = _METHODS.get(str(method))
+    if parse is None:
+        raise UnreadableError(str(method or "unknown"))
+    try:
+        return parse(declared)
+    except re.error as error:
+        raise UnreadableError(f"{method}, with the pattern {error.pattern!r}, which is no regular expression") from None
+
+
+def _fp8(declared: Mapping[str, Any]) -> Quantization:
+    fmt = declared.get("fmt", declared.get("weight_format", "e4m3"))
+    if fmt not in ("e4m3", "float8_e4m3fn", None):
+        raise UnreadableError(f"fp8 as {fmt} (only e4m3 is supported)")
+    return Quantization(
+        "fp8", (_fp8_scheme("fp8", declared.get("weight_block_size")),), _names(declared, "modules_to_not_convert")
+    )
+
+
+def _fp8_scheme(method: str, block: Any, targets: tuple[str, ...] = ()) -> Scheme:
+    if block is not None and (
+        not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise UnreadableError(f"{method} with the block size {block!r}, which is not two numbers")
+    return Scheme("fp8", 8, block=None if block is None else (block[0], block[1]), targets=targets)
+
+
+def _mxfp4(declared: Mapping[str, Any]) -> Quantization:
+    # its list of modules that are not converted has patterns for whole layers; tensors say which are quantized
+    return Quantization("mxfp4", (Scheme("mxfp4", 4, group=32),))
+
+
+def _gptq(declared: Mapping[str, Any]) -> Quantization:
+    bits, group = _integer("gptq", declared, "bits"), _integer("gptq", declared, "group_size", 128)
+    _require_bits("gptq", bits)
+    if declared.get("desc_act"):
+        raise UnreadableError(
+            "gptq with act-order (desc_act true: groups are not contiguous; an upload without it can be read)"
+        )
+    default = "gptq_v2" if declared.get("quant_method") == "gptq_v2" else "gptq"
+    version = str(declared.get("checkpoint_format") or default)
+    if version not in _GPTQ_ZERO_OFFSETS:
+        raise UnreadableError(f"gptq in the layout {version} (only gptq and gptq_v2 are supported)")
+    dynamic = declared.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise UnreadableError("gptq with `dynamic` that is not an object")
+    if changed := [pattern for pattern in dynamic if not pattern.startswith("-:")]:
+        raise UnreadableError(f"gptq with other settings for the modules {changed[0]!r} (dynamic)")
+    ignored = tuple(f"re:{pattern.removeprefix('-:')}" for pattern in dynamic)
+    scheme = Scheme("int", bits, group=None if group < 1 else group, symmetric=bool(declared.get("sym", False)))
+    return Quantization("gptq", (scheme,), ignored, _GPTQ_ZERO_OFFSETS[version])
+
+
+def _awq(declared: Mapping[str, Any]) -> Quantization:
+    bits = _integer("awq", declared, "bits" if "bits" in declared else "w_bit")
+    group = _integer("awq", declared, "group_size" if "group_size" in declared else "q_group_size", 128)
+    if bits != 4:
+        raise UnreadableError(f"awq with {bits} bits (only 4 are supported)")
+    version = str(declared.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise UnreadableError(f"awq in the layout {version} (only gemm is supported)")
+    scheme = Scheme("int", 4, group=None if group < 1 else group, symmetric=not declared.get("zero_point", True))
+    return Quantization("awq", (scheme,), _names(declared, "modules_to_not_convert"))
+
+
+def _modelopt(declared: Mapping[str, Any]) -> Quantization:
+    algorithm = str(declared.get("quant_algo"))
+    ignored = (*_names(declared, "exclude_modules"), *_names(declared, "ignore"))
+    if algorithm == "FP8":
+        return Quantization("modelopt", (_fp8_scheme("modelopt", None),), ignored)
+    if algorithm != "NVFP4":
+        raise UnreadableError(f"modelopt with {algorithm} (only FP8 and NVFP4 are supported)")
+    group = _integer("modelopt", declared, "group_size", 16)
+    if group != 16:
+        raise UnreadableError(f"modelopt NVFP4 with groups of {group} (only 16 are supported)")
+    return Quantization("modelopt", (Scheme("nvfp4", 4, group=16),), ignored)
+
+
+def _compressed_tensors(declared: Mapping[str, Any]) -> Quantization:
+    method = "compressed-tensors"
+    groups, layout = declared.get("config_groups"), declared.get("format")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise UnreadableError(f"{method} without config_groups")
+    formats = {str(one) for one in (layout, *(group.get("format") for group in groups.values())) if one is not None}
+    if unknown := sorted(formats - _FORMATS):
+        raise UnreadableError(f"{method} in the format {unknown[0]} (supported: {', '.join(sorted(_FORMATS))})")
+    sparsity = declared.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise UnreadableError(f"{method} with sparse weights ({sparsity['format']})")
+    weights = [(group["weights"], _names(group, "targets")) for group in groups.values() if group.get("weights")]
+    if not weights or not all(isinstance(one, dict) for one, _ in weights):
+        raise UnreadableError(f"{method} without settings for weights")
+    return Quantization(method, tuple(_group_scheme(*one) for one in weights), _names(declared, "ignore"))
+
+
+def _group_scheme(weights: Mapping[str, Any], targets: tuple[str, ...]) -> Scheme:
+    method, kind, strategy = "compressed-tensors", weights.get("type", "int"), weights.get("strategy")
+    bits, symmetric = _integer("compressed-tensors", weights, "num_bits", 8), bool(weights.get("symmetric", True))
+    group = _integer(method, weights, "group_size", 0)
+    if weights.get("actorder") not in (None, False, "static", "weight"):
+        raise UnreadableError(
+            f"{method} with act-order (actorder {weights['actorder']}: groups are not contiguous; an upload without it "
+            "can be read)"
+        )
+    by_group = group if strategy in (None, "group", "tensor_group") and group > 0 else None
+    if strategy in ("group", "tensor_group") and by_group is None:
+        raise UnreadableError(f"{method} with the strategy {strategy} but group_size {weights.get('group_size')!r}")
+    if kind == "int":
+        _require_bits(method, bits)
+        return Scheme("int", bits, by_group, symmetric=symmetric, targets=targets)
+    if kind != "float" or not symmetric or bits not in (4, 8):
+        raise UnreadableError(f"{method} with {bits}-bit {kind} weights{'' if symmetric else ' and zero points'}")
+    if bits == 8:
+        return _fp8_scheme(method, weights.get("block_structure"), targets)
+    if by_group not in (16, 32):
+        raise UnreadableError(f"{method} with 4-bit float weights in groups of {group} (only 16 and 32 are supported)")
+    return Scheme("nvfp4" if by_group == 16 else "mxfp4", 4, by_group, targets=targets)
+
+
+def _require_bits(method: str, bits: int) -> None:
+    if bits not in (4, 8):
+        raise UnreadableError(f"{method} with {bits} bits (only 4 and 8 are supported)")
+
+
+def _integer(method: str, declared: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = declared.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int:
+        raise UnreadableError(f"{method} with {key} {value!r}, which is not a whole number")
+    return value
+
+
+def _names(declared: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = declared.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise UnreadableError(f"{declared.get('quant_method', 'quantization')} with {key} that is not a list of names")
+    for one in value:
+        re.compile(one.removeprefix("re:") if one.startswith("re:") else "")  # raises before it is used
+    return tuple(value)
+
+
+_METHODS = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "gptq": _gptq,
+    "gptq_v2": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+}
