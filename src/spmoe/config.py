@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, Validat
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from spmoe.errors import UsageError
-from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
+from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, WEIGHT_FORMATS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -30,6 +30,11 @@ MAX_SPECULATIVE_TOKENS = 64  # largest K
 DEFAULT_DRAFT_TOKENS: DraftTokens = "auto"
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
+LOAD_FORMATS = ("auto", "dummy")  # dummy: random weights at the sizes that config.json gives; no weight files
+RANDOM_WEIGHTS_NOTE = (
+    "random weights (--load-format dummy): the text has no meaning, and routing is random and nearly uniform, so hit "
+    "rates, acceptance and predictions are not those of the trained model"
+)
 VERIFY_EXPERTS = ("once", "sample", "always")  # reads of an expert from disk that are compared with its checksum
 GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
 DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
@@ -204,6 +209,11 @@ def default_draft(model: str) -> str:
     except (OSError, RuntimeError, ValueError):  # not a path
         shipped = False
     return str(SHIPPED_PAIR / "draft") if shipped else "ngram"
+
+
+def expert_formats() -> tuple[str, ...]:
+    """Return the values of `--expert-format`."""
+    return ("auto", *WEIGHT_FORMATS.names())
 
 
 # ---- validation of options
@@ -397,6 +407,7 @@ class EngineConfig:
     # for expert slots; None: what `device_memory` leaves on CUDA, and DEFAULT_EXPERT_MEMORY on the CPU
     expert_memory: Annotated[Size | None, PlainValidator(_optional_size)] = None
     dtype: Annotated[str, _one_of(lambda: DTYPES)] = "auto"
+    expert_format: Annotated[str, _one_of(expert_formats)] = "auto"  # auto: the checkpoint's own
     max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
     prefill_chunk: Annotated[Whole, Field(ge=1, description="at least 1")] = 512
     link_gbps: Annotated[
@@ -413,6 +424,12 @@ class EngineConfig:
     shape: str | None = None  # widen the pair to the sizes of this architecture, for benchmarks
     progress: Switch = True
     generation_config: Annotated[str, _one_of(lambda: GENERATION_CONFIGS)] = "auto"  # source of sampling defaults
+    load_format: Annotated[str, _one_of(lambda: LOAD_FORMATS)] = "auto"  # of target and draft
+
+    def require_runnable(self) -> None:
+        """Raise UsageError if an engine of these options could be planned but not run."""
+        if self.random_weights and self.shape is not None:
+            raise UsageError(f"shape {self.shape!r} widens a trained pair; leave it or load_format 'dummy' out")
 
     @classmethod
     def make(cls, **options: Any) -> Self:
@@ -424,6 +441,11 @@ class EngineConfig:
             no_draft = "draft" in options and options["draft"] in (None, "none")
             options["num_speculative_tokens"] = 0 if no_draft else DEFAULT_DRAFT_TOKENS
         return cls(**options)
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether target and draft have random weights instead of those of a checkpoint."""
+        return self.load_format == "dummy"
 
     @property
     def resolved_draft(self) -> str | None:

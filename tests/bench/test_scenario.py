@@ -15,6 +15,7 @@ from spmoe.bench.jobs import Workload, make_job, make_workloads
 from spmoe.bench.scenario import Matrix, PolicyPair, read_scenario, validate
 from spmoe.config import Cutoff, CutoffMode, EngineConfig, Size
 from spmoe.errors import UsageError
+from spmoe.files import config_directory, model_directory, shipped_configs
 from spmoe.models.widen import SHAPES
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
@@ -103,6 +104,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         name = "one"
         models = "model"
         drafts = ["none", "self:int4", "shipped", "owner/name"]
+        expert_formats = ["auto", "int4-g128"]
         links = ["own", 16, 2.5]
         prompts = ["prompts.txt", "sample", "gsm8k"]
         budgets = ["25%", "6GiB"]
@@ -116,6 +118,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         device = "cpu"
         projection = false
         enforce_eager = true
+        load_format = "dummy"
         [[matrix]]
         shapes = ["none", "mixtral-8x7b"]
         systems = [
@@ -128,6 +131,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         "name": "one",
         "models": (str(tmp_path / "model"),),
         "drafts": ("none", "self:int4", "shipped", "owner/name"),
+        "expert_formats": ("auto", "int4-g128"),
         "links": (None, 16.0, 2.5),
         "prompts": (str(tmp_path / "prompts.txt"), "sample", "gsm8k"),
         "budgets": (QUARTER, Size(bytes=6 * 2**30)),
@@ -144,6 +148,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         "device": "cpu",
         "projection": False,
         "enforce_eager": True,
+        "load_format": "dummy",
     }
     assert {key: getattr(first, key) for key in expected} == expected
     assert {*expected, "shapes", "systems"} == Matrix.model_fields.keys()
@@ -155,7 +160,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
     assert [(one.prefetch, one.draft_tokens) for one in make_configs([HALF], second.policy_pairs, [1, 2])] == [
         ("draft-gate", 1), ("draft-gate", 2), ("on-demand", 0)
     ]  # fmt: skip
-    assert len(make_workloads(first)) == 4 * 3 * 3
+    assert len(make_workloads(first)) == 4 * 2 * 3 * 3
     assert len(make_workloads(second)) == 2
 
 
@@ -247,7 +252,8 @@ def test_shipped_scenario_is_valid(file: Path) -> None:
         for workload in make_workloads(matrix):
             assert workload.engine_options["draft"] is not None
             assert workload.shape is None or workload.shape in SHAPES
-            assert workload.model is None or Path(workload.model).is_dir()
+            random = workload.matrix.load_format == "dummy"
+            assert workload.model is None or (config_directory if random else model_directory)(workload.model)
         configs = make_configs(matrix.budgets, matrix.policy_pairs, matrix.draft_tokens, [AUTO], matrix.ablation)
         for config in configs:
             EngineConfig.make(**workload.engine_options, **config.engine_options)
@@ -279,7 +285,7 @@ def test_example_of_the_documentation_is_valid(tmp_path: Path) -> None:
 
 
 def test_shipped_scenarios_cover_their_purpose() -> None:
-    assert {file.stem for file in SCENARIOS} == {"paper", "h200", "ushape", "ablation", "quick"}
+    assert {file.stem for file in SCENARIOS} == {"paper", "h200", "ushape", "ablation", "quick", "full-size"}
     (mixtral, *_), *_ = (
         make_workloads(matrix)
         for matrix in read_scenario(ROOT / "src/spmoe/scenarios/ushape.toml").matrices({"device": "cpu"})
@@ -293,6 +299,8 @@ def test_shipped_scenarios_cover_their_purpose() -> None:
         for workload in make_workloads(matrix)
     }
     assert shapes == {"mixtral-8x7b", "phi-3.5-moe", "deepseek-v2-lite"}
+    (full_size,) = read_scenario(ROOT / "src/spmoe/scenarios/full-size.toml").matrices({})
+    assert sorted(full_size.models or ()) == shipped_configs()
 
 
 def test_packaged_scenario_without_the_fine_grained_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

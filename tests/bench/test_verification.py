@@ -37,7 +37,7 @@ from spmoe.bench.verification import (
 from spmoe.engine.llm import Generation
 from spmoe.errors import PromptError, SpmoeError, UsageError
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.load import ExpertReader
+from spmoe.models.expert_reader import ExpertReader
 from spmoe.models.reference import FORWARD, GENERATE, LAYERS, Generated, Reference, Scored, plan_reference
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 from spmoe.types import ExpertKey

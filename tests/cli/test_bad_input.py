@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spmoe.engine import request
 from spmoe.experts import store
-from spmoe.models import load
+from spmoe.models import expert_reader
 
 if TYPE_CHECKING:
     from conftest import Invoke
@@ -135,8 +135,8 @@ DAMAGED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "no config": ("target", delete("config.json"), ("has no config.json", "check the path")),
     "a quantized checkpoint": (
         "target",
-        config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        ("quantized", "gptq", "16-bit checkpoint"),
+        config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("quantized", "bitsandbytes", "16-bit checkpoint", "awq"),
     ),
     "a dtype it cannot run": ("target", config(dtype="float8_e4m3fn"), ("float8_e4m3fn", "--dtype bfloat16")),
     "a generation config that is not JSON": ("target", write("generation_config.json", "{"), ("not JSON",)),
@@ -215,7 +215,7 @@ def test_dense_model_is_called_dense(command: tuple[str, ...], checkpoints: Path
 def test_gguf_is_answered_with_the_supported_formats(
     command: tuple[str, ...], checkpoints: Path, tmp_path: Path, invoke: Invoke
 ) -> None:
-    words = ("GGUF", "safetensors checkpoints", "fp8 or mxfp4", "original model")
+    words = ("GGUF", "safetensors checkpoints", "fp8, mxfp4, gptq", "original model")
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     for name in (tmp_path / "model-Q4_K_M.gguf", tmp_path, "./absent.gguf", "owner/model.gguf"):
         invoke(command[0], name, *command[1:]).refused(2, *words)
@@ -626,7 +626,7 @@ def test_ctrl_c_stops_a_run(
 def test_ctrl_c_during_conversion_leaves_nothing_behind(
     checkpoints: Path, own_home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = load.ExpertReader.fill
+    original = expert_reader.ExpertReader.fill
     partials: list[Path] = []
 
     def fill(self: Any, key: Any, views: Any) -> None:
@@ -636,7 +636,7 @@ def test_ctrl_c_during_conversion_leaves_nothing_behind(
             _press_ctrl_c()
 
     with monkeypatch.context() as patch:
-        patch.setattr(load.ExpertReader, "fill", fill)
+        patch.setattr(expert_reader.ExpertReader, "fill", fill)
         result = invoke("run", checkpoints / "target", *PROMPT)
     assert (result.code, result.out) == (130, "")
     assert "Traceback" not in result.err

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmoe.bench.verification import Verification
 from spmoe.engine.llm import Generation
 from spmoe.models import reference
-from spmoe.models.load import ExpertReader
+from spmoe.models.expert_reader import ExpertReader
 from spmoe.types import ExpertKey
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ device is explained in tests/fake_cuda.py.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,18 @@ import torch
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
-from checkpoints import Pair, byte_tokenizer, greedy, longrope, memory_for, phimoe, reference, save, seeded
+from checkpoints import (
+    Pair,
+    byte_tokenizer,
+    greedy,
+    longrope,
+    memory_for,
+    phimoe,
+    reference,
+    save,
+    seeded,
+    submodules_with,
+)
 from fake_cuda import FakeCudaDevice, FakeEvent, FakeGraphRecorder
 
 pytest.importorskip("triton", reason="no triton")
@@ -32,7 +44,7 @@ from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Phase
-from spmoe.backends.kernels import attention, dense, experts, inputs, quantized, rotary
+from spmoe.backends.kernels import attention, dense, experts, inputs, packed, rotary
 from spmoe.bench.configs import make_configs
 from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
@@ -43,6 +55,8 @@ from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
 from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.run_ahead import RunAhead
+from spmoe.formats.base import weight_format
+from spmoe.models import families
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
 from spmoe.predict.governor import LENGTHS, Governor
@@ -67,7 +81,8 @@ PLAIN_KERNELS = (  # the module that calls the kernels, the module that has thei
     ("backends.cuda", inputs, ("take_batch",)),
     ("models.decode_graphs", inputs, ("load_chained_inputs", "append_token")),
     ("backends.kernels.attention", attention, ("append_kv", "decode_attention")),
-    ("backends.kernels.quantized", quantized, ("run_quantized_experts",)),
+    ("backends.cuda", packed, ("dequantize_matrix",)),
+    ("backends.kernels.experts", experts, ("run_expert_batch", "reduce_experts")),  # of quantized drafts
     ("backends.kernels.dense", dense, ("norm_and_route_layers",)),
 )
 
@@ -94,7 +109,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]
         with models.experts() as fill:
             store.fill(fill, lambda done, total: None)
-        backend = CudaBackend(slots, fake.recorder)
+        backend = CudaBackend(slots, fake.recorder, models.expert_format)
         backend.synchronize = lambda: None  # type: ignore[method-assign]
         transfer = CudaTransfer(fake.device, CudaBlobAddresses(store, slots), chunk=1000)
         recorder = None if config.enforce_eager else fake.recorder
@@ -107,7 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture
 def no_expert_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let experts be of a kind that the kernels do not implement."""
-    monkeypatch.setattr(CudaBackend, "expert_layout", lambda self, experts: None)
+    monkeypatch.setattr("spmoe.backends.cuda.slot_experts", lambda *args: None)
 
 
 def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
@@ -240,6 +255,62 @@ def test_quantized_self_drafts_as_in_eager_forwards(
     assert found[0] == greedy(reference(pair.target), PROMPT, COUNT)
     assert found[1][1][0] > 0
     assert found[1][2] > 0
+
+
+@pytest.mark.parametrize("name", ["int4-asym-g32", "fp8-block128", "mxfp4"])
+def test_tokens_of_packed_experts_equal_those_of_the_dequantized_model(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Few rows run in the grouped kernels, and the prompt expert by expert, dequantized."""
+    monkeypatch.setattr("spmoe.backends.cuda.kernel_row_limit", lambda nbytes: 8)
+    calls, format = list[str](), weight_format(name)
+
+    def dequantize(*args: Any) -> Tensor:
+        calls.append(args[0].name)
+        return packed.dequantize_matrix_plain(*args)
+
+    monkeypatch.setattr("spmoe.backends.cuda.dequantize_matrix", dequantize)
+    model = reference(mixtral_pair.target)
+    for module in submodules_with(model, "gate_up_proj"):
+        for weights in (module.gate_up_proj.data, module.down_proj.data):
+            for weight in weights:
+                weight.copy_(format.dequantize(format.quantize(weight), torch.float32))
+    expected = greedy(model, PROMPT * 3, COUNT)
+    for draft, options in (
+        (None, {"expert_memory": "30%"}),
+        (mixtral_pair.good, {"expert_memory": "30%", "num_speculative_tokens": 3}),
+        (mixtral_pair.good, {"expert_memory": "100%", "num_speculative_tokens": 3, "enforce_eager": True}),
+    ):
+        with LLM(
+            str(mixtral_pair.target), str(draft) if draft else None, dtype="float32", progress=False,
+            expert_format=name, **options,
+        ) as llm:  # fmt: skip
+            assert llm.generate(PROMPT * 3, GREEDY)[0].token_ids == expected
+    assert set(calls) == {"gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("draft", [None, "self:int4"])
+def test_packed_gpt_oss_runs_in_the_kernels(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    """Its experts have biases, alternating rows of gate and up, and clamp both; dense ones are transposed."""
+    families.save(families.tiny_model("gpt_oss"), tmp_path)
+    model, calls, format, prompt = reference(tmp_path), set[str](), weight_format("mxfp4"), list(range(2, 11))
+    for module in submodules_with(model, "gate_up_proj"):
+        for weights in (module.gate_up_proj.data, module.down_proj.data):
+            for weight in weights:
+                weight.copy_(format.dequantize(format.quantize(weight.T), torch.float32).T)
+
+    def run(*args: Any) -> None:
+        calls.add(args[4].down.format.name)
+        experts.run_expert_batch_plain(*args)
+
+    for user in ("backends.cuda", "backends.kernels.experts"):
+        monkeypatch.setattr(f"spmoe.{user}.run_expert_batch", run)
+    options: dict[str, Any] = {"expert_format": "mxfp4", "expert_memory": "50%", "num_speculative_tokens": 3}
+    with LLM(str(tmp_path), draft, dtype="float32", progress=False, **options) as llm:
+        assert llm.generate(prompt, GREEDY)[0].token_ids == greedy(model, prompt, COUNT)
+    assert calls == {"mxfp4"} | ({"int4-asym-g32"} if draft else set())
 
 
 def test_target_and_its_quantized_self_have_separate_graphs(cuda: FakeCuda, mixtral_pair: Pair) -> None:
@@ -774,3 +845,16 @@ def test_captured_forwards_can_be_profiled(cuda: FakeCuda, mixtral_pair: Pair) -
     assert list(profile.load_seconds) == [1, 2, 4]
     assert len(profile.policies) == 4
     assert all(0 < one.missing <= one.needed for one in profile.policies)
+
+
+def test_random_weights_need_no_checkpoint(cuda: FakeCuda, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes, **experts}))
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "progress": False}
+    texts = []
+    for k, memory in ((0, "100%"), (0, "30%"), (3, "30%")):
+        with LLM(tmp_path, "ngram", num_speculative_tokens=k, expert_memory=memory, **options) as llm:
+            texts.append(llm.generate([PROMPT], GREEDY)[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    assert len({*texts[0]}) > 1

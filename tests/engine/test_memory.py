@@ -18,6 +18,8 @@ from spmoe.engine import memory
 from spmoe.engine.memory import MemoryPlan, divide_memory, max_sequence_length
 from spmoe.errors import BudgetError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.formats.base import weight_format
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.load import load_skeleton, store_spec
 from spmoe.models.loaded import draft_skeleton
@@ -142,6 +144,18 @@ def test_expert_memory_sizes_the_slots_within_the_limit(models: Models) -> None:
     fitting = int(str(caught.value).split("lower --expert-memory to ")[1].split("MiB")[0])
     assert "20 expert slots 6.6 GiB" in str(caught.value)
     assert plan(models, 60, expert_memory=fitting * 2**20, device_memory="22GiB").slots >= 2
+
+
+def test_packed_experts_have_room_for_one_dense_matrix(models: Models) -> None:
+    """Prompts multiply with dequantized matrices, one at a time."""
+    paths, model = [layer.path for layer in models.target.moe], models.target.model
+    format = ExpertFormat(weight_format("int4-g128"), BF16)
+    packed = store_spec(checkpoint("mixtral", model.config), model, paths, BF16, format)
+    dense_plan, packed_plan = plan(models, 60), plan(models._replace(spec=packed), 60)
+    matrix = 2 * 2 * model.config.intermediate_size * model.config.hidden_size
+    more_rows = packed_plan.workspace - dense_plan.workspace - matrix  # of the kernels, since slots are smaller
+    assert 0 <= more_rows < matrix / 2
+    assert dense_plan.slots < 256 == packed_plan.slots
 
 
 def test_device_memory_is_no_option_of_the_cpu(models: Models) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +18,14 @@ import spmoe
 from spmoe.backends.devices import device_facts, empty_device_cache, free_memory, link_bandwidth, memory_bandwidth
 from spmoe.engine.engine import Engine
 from spmoe.engine.memory import MemoryPlan
+from spmoe.engine.runtime import open_blobs
+from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
-from spmoe.experts.transfer import CopyJob, FileTransfer
-from spmoe.models.load import expert_file_path
+from spmoe.experts.transfer import BlobReader, CopyJob, FileTransfer
 from spmoe.system.host import available_memory
 
-_FILE_BYTES = 256 * 2**20  # bytes read to time an expert file
+_FILE_BYTES = 256 * 2**20  # bytes read to time an expert file, or host memory
 _HOST_SHARE = 0.8  # share of free host memory that the all-resident comparison may use
 
 
@@ -33,7 +34,9 @@ class Ceilings:
     """Highest rates, in bytes per second."""
 
     link: float  # from the store to slots
-    link_source: str  # "emulated", "pinned copies" or "expert file" (including its cached pages)
+    link_source: (
+        str  # "emulated", "pinned copies", "expert file" or "checkpoint files" (cached pages count), "host memory"
+    )
     memory: float  # reads of the memory that slots are in
 
 
@@ -45,20 +48,24 @@ def measure_ceilings(engine: Engine) -> Ceilings:
         return Ceilings(engine.config.link_gbps * 1e9, "emulated", memory)
     if engine.device.type == "cuda":
         return Ceilings(link_bandwidth(engine.device, engine.spec.layout.nbytes), "pinned copies", memory)
-    return Ceilings(
-        _file_bandwidth(expert_file_path(engine.parts.models.checkpoint, engine.parts.models.dtype)),
-        "expert file",
-        memory,
-    )
+    models = engine.parts.models
+    if models.checkpoint.random:
+        count = min(max(1, _FILE_BYTES // engine.spec.layout.nbytes), engine.spec.count)
+        store = MemoryStore(replace(engine.spec, experts=(count,)))
+        with models.experts() as fill:
+            store.fill(fill, lambda done, total: None)
+        return Ceilings(_read_bandwidth(store), "host memory", memory)
+    blobs = open_blobs(engine.config, models)
+    source = "expert file" if isinstance(blobs, ExpertFile) else "checkpoint files"
+    return Ceilings(_read_bandwidth(blobs), source, memory)
 
 
-def _file_bandwidth(path: Path) -> float:
-    """Return bytes per second of reading an expert file the way the engine does."""
-    file = ExpertFile.open(path)
-    blob = file.spec.layout.nbytes
-    keys = list(file.spec.keys())[: max(1, _FILE_BYTES // blob)]
-    slots = MemorySlots(4, file.spec.layout)
-    transfer = FileTransfer(file, slots)
+def _read_bandwidth(store: BlobReader) -> float:
+    """Return bytes per second of reading blobs the way the engine does; closes the store."""
+    spec, blob = store.spec, store.spec.layout.nbytes
+    keys = list(spec.keys())[: max(1, _FILE_BYTES // blob)]
+    slots = MemorySlots(4, spec.layout)
+    transfer = FileTransfer(store, slots)
     times = []
     try:
         for _ in range(3):  # the first pass also verifies checksums

@@ -1,7 +1,8 @@
 """Check MoE families: run each one's tiny model with transformers and with the engine, and compare the tokens.
 
-Every family runs in its own process, so that a crash or a hang costs one row of the table. `markdown_page` writes the
-table as docs/families.md.
+`check_family` checks dense checkpoints, and `check_formats` quantized ones in every format that uploads have. Every
+family runs in its own process, so that a crash or a hang costs one row of the table. `markdown_page` writes the table
+as docs/families.md, and `formats_page` that of the formats.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from spmoe.engine.llm import LLM
 from spmoe.errors import reason
 from spmoe.models.checkpoint import quiet
 from spmoe.models.families import reference_tokens, save, tiny_draft, tiny_model
+from spmoe.models.tiny_quantized import FORMATS, write_quantized
 
 PROMPT = [(13 * i + 5) % 89 for i in range(11)]
 MAX_NEW_TOKENS = 20
 K = 3
 TIMEOUT = 240.0  # seconds for one family
+FORMATS_TIMEOUT = 900.0  # seconds for all formats of one family
 OK = "ok"
 PARTLY = "partly"
+NO_LAYOUT = "-"  # experts of such a family are not published in this format
 CHECKS = ("loads", "plain", "speculation", "prediction")
 CUDA_CHECKS = (*CHECKS, "captured")
 _SEEDS = range(8)  # tried in order until the generated text is varied enough
@@ -60,6 +64,26 @@ class FamilyResult:
     def to_dict(self) -> dict[str, str]:
         """Return plain values for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class FormatsResult:
+    """Result of each format of one family: `ok`, `-`, or the reason why not."""
+
+    family: str
+    formats: dict[str, str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every format that the family is published in is exact."""
+        return all(answer in (OK, NO_LAYOUT) for answer in self.formats.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+Result = FamilyResult | FormatsResult
 
 
 class MostlyRightDrafter(Drafter):
@@ -162,6 +186,43 @@ def _run_checks(found: dict[str, str], target: str, draft: str, expected: list[i
             attempt("plain", _plain, llm, expected)
 
 
+def check_formats(family: str, directory: Path, device: str = "cpu") -> FormatsResult:
+    """Check every quantized format of one family, in this process."""
+    try:
+        source, draft, _ = _make_checkpoints(family, directory, device)
+    except Exception as error:  # any failure of a family's own code becomes a row of the table
+        return FormatsResult(family, dict.fromkeys(FORMATS, _describe(error)))
+    found = {}
+    for name in FORMATS:
+        packed, dense = directory / f"{name}-packed", directory / f"{name}-dense"
+        try:
+            if not write_quantized(Path(source), packed, dense, name):
+                found[name] = NO_LAYOUT
+                continue
+            expected = reference_tokens(dense, PROMPT, MAX_NEW_TOKENS, device)
+            found[name] = _check_packed(str(packed), draft, expected, device)
+        except Exception as error:  # the other formats may still pass
+            found[name] = _describe(error).replace(str(packed), family)
+    return FormatsResult(family, found)
+
+
+def _check_packed(target: str, draft: str, expected: list[int], device: str) -> str:
+    """Compare tokens, without and with speculation, with all experts in slots and with 30% of them."""
+    options: dict[str, Any] = {"num_speculative_tokens": K, "cutoff": "all", "dtype": "float32", "device": device}
+    memory: str | int = "100%"
+    for _ in range(2):
+        with LLM(target, draft, expert_memory=memory, progress=False, **options) as llm:
+            layout, count = llm.engine.spec.layout, max(llm.engine.target.top_k, int(0.3 * llm.engine.spec.count))
+            if layout.format == layout.dtype:
+                return next((n for n in llm.notices if "expanded" in n), "experts were expanded to dense weights")
+            for run in (_plain, _speculation):
+                answer = run(llm, expected)
+                if answer != OK and not (run is _speculation and not llm.engine.parts.drafter.proposes):
+                    return answer
+            memory = count * layout.nbytes
+    return OK
+
+
 def _captured(llm: LLM) -> str:
     """Check that forwards of few rows are captured as CUDA graphs."""
     if llm.engine.target.captures:
@@ -257,16 +318,20 @@ def _compare(llm: LLM, expected: list[int], setting: str) -> str:
 def check_families(
     families: Iterable[str],
     workers: int = 2,
-    on_done: Callable[[FamilyResult, float], None] = lambda result, seconds: None,
+    on_done: Callable[[Any, float], None] = lambda result, seconds: None,
     device: str = "cpu",
-) -> list[FamilyResult]:
-    """Check families in `workers` processes at a time; return the results in the given order."""
-    waiting, running, results = list(families), dict[str, _Job](), dict[str, FamilyResult]()
+    formats: bool = False,
+) -> list[Any]:
+    """Check families in `workers` processes at a time; return the results in the given order.
+
+    Results are `FormatsResult` with `formats`, otherwise `FamilyResult`.
+    """
+    waiting, running, results = list(families), dict[str, _Job](), dict[str, Result]()
     order = list(waiting)
     while waiting or running:
         while waiting and len(running) < workers:
             family = waiting.pop(0)
-            running[family] = _Job(family, device)
+            running[family] = _Job(family, device, formats)
         for family, job in list(running.items()):
             if (result := job.result()) is not None:
                 results[family] = result
@@ -279,61 +344,75 @@ def check_families(
 class _Job:
     """A process that checks one family. Process pools do not survive a crash, and cannot end a hung worker."""
 
-    def __init__(self, family: str, device: str) -> None:
+    def __init__(self, family: str, device: str, formats: bool) -> None:
         # a forked process need not import everything again, but CUDA does not survive a fork
         forks = hasattr(os, "fork") and device == "cpu"
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.family = family
         self.started = time.monotonic()
+        self._formats = formats
+        self._limit = FORMATS_TIMEOUT if formats else TIMEOUT
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(family, device, sender), daemon=True)
+        self._process = context.Process(target=_work, args=(family, device, formats, sender), daemon=True)
         self._process.start()
         sender.close()
 
-    def result(self) -> FamilyResult | None:
+    def result(self) -> Result | None:
         """Return the result; None while the process runs within its time limit."""
         if self._receiver.poll():
             try:
-                result: FamilyResult = self._receiver.recv()
+                result: Result = self._receiver.recv()
             except EOFError:
                 self._process.join()
-                return FamilyResult(self.family, f"its process ended with exit code {self._process.exitcode}")
+                return self._failed(f"its process ended with exit code {self._process.exitcode}")
             self._process.join()
             return result
-        if time.monotonic() - self.started > TIMEOUT:
+        if time.monotonic() - self.started > self._limit:
             self._process.kill()
             self._process.join()
-            return FamilyResult(self.family, f"not finished after {TIMEOUT:.0f} s")
+            return self._failed(f"not finished after {self._limit:.0f} s")
         return None
 
+    def _failed(self, why: str) -> Result:
+        if self._formats:
+            return FormatsResult(self.family, dict.fromkeys(FORMATS, why))
+        return FamilyResult(self.family, why)
 
-def _work(family: str, device: str, sender: Any) -> None:
+
+def _work(family: str, device: str, formats: bool, sender: Any) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # convolutions must compute in float32 too
     warnings.simplefilter("ignore")  # warnings of the families' own code do not concern exactness
     with tempfile.TemporaryDirectory() as directory, quiet():
         os.environ["SPMOE_HOME"] = str(Path(directory) / "home")
-        sender.send(check_family(family, Path(directory), device))
+        sender.send((check_formats if formats else check_family)(family, Path(directory), device))
     sender.close()
 
 
 # ---- the table as a page
 
 
-def checks_on(device: str) -> tuple[str, ...]:
-    """Return the names of the checks on a device."""
-    return CHECKS if device == "cpu" else CUDA_CHECKS
+def checks_on(device: str, formats: bool = False) -> tuple[str, ...]:
+    """Return the names of the checks on a device, or of the quantized formats."""
+    return tuple(FORMATS) if formats else CHECKS if device == "cpu" else CUDA_CHECKS
 
 
 def short(answer: str) -> str:
-    """Shorten an answer to `ok`, `partly` or `no`."""
-    return answer if answer == OK else PARTLY if answer.startswith(PARTLY) else "no"
+    """Shorten an answer to `ok`, `partly`, `-` or `no`."""
+    return answer if answer in (OK, NO_LAYOUT) else PARTLY if answer.startswith(PARTLY) else "no"
 
 
-def failures(results: Sequence[FamilyResult], checks: Sequence[str]) -> list[str]:
-    """Return one line for every check that is not `ok`, with its reason."""
-    answers = [(result.family, check, getattr(result, check)) for result in results for check in checks]
-    return [f"{family}, {check}: {answer}" for family, check, answer in answers if answer != OK]
+def answers(result: Result, checks: Sequence[str]) -> list[str]:
+    """Return the answers of checks, or of formats."""
+    if isinstance(result, FormatsResult):
+        return [result.formats[check] for check in checks]
+    return [getattr(result, check) for check in checks]
+
+
+def failures(results: Sequence[Result], checks: Sequence[str]) -> list[str]:
+    """Return one line for every check or format that is not `ok`, with its reason."""
+    found = [(one.family, *pair) for one in results for pair in zip(checks, answers(one, checks), strict=True)]
+    return [f"{family}, {check}: {answer}" for family, check, answer in found if answer not in (OK, NO_LAYOUT)]
 
 
 def markdown_page(results: Sequence[FamilyResult], version: str, device: str = "cpu") -> str:
@@ -370,19 +449,49 @@ def markdown_page(results: Sequence[FamilyResult], version: str, device: str = "
     ]
     if "captured" in checks:
         lines.append("- **captured**: forwards of few rows are captured as CUDA graphs and replayed.")
-    lines += [
+    lines += ["", "[Adding a model](adding-a-model.md) explains what to do about a family that fails.", ""]
+    return "\n".join([*lines, *_table(results, checks)]) + "\n"
+
+
+def formats_page(results: Sequence[FormatsResult], version: str, device: str = "cpu") -> str:
+    """Write the results of quantized formats as a Markdown page; `version` is that of transformers."""
+    counts = ", ".join(f"{sum(r.formats[name] == OK for r in results)} {name}" for name in FORMATS)
+    where, title = "the CPU", "Quantized formats by model family"
+    command = "spmoe families --formats --markdown docs/families-formats.md"
+    if device != "cpu":
+        where, title = device_facts(choose_device(device)).name, f"{title}, on CUDA"
+        command = f"spmoe families --formats --device {device} --markdown docs/families-formats-{device}.md"
+    lines = [
+        f"# {title}",
         "",
-        "[Adding a model](adding-a-model.md) explains what to do about a family that fails.",
+        f"Written by `{command}`",
+        f"with transformers {version}.",
+        *_wrap(f"Families that are exact in each format, of {len(results)}: {counts}."),
         "",
-        f"| family | {' | '.join(checks)} |",
-        f"| --- |{' --- |' * len(checks)}",
+        *_wrap(
+            "Each family was built as a tiny model with random weights, quantized and written as uploads in this "
+            f"format are, and run in float32 on {where}. *ok* means: its experts stayed packed, and {MAX_NEW_TOKENS} "
+            "greedy tokens equal those of transformers' `generate` with the dense model of the dequantized weights: "
+            f"without speculation and with {K} draft tokens per step (a mostly wrong and a mostly right draft), with "
+            "all experts in slots and with 30% of them. A family that cannot speculate is only run without."
+        ),
+        "",
+        *_wrap("- **fp8**: blocks of 128 x 128, as DeepSeek-V3 and Qwen3 are published."),
+        *_wrap("- **int8**, **int4**, **mxfp4**: compressed-tensors, per channel and in groups of 32."),
+        *_wrap("- **gptq**, **awq**: 4 bits with zero points, in groups of 32. **nvfp4**: ModelOpt."),
+        *_wrap(f"- **{NO_LAYOUT}**: no such layout. Experts that are stored transposed (gpt-oss) come in mxfp4 only."),
+        "",
     ]
-    for result in results:
-        cells = [short(getattr(result, check)) for check in checks]
-        lines.append(f"| {result.family} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *_table(results, tuple(FORMATS))]) + "\n"
+
+
+def _table(results: Sequence[Result], checks: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table, and the reasons of failures."""
+    lines = [f"| family | {' | '.join(checks)} |", f"| --- |{' --- |' * len(checks)}"]
+    lines += [f"| {one.family} | {' | '.join(short(answer) for answer in answers(one, checks))} |" for one in results]
     if reasons := failures(results, checks):
         lines += ["", "Reasons:", "", *(part for line in reasons for part in _wrap(f"- {line}"))]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _wrap(text: str) -> list[str]:

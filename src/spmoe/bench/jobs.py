@@ -19,7 +19,7 @@ from spmoe.errors import UsageError
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.loaded import wide_shape
 from spmoe.models.shipped import shipped_pair
-from spmoe.models.tokenizer import load_tokenizer
+from spmoe.models.tokenizer import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Workload:
     shape: str | None
     link: float | None  # GB/s to emulate
     prompts: str
+    expert_format: str = "auto"
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -42,11 +43,13 @@ class Workload:
                 "model": target if self.model == SHIPPED else self.model,
                 "draft": draft if self.draft == SHIPPED else self.draft,
                 "shape": self.shape,
+                "expert_format": self.expert_format,
                 "link_gbps": self.link,
                 "dtype": self.matrix.dtype,
                 "device": self.matrix.device,
                 "projection": self.matrix.projection,
                 "enforce_eager": self.matrix.enforce_eager,
+                "load_format": self.matrix.load_format,
             }
         )
 
@@ -54,7 +57,7 @@ class Workload:
 def make_workloads(matrix: Matrix) -> list[Workload]:
     """Return every workload of a matrix, in the order given."""
     models, drafts = matrix.models or (None,), matrix.drafts or (AUTO_DRAFT,)
-    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts)
+    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts, matrix.expert_formats)
     return [Workload(matrix, *values) for values in combinations]
 
 
@@ -108,7 +111,7 @@ def _make_configs(matrix: Matrix, options: dict[str, Any]) -> list[BenchConfig]:
 
 
 def _encode(config: EngineConfig, prompt_set: PromptSet) -> list[list[int]]:
-    tokenizer = load_tokenizer(Checkpoint.find(config.model).directory)
+    tokenizer = tokenizer_of(Checkpoint.find(config.model, load_format=config.load_format))
     if tokenizer is None:
         raise UsageError(f"{config.model} has no tokenizer, which prompts need; add its tokenizer.json")
     return [tokenizer(prompt)["input_ids"] for prompt in prompt_set.prompts]

@@ -131,15 +131,23 @@ def model_name(machine: Row) -> str:
     return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
+def expert_format(machine: Row) -> str:
+    """Return the format of experts, with a mark if it is lossy; empty for dense ones in the run's dtype."""
+    found = machine.get("expert_format") or machine["dtype"]
+    lossy = "" if machine.get("lossless", True) else " (lossless: no)"
+    return f"{found}{lossy}" if lossy or found != machine["dtype"] else ""
+
+
 def _fields(machine: Row) -> dict[str, str]:
     link, draft, projection = machine["link_gbps"], machine["draft"], (machine.get("requested") or {}).get("projection")
     return {
         "scenario": str(machine.get("scenario") or ""),
         "matrix": str(machine.get("matrix") or ""),
-        "model": model_name(machine),
+        "model": model_name(machine) + (" (random weights)" if machine.get("weights") == "random" else ""),
         "draft": "" if draft is None else f"draft {Path(draft).name}",
         "projection": "no projection" if projection is False else "",
         "dtype": str(machine["dtype"]),
+        "format": expert_format(machine),
         "link": "own link" if link is None else f"{link:g} GB/s",
         "eager": "eager" if machine["enforce_eager"] else "",
         "prompts": f"{machine.get('prompt_set')}",

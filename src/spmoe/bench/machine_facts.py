@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from spmoe.bench.comparison import milliseconds
-from spmoe.bench.labels import Row, model_name
+from spmoe.bench.labels import Row, expert_format, model_name
 from spmoe.config import format_bytes
 
 
@@ -38,8 +38,9 @@ def describe_machine(machine: Row) -> dict[str, str]:
         "versions": f"{versions}, Python {machine['python']}",
         "commit": str(machine["commit"] or "-"),
         "model": model_name(machine),
+        "weights": str(machine.get("weights_note") or "those of the checkpoint"),
         "experts": f"{machine['experts']} in {machine['layers']} layers, top {machine['top_k']}, "
-        f"{format_bytes(machine['expert_bytes'])} each, {machine['dtype']}",
+        f"{format_bytes(machine['expert_bytes'])} each, {expert_format(machine) or machine['dtype']}",
         "link bandwidth": f"{machine['link_bytes_per_second'] / 1e9:.3g} GB/s ({machine['link_source']})",
         "memory bandwidth": f"{machine['memory_bytes_per_second'] / 1e9:.3g} GB/s",
         "reading the weights of one row": milliseconds(machine["active_read_seconds"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spmoe.bench.comparison import Column, Comparison, floor_tpot, format_speed, milliseconds, tpot
-from spmoe.bench.labels import Row, model_name
+from spmoe.bench.labels import Row, expert_format, model_name
 from spmoe.bench.machine_facts import format_cores, format_date, format_host_memory
 from spmoe.bench.results import WorkloadResults
 
@@ -38,11 +38,13 @@ def _machine(m: Row) -> str:
     facts = [format_date(m["date"])] if m.get("date") else []
     facts += [str(m["device"])] + ([] if m["device"] == m["processor"] else [str(m["processor"])])
     facts += [text for text in (format_cores(m), format_host_memory(m)) if text]
+    in_format = f", experts in {found}" if (found := expert_format(m)) else ""
     return (
         f"{', '.join(facts)}, torch {m['torch']}, transformers {m['transformers']}, spmoe {m['spmoe']}{commit}, "
-        f"{m['dtype']}; {model_name(m)}; link {link}, memory {m['memory_bytes_per_second'] / 1e9:.3g} GB/s; "
+        f"{m['dtype']}{in_format}; {model_name(m)}; link {link}, "
+        f"memory {m['memory_bytes_per_second'] / 1e9:.3g} GB/s; "
         f"{m['prompts']} prompts ({m.get('prompt_set')}), {_plural(m['repeat'], 'repeat')}, "
-        f"{m['output_len']} output tokens."
+        f"{m['output_len']} output tokens." + (f" Note: {m['weights_note']}." if m.get("weights_note") else "")
     )
 
 

@@ -53,6 +53,8 @@ class Predictability:
     experts: int
     greedy_agreement: float  # share of positions where both models' most likely tokens are equal
     sampling_acceptance: float  # probability that both models give to the same tokens; no sampler accepts more
+    expert_format: str
+    lossless: bool  # whether experts have the checkpoint's weights, in the run's dtype
     layers: list[LayerMetrics] = field(default_factory=list)
 
     def mean(self) -> LayerMetrics:
@@ -156,6 +158,8 @@ class _Comparison:
             self._loads.shape[1],
             self._agreement / n,
             self._acceptance / n,
+            self._engine.parts.models.expert_format.weight.label,
+            self._engine.parts.models.lossless,
             self._metrics,
         )
 

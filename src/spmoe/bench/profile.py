@@ -50,6 +50,8 @@ class Subject(_Record):
     slots: Count
     eviction: str
     emulated_link_gbps: Number | None
+    expert_format: str | None = None  # None: not recorded
+    lossless: bool = True  # whether experts had the checkpoint's weights, in the run's dtype
 
     def difference(self, other: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return the first value that differs from `other`, as text: this one's and the other's; None if none does."""

@@ -117,6 +117,8 @@ def _subject(engine: Engine) -> Subject:
         slots=engine.slots,
         eviction=config.eviction_policy,
         emulated_link_gbps=config.link_gbps,
+        expert_format=engine.parts.models.expert_format.weight.label,
+        lossless=engine.parts.models.lossless,
     )
 
 

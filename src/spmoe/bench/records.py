@@ -22,7 +22,7 @@ from spmoe.bench.configs import BenchConfig
 from spmoe.bench.results import FORMAT, WorkloadResults
 from spmoe.bench.runs import BenchJob, BenchRun, BenchRunner, ResidentStep, StoredRuns
 from spmoe.bench.step_timeline import StepTimeline
-from spmoe.config import AUTO_DRAFT, DraftTokens, default_draft
+from spmoe.config import AUTO_DRAFT, RANDOM_WEIGHTS_NOTE, DraftTokens, default_draft
 from spmoe.engine.outputs import CompletionOutput, RequestOutput
 from spmoe.engine.stats import Stats
 from spmoe.models.shipped import shipped_pair
@@ -45,12 +45,15 @@ def workload_record(job: BenchJob) -> dict[str, Any]:
     """Return the fields that all configurations of a job share and that are known before it runs."""
     model, draft = job.engine["model"], job.engine["draft"]
     draft = default_draft(model) if draft == AUTO_DRAFT else draft
-    shipped = (model, draft) == shipped_pair()
+    shipped, random_weights = (model, draft) == shipped_pair(), job.engine.get("load_format") == "dummy"
     return {
         "model": "shipped pair" if shipped else model,
         "draft": None if shipped else draft,
         **{name: job.engine.get(name) for name in ("shape", "link_gbps", "enforce_eager")},
-        "requested": {name: job.engine.get(name) for name in ("dtype", "device", "projection")},
+        "weights": "random" if random_weights else "checkpoint",
+        "weights_note": RANDOM_WEIGHTS_NOTE if random_weights else None,
+        "requested": {name: job.engine.get(name) for name in ("dtype", "device", "projection")}
+        | {name: value for name, value in job.engine.items() if name == "expert_format" and value != "auto"},
         "prompts": len(job.prompts),
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "output_len": job.output_len,
@@ -80,6 +83,8 @@ def machine_record(runner: BenchRunner) -> dict[str, Any]:
         "draft_read_seconds": facts.draft_bytes / ceilings.memory,
         **workload_record(job),
         "dtype": str(facts.dtype).removeprefix("torch."),
+        "expert_format": facts.expert_format,
+        "lossless": facts.lossless,
         "expert_bytes": facts.store.layout.nbytes,
         "experts": facts.store.count,
         "layers": len(facts.store.experts),

@@ -45,7 +45,7 @@ from spmoe.bench.comparison import (
     tpot,
 )
 from spmoe.bench.configs import ABLATIONS, ALL_ON, ablated_record
-from spmoe.bench.labels import Row, is_plain_decoding, model_name
+from spmoe.bench.labels import Row, expert_format, is_plain_decoding, model_name
 from spmoe.bench.machine_facts import describe_link, describe_machine, measured
 from spmoe.bench.profile import PROFILED_POLICIES, EngineProfile, Predictor
 from spmoe.bench.results import WorkloadResults
@@ -177,7 +177,10 @@ class Report:
         machines = [one.machine for one in comparison.results]
         emulated = any(machine["link_source"] == "emulated" for machine in machines)
         self.models = list(dict.fromkeys(model_name(machine) for machine in machines))
-        self.device = f"{machines[0]['device']}, {machines[0]['dtype']}" + (", emulated link" if emulated else "")
+        formats = dict.fromkeys(expert_format(machine) for machine in machines)
+        facts = [machines[0]["device"], machines[0]["dtype"], *formats, "emulated link" if emulated else ""]
+        facts += ["random weights"] if any(machine.get("weights") == "random" for machine in machines) else []
+        self.device = ", ".join(str(fact) for fact in facts if fact)
         self.measured = measured(machines)
         self.interrupted = any(machine.get("interrupted") for machine in machines)
         self.systems = comparison.systems

@@ -58,6 +58,8 @@ class _Machine(_Record):
     model: str
     draft: str | None
     shape: str | None
+    weights: str | None = None  # "random" with --load-format dummy
+    weights_note: str | None = None
     link_gbps: _Positive | None
     enforce_eager: bool | None
     prompts: _Count
@@ -65,6 +67,8 @@ class _Machine(_Record):
     warmup: _Count
     repeat: _Count
     dtype: str
+    expert_format: str | None = None
+    lossless: bool = True
     expert_bytes: _Count
     experts: _Count
     layers: _Count

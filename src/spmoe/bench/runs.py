@@ -100,6 +100,8 @@ class EngineFacts:
 
     device: torch.device
     dtype: torch.dtype
+    expert_format: str
+    lossless: bool
     store: StoreSpec
     top_k: int
     memory: MemoryPlan
@@ -261,6 +263,8 @@ class BenchRunner:
             self.facts = EngineFacts(
                 device=engine.device,
                 dtype=engine.parts.models.dtype,
+                expert_format=engine.parts.models.expert_format.weight.label,
+                lossless=engine.parts.models.lossless,
                 store=engine.spec,
                 top_k=engine.target.top_k,
                 memory=engine.parts.memory,

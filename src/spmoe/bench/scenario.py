@@ -32,11 +32,13 @@ from spmoe.bench.prompts import SAMPLE
 from spmoe.config import (
     DEVICES,
     DTYPES,
+    LOAD_FORMATS,
     Cutoff,
     DraftTokens,
     EngineConfig,
     Size,
     drafter_name,
+    expert_formats,
 )
 from spmoe.errors import UsageError
 from spmoe.files import decode_toml
@@ -130,6 +132,7 @@ Located = Annotated[Text, AfterValidator(_resolve_path)]
 OptionalText = Annotated[Text | None, BeforeValidator(lambda value: None if value == "none" else value)]
 Policy = Annotated[Text, _choice("prefetch policy", PREFETCH_POLICIES.names, combined=True)]
 Eviction = Annotated[Text, _choice("eviction policy", lambda: ("auto", *EVICTION_POLICIES.names()))]
+Format = Annotated[Text, _choice("expert format", expert_formats)]
 Budget = Annotated[Size, _parsed_by(Size.parse)]
 Link = Annotated[float | None, PlainValidator(_parse_link)]
 NumDraftTokens = Annotated[DraftTokens, PlainValidator(_parse_draft_tokens)]
@@ -158,6 +161,7 @@ class Matrix(BaseModel):
     models: OneOrMore[Located] | None = None  # None: the shipped pair
     drafts: OneOrMore[Located] | None = None
     shapes: OneOrMore[OptionalText] = (None,)
+    expert_formats: OneOrMore[Format] = ("auto",)
     links: OneOrMore[Link] = (None,)  # GB/s to emulate; None: the machine's own link
     prompts: OneOrMore[Located] = (SAMPLE,)
     # one configuration for each combination of these
@@ -177,6 +181,7 @@ class Matrix(BaseModel):
     device: Annotated[Text, _choice("device", lambda: DEVICES)] = "auto"
     projection: StrictBool = True
     enforce_eager: StrictBool = False
+    load_format: Annotated[Text, _choice("load format", lambda: LOAD_FORMATS)] = "auto"
 
     @model_validator(mode="after")
     def _require_one_way_to_name_policies(self) -> Self:

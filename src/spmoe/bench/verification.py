@@ -344,6 +344,40 @@ def greedy_generation(llm: LLM, prompt: list[int], count: int) -> Generation:
     return llm.stream(prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
 
 
+@dataclass(frozen=True, slots=True)
+class ConversionCost:
+    """Difference that a lossy conversion of experts makes on a text: the converted model against its original."""
+
+    tokens: int
+    greedy_agreement: float  # share of positions where both models' most likely tokens are equal
+    kl_divergence: float  # of the converted model from the original, in nats per token
+    kl_divergence_p99: float  # 99th percentile over tokens
+    perplexity: float  # of the converted model
+    original_perplexity: float
+
+
+def conversion_cost(
+    windows: Sequence[list[int]], original: Iterable[torch.Tensor], converted: Iterable[torch.Tensor]
+) -> ConversionCost:
+    """Compare the logits of two models, [tokens, vocabulary] for each window of tokens."""
+    agreement, divergence, losses = [], [], []
+    for window, p, q in zip(windows, original, converted, strict=True):
+        p, q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
+        agreement.append(p.argmax(dim=-1) == q.argmax(dim=-1))
+        divergence.append((p.exp() * (p - q)).sum(dim=-1))
+        following = torch.tensor(window[1:])[:, None]
+        losses.append(torch.stack([-one[:-1].gather(1, following)[:, 0] for one in (q, p)]))
+    found, loss = torch.cat(divergence).double(), torch.cat(losses, dim=1).double().mean(dim=1).exp()
+    return ConversionCost(
+        len(found),
+        float(torch.cat(agreement).double().mean()),
+        float(found.mean()),
+        float(found.quantile(0.99)),
+        float(loss[0]),
+        float(loss[1]),
+    )
+
+
 def to_dict(verification: Verification, tokenizer: Any) -> dict[str, Any]:
     """Return the results as plain values, for JSON."""
     rows = []

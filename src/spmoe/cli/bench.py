@@ -20,7 +20,7 @@ from spmoe.cli.output import is_quiet, stderr
 from spmoe.cli.panels import completion
 from spmoe.config import drafter_name
 from spmoe.errors import SpmoeError, UsageError
-from spmoe.files import model_directory, write_text
+from spmoe.files import config_directory, model_directory, write_text
 
 if TYPE_CHECKING:
     from spmoe.bench.results import WorkloadResults
@@ -82,11 +82,17 @@ def bench(
         bool, typer.Option("--ablation", help="Also run with each part (prefetch, cutoff, ...) switched off.")
     ] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto (as stored).")] = None,
+    expert_format: Annotated[
+        str | None, typer.Option(help="Formats to convert experts to, separated by commas; see spmoe run.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     link_gbps: Annotated[
         float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="CUDA: do not use CUDA graphs.")] = False,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto, or dummy: random weights for a config.json; see spmoe run.")
+    ] = None,
     resident_step_ms: Annotated[
         str | None,
         typer.Option(help="Known duration of a step with all experts in slots, in ms by K, such as 0=12,4=30."),
@@ -109,11 +115,12 @@ def bench(
 
     for name in (model, draft):
         if name and name != SHIPPED and drafter_name(name)[0] == "model":
-            model_directory(name)  # fails early, before torch is imported
+            (config_directory if load_format == "dummy" else model_directory)(name)  # fails before torch is imported
     options: dict[str, tuple[str, Any]] = {
         "models": ("MODEL", model),
         "drafts": ("--draft", draft),
         "shapes": ("--shape", shape),
+        "expert_formats": ("--expert-format", _list("--expert-format", expert_format, str)),
         "budgets": ("--expert-memory", _list("--expert-memory", expert_memory, str)),
         "policies": ("--prefetch", _list("--prefetch", prefetch, str)),
         "evictions": ("--eviction", _list("--eviction", eviction, str)),
@@ -129,6 +136,7 @@ def bench(
         "device": ("--device", device),
         "links": ("--link-gbps", link_gbps),
         "enforce_eager": ("--enforce-eager", enforce_eager or None),
+        "load_format": ("--load-format", load_format),
     }
     given = {key: value for key, (_, value) in options.items() if value is not None}
     overrides = validate(given, "options", options={key: option for key, (option, _) in options.items()})
@@ -302,5 +310,6 @@ def _job_name(job: BenchJob) -> str:
     from spmoe.bench.records import workload_record
 
     record, link = workload_record(job), job.engine["link_gbps"]
-    parts = [record["matrix"], model_name(record), f"prompts: {record['prompt_set']}"]
+    parts = [record["matrix"], model_name(record), record["requested"].get("expert_format")]
+    parts.append(f"prompts: {record['prompt_set']}")
     return ", ".join([part for part in parts if part] + ([f"{link:g} GB/s"] if link is not None else []))

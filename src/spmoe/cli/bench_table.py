@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from spmoe.bench.labels import expert_format
 from spmoe.cli.output import Console
 from spmoe.config import max_draft_tokens
 from spmoe.registry import ON_DEMAND
@@ -27,12 +28,15 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
     link = "emulated link" if machine["link_source"] == "emulated" else f"link ({machine['link_source']})"
     link_speed, memory_speed = machine["link_bytes_per_second"] / 1e9, machine["memory_bytes_per_second"] / 1e9
     name = f"{machine['matrix']}: " if machine.get("matrix") else ""
+    in_format = f"experts in {found}, " if (found := expert_format(machine)) else ""
     console.print(
-        f"{name}{machine['device']}, {machine['dtype']}, {machine['shape'] or machine['model']}; {link} "
+        f"{name}{machine['device']}, {machine['dtype']}, {in_format}{machine['shape'] or machine['model']}; {link} "
         f"{link_speed:.3g} GB/s, memory {memory_speed:.3g} GB/s; {_count(machine['prompts'], 'prompt')}, "
         f"{_count(machine['repeat'], 'repeat')}, {_count(machine['output_len'], 'output token')}",
         soft_wrap=True,
     )
+    if machine.get("weights_note"):
+        console.print(machine["weights_note"], soft_wrap=True)
     console.print(table)
     if legend:
         console.print(_WIDE_LEGEND if wide else _LEGEND, style="dim", soft_wrap=True)

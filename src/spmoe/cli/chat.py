@@ -369,6 +369,7 @@ def stats_line(stats: Stats) -> str:
     if stats.latency_seconds:
         parts.append(f"stall {100 * c.stall_seconds / stats.latency_seconds:.1f}%")
     link = stats.emulated_link_gbps
+    parts += ["random weights"] if stats.random_weights else []
     return f"({'; '.join(parts)}{f'; emulated link, {link:g} GB/s' if link is not None else ''})"
 
 

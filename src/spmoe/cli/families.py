@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,7 +16,7 @@ from spmoe.errors import UsageError
 from spmoe.files import write_text
 
 if TYPE_CHECKING:
-    from spmoe.bench.families import FamilyResult
+    from spmoe.bench.families import Result
 
 
 def families(
@@ -27,14 +27,18 @@ def families(
     markdown: Annotated[Path | None, typer.Option(help="Write the table as Markdown to this file.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Families to run at a time, one process each.")] = 2,
     device: Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")] = "cpu",
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Check quantized checkpoints in every format instead; takes longer.")
+    ] = False,
 ) -> None:
     """Build a tiny random model of every MoE family that transformers knows, and check that it runs exactly.
 
-    Takes a minute or two. The exit code is 1 only if a family named on the command line fails.
+    Takes a minute or two; with --formats, about ten times as long. The exit code is 1 only if a family named on the
+    command line fails.
     """
     import_engine()
     from spmoe.backends.devices import choose_device, device_facts
-    from spmoe.bench.families import check_families, checks_on, failures, markdown_page
+    from spmoe.bench.families import check_families, checks_on, failures, formats_page, markdown_page
     from spmoe.models.families import families as known_families
     from spmoe.models.families import transformers_version as version
 
@@ -45,22 +49,24 @@ def families(
     known = known_families()
     if unknown := [name for name in names or () if name not in known]:
         raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(known)}")
-    selected, checks = list(dict.fromkeys(names or known)), checks_on(device)
-    done: list[FamilyResult] = []
-    stderr().print(f"{len(selected)} families of transformers {version} on {device_name}", soft_wrap=True)
+    selected, checks = list(dict.fromkeys(names or known)), checks_on(device, formats)
+    page: Any = formats_page if formats else markdown_page
+    done: list[Result] = []
+    what = f" in {len(checks)} quantized formats" if formats else ""
+    stderr().print(f"{len(selected)} families of transformers {version}{what} on {device_name}", soft_wrap=True)
 
-    def on_done(result: FamilyResult, seconds: float) -> None:
+    def on_done(result: Result, seconds: float) -> None:
         done.append(result)
         answer = "ok" if result.exact else "no"
         stderr().print(f"[{len(done)}/{len(selected)}] {result.family}: {answer} ({seconds:.1f} s)", soft_wrap=True)
         for line in failures([result], checks):
             stderr().print(f"  {line}", soft_wrap=True, markup=False)
         if markdown is not None:  # an interrupted run keeps its results
-            write_text(markdown, markdown_page(sorted(done, key=lambda one: one.family), version, device))
+            write_text(markdown, page(sorted(done, key=lambda one: one.family), version, device))
 
-    results = check_families(selected, workers, on_done, device)
+    results = check_families(selected, workers, on_done, device, formats)
     if markdown is not None:
-        write_text(markdown, markdown_page(results, version, device))
+        write_text(markdown, page(results, version, device))
     if as_json:
         rows = [result.to_dict() for result in results]
         print(json.dumps({"transformers": version, "device": device_name, "families": rows}))
@@ -73,14 +79,15 @@ def families(
         raise typer.Exit(1)
 
 
-def _table(results: list[FamilyResult], checks: tuple[str, ...]) -> Table:
-    from spmoe.bench.families import OK, short
+def _table(results: list[Result], checks: tuple[str, ...]) -> Table:
+    from spmoe.bench.families import OK, answers, short
 
     table = Table(box=None, pad_edge=False)
     for heading in ("family", *checks):
         table.add_column(heading, no_wrap=True)
-    for result in results:
-        table.add_row(result.family, *(short(getattr(result, check)) for check in checks))
-    counts = [sum(getattr(result, check) == OK for result in results) for check in checks]
+    rows = [answers(result, checks) for result in results]
+    for result, row in zip(results, rows, strict=True):
+        table.add_row(result.family, *(short(answer) for answer in row))
+    counts = [sum(answer == OK for answer in column) for column in zip(*rows, strict=True)]
     table.add_row("", *(f"{count} of {len(results)}" for count in counts))
     return table

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @takes_shared_options_except(  # nothing is fetched ahead, or sampled
-    "prefetch", "cutoff", "overlap", "projection", "generation_config"
+    "prefetch", "cutoff", "overlap", "projection", "generation_config", "load_format"
 )
 def fit_predictor(
     engine: dict[str, Any],

@@ -54,14 +54,21 @@ def _table(plan: Plan) -> Table:
     millions = target.parameters / 1e6
     size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
     table.add_row("model", f"{target.name} ({target.architecture}, {size} parameters, {target.dtype})")
+    if target.weights == "random":
+        table.add_row("weights", "random (--load-format dummy); routing is nearly uniform")
     if target.download_bytes:
         table.add_row("download", f"{target.download_bytes / 1e9:.1f} GB at the first run; nothing was downloaded now")
     experts = f"{target.experts_per_layer} experts, {target.top_k} per token"
     table.add_row("layers", f"{target.decoder_layers}, {target.moe_layers} of them with {experts}")
     kv = f"{format_bytes(target.kv_bytes_per_token)} of KV cache per token"
     table.add_row("context", f"{target.max_length} tokens, {kv}")
-    table.add_row("experts", f"{format_bytes(target.all_experts_bytes)}, {format_bytes(target.expert_bytes)} each")
-    if plan.device == "cpu":
+    sizes = f"{format_bytes(target.all_experts_bytes)}, {format_bytes(target.expert_bytes)} each"
+    table.add_row("experts", f"{sizes}, {target.expert_format}{'' if target.lossless else ' (lossless: no)'}")
+    if plan.device == "cpu" and target.weights == "random":
+        table.add_row("expert store", "host memory, filled when the model is loaded")
+    elif target.experts_in_place:
+        table.add_row("expert store", "the checkpoint's own files; nothing is written")
+    elif plan.device == "cpu":
         state = "exists" if target.expert_file_exists else "written at the first run"
         table.add_row("expert file", f"{target.expert_file} ({state})")
     else:

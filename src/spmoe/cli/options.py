@@ -22,7 +22,7 @@ from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
 from spmoe.config import DEFAULT_MAX_TOKENS, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError, printable
-from spmoe.files import model_directory
+from spmoe.files import config_directory, model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ def _engine(
     dtype: Annotated[
         str, typer.Option(help="Data type to run in: float32, bfloat16, float16 or auto (the checkpoint's).")
     ] = "auto",
+    expert_format: Annotated[
+        str,
+        typer.Option(
+            help="Format to convert experts to, such as bf16-packed (lossless) or int4-g128 (lossy); auto: the "
+            "checkpoint's own."
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Longest sequence, prompt and output together, in tokens; default: the model's limit."),
@@ -131,13 +138,21 @@ def _engine(
             help="Sampling options that are not given: auto (from the model's generation_config.json) or none (greedy)."
         ),
     ] = "auto",
+    load_format: Annotated[
+        str,
+        typer.Option(
+            help="Weights: auto (the checkpoint's) or dummy: random ones, for which MODEL is a directory with a "
+            "config.json or the name of a configuration that ships, such as mixtral-8x7b."
+        ),
+    ] = "auto",
 ) -> dict[str, Any]:
     options = dict(locals())
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
+    config.require_runnable()
     draft_name = config.resolved_draft
     for name in (config.model, draft_name if drafter_name(draft_name)[0] == "model" else None):
         if name:
-            model_directory(name)
+            (config_directory if config.random_weights else model_directory)(name)
     return {**options, "num_speculative_tokens": config.num_speculative_tokens}
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from spmoe.cli import output, settings
-from spmoe.config import DEVICES, DTYPES, SELF_DRAFTS, VERIFY_EXPERTS
+from spmoe.config import DEVICES, DTYPES, LOAD_FORMATS, SELF_DRAFTS, VERIFY_EXPERTS, expert_formats
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 
 PANELS = (
@@ -33,7 +33,7 @@ PANELS = (
 )  # in this order
 
 _BY_PANEL = {
-    "Model": "dtype device max_model_len shape generation_config chat_template system",
+    "Model": "dtype expert_format load_format device max_model_len shape generation_config chat_template system",
     "Memory": "expert_memory device_memory host_memory pin_memory verify_experts",
     "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
@@ -45,7 +45,7 @@ _BY_PANEL = {
         against_model config verbose quiet""",
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
-        measure check stored every reference quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
+        measure check stored every reference cost quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
         workers profile device_gbps link_gbps enforce_eager batching overlap""",
 }
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
@@ -53,7 +53,7 @@ PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.
 _METAVARS = {  # by option; the others by type
     **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size"), "SIZE"),
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
-    **dict.fromkeys(("generation_config", "reference", "verify_experts"), "NAME"),
+    **dict.fromkeys(("generation_config", "load_format", "reference", "verify_experts", "expert_format"), "NAME"),
     **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
 }
@@ -75,6 +75,8 @@ _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "transfer": lambda: ("recorded", "cuda"),
     "generation_config": lambda: ("auto", "none"),
     "verify_experts": lambda: VERIFY_EXPERTS,
+    "load_format": lambda: LOAD_FORMATS,
+    "expert_format": expert_formats,
 }
 
 

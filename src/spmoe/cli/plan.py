@@ -12,7 +12,7 @@ from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, takes_shared_options_except
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
 from spmoe.errors import UsageError, printable
-from spmoe.files import model_directory
+from spmoe.files import config_directory, model_directory
 
 if TYPE_CHECKING:
     from spmoe.engine.estimate import Case, Estimate
@@ -88,10 +88,10 @@ def plan(
         "device_gbps": _speed("--device-gbps", device_gbps),
     }
     draft = None if draft in (None, "auto") else draft
-    options = {"dtype": engine["dtype"], "max_model_len": engine["max_model_len"]}
+    options = {name: engine[name] for name in ("dtype", "expert_format", "max_model_len", "load_format")}
     EngineConfig.make(model=engine["model"] or "", draft=draft, **options)  # checks the draft
     if draft is not None and drafter_name(draft)[0] == "model":
-        model_directory(draft)
+        (config_directory if engine["load_format"] == "dummy" else model_directory)(draft)
 
     import_engine()
     from spmoe.engine.estimate import make_estimate
@@ -130,7 +130,11 @@ def _lines(estimate: Estimate) -> list[str]:
     size = f"{estimate.parameters / 1e9:.1f} B" if estimate.parameters >= 1e9 else f"{estimate.parameters / 1e6:.1f} M"
     rows.append(("model", f"{estimate.model} ({estimate.architecture}, {size} parameters, {estimate.dtype})"))
     each = f"{estimate.experts_per_layer} experts of {format_bytes(estimate.expert_bytes)}"
-    rows.append(("", f"{estimate.layers} layers of {each}, {estimate.top_k} per token"))
+    lossy = "" if estimate.lossless else " (lossless: no)"
+    in_format = "" if estimate.expert_format == estimate.dtype else f" in {estimate.expert_format}{lossy}"
+    rows.append(("", f"{estimate.layers} layers of {each}{in_format}, {estimate.top_k} per token"))
+    if estimate.weights == "random":
+        rows.append(("", "random weights (--load-format dummy): routing is nearly uniform"))
     if estimate.download_bytes:
         rows.append(("", f"{estimate.download_bytes / 1e9:.1f} GB to download; nothing was downloaded now"))
     rows += _hardware_rows(estimate.hardware)

@@ -62,8 +62,9 @@ def stats_table(stats: Stats) -> Table:
     """Format one request's statistics as a table."""
     c = stats.counters
     emulated = stats.emulated_link_gbps
-    title = f"emulated link, {emulated:g} GB/s" if emulated is not None else None
-    table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
+    titles = ["random weights; routing is nearly uniform"] if stats.random_weights else []
+    titles += [f"emulated link, {emulated:g} GB/s"] if emulated is not None else []
+    table = Table(title="; ".join(titles) or None, show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     table.add_row("tokens", f"{stats.prompt_tokens} in, {stats.output_tokens} out, {c.steps} steps")
@@ -87,6 +88,8 @@ def stats_table(stats: Stats) -> Table:
         )
     share = c.stall_seconds / stats.latency_seconds if stats.latency_seconds else 0.0
     table.add_row("stall", f"{1e3 * c.stall_seconds:.1f} ms ({100 * share:.1f}% of the time)")
+    if not stats.lossless:
+        table.add_row("lossless", f"no (experts in {stats.expert_format})")
     table.add_row("slots", f"{stats.slots}, at most {stats.peak_slots} in use")
     table.add_row("prefetch", stats.prefetch)
     if stats.cutoff_layers is not None:

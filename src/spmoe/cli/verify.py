@@ -6,7 +6,8 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,15 @@ from rich.table import Table
 
 from spmoe.cli.interrupts import import_engine
 from spmoe.cli.listed import parse_list, parse_whole
-from spmoe.cli.options import Json, ctrl_c_stops, load, read_text, stderr, takes_shared_options_except
+from spmoe.cli.options import (
+    Json,
+    ctrl_c_stops,
+    load,
+    read_text,
+    read_text_file,
+    stderr,
+    takes_shared_options_except,
+)
 from spmoe.cli.output import Console, is_quiet
 from spmoe.cli.output import note as print_note
 from spmoe.config import (
@@ -30,9 +39,10 @@ from spmoe.observe.progress import progress_bar
 if TYPE_CHECKING:
     import torch
 
-    from spmoe.bench.verification import ConfigResult, Verification, VerifyConfig
+    from spmoe.bench.verification import ConfigResult, ConversionCost, Verification, VerifyConfig
+    from spmoe.formats.expert import ExpertFormat
     from spmoe.models.checkpoint import Checkpoint
-    from spmoe.models.reference import ReferencePlan
+    from spmoe.models.reference import Reference, ReferencePlan
 
 _METHODS = ("auto", "generate", "forward", "layers")
 _ADVICE = {
@@ -42,7 +52,7 @@ _ADVICE = {
 }
 
 
-@takes_shared_options_except("generation_config")  # greedy decoding only
+@takes_shared_options_except("generation_config", "load_format")  # greedy decoding of real weights only
 def verify(
     engine: dict[str, Any],
     prompt: Annotated[
@@ -79,13 +89,28 @@ def verify(
             "one layer in memory at a time), or auto (generate if the model fits in memory, else layers)."
         ),
     ] = "auto",
+    cost: Annotated[
+        bool,
+        typer.Option(
+            "--cost", help="With a lossy --expert-format: measure greedy agreement and KL divergence from the original."
+        ),
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file for --cost. Default: Python source that ships with spmoe.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="With --cost: number of windows of the text.")] = 4,
+    window: Annotated[int, typer.Option(min=16, help="With --cost: tokens per window.")] = 256,
     as_json: Json = False,
 ) -> None:
     """Compare greedy tokens of this engine with transformers on the same checkpoint, under several configurations.
 
     Without prompts, a few built-in ones are used. The exit code is 0 if all tokens are equal or near-ties, 1 if not.
-    Ctrl-C compares the tokens generated so far.
+    With a lossy --expert-format, transformers runs the dequantized weights. Ctrl-C compares the tokens generated so
+    far.
     """
+    if text is not None and not cost:
+        raise UsageError("--text is the text that --cost measures on; add --cost")
+    words = read_text_file(text) if text is not None else None
     prefetches = parse_list("--prefetch", prefetch, parse_prefetch_policy)
     draft_tokens: list[DraftTokens] = parse_list("-k", num_speculative_tokens, parse_num_speculative_tokens)
     evictions = parse_list("--eviction", eviction, parse_eviction_policy)
@@ -109,7 +134,9 @@ def verify(
     plan = plan_reference(checkpoint, checkpoint.dtype(engine["dtype"]), choose_device(engine["device"]), reference)
     for note in plan.notes:
         print_note(note)
-    generated = _generate(engine, configs, texts, token_ids, max_tokens)
+    generated = _generate(
+        engine, configs, texts, token_ids, max_tokens, _Text(words, window, windows) if cost else None
+    )
     verification = generated.verification
     if verification.outputs:
         if verification.interrupted:
@@ -124,6 +151,15 @@ def verify(
 
 
 @dataclass(frozen=True)
+class _Text:
+    """Text to measure the cost of a conversion on; None: the one that ships."""
+
+    text: str | None
+    window: int  # tokens
+    count: int  # of windows
+
+
+@dataclass
 class _Generated:
     """Outputs of an engine that is closed, and what the reference needs to know of it."""
 
@@ -132,6 +168,10 @@ class _Generated:
     device: torch.device
     tokenizer: Any
     threads: int
+    format: ExpertFormat
+    lossless: bool
+    windows: list[list[int]] = field(default_factory=list)  # tokens of the text for the cost of a conversion
+    cost: ConversionCost | None = None
 
 
 def parse_ids(text: str) -> list[int]:
@@ -160,12 +200,15 @@ def _generate(
     texts: list[str],
     token_ids: list[list[int]],
     max_tokens: int,
+    text: _Text | None,
 ) -> _Generated:
     """Build the engine, generate under every configuration, and close it, so that the reference has its memory."""
     import torch
 
     from spmoe.backends.devices import empty_device_cache
+    from spmoe.bench.predictability import read_windows
     from spmoe.bench.verification import Verification, encode_prompts, largest_draft, without_drafts
+    from spmoe.models.shipped import sample_text
 
     k = largest_draft(configs)
     options = {**engine, **configs[0].engine_options, "num_speculative_tokens": k}
@@ -187,7 +230,13 @@ def _generate(
             llm.engine.device,
             parts.tokenizer,
             torch.get_num_threads(),
+            parts.models.expert_format,
+            parts.models.lossless,
         )
+        if text is not None and not parts.models.lossless:
+            found.windows = read_windows(llm.engine, text.text or sample_text(), text.window, text.count)
+        elif text is not None:
+            print_note("--cost has nothing to measure: experts are not converted, or without loss")
     del llm, parts
     gc.collect()  # a closed engine keeps its weights and captured graphs until it is collected
     empty_device_cache(found.device)
@@ -198,21 +247,42 @@ def _compare(generated: _Generated, checkpoint: Checkpoint, plan: ReferencePlan)
     """Load the reference and compare, with as many threads as the engine ran with."""
     import torch
 
-    from spmoe.models.reference import Reference
+    from spmoe.bench.verification import conversion_cost
 
     verification = generated.verification
     loaded = plan.weight_bytes if plan.whole else plan.layer_bytes
     _notify(f"Loading transformers' own model, {format_bytes(loaded)}{'' if plan.whole else ' at a time'}")
-    before = torch.get_num_threads()
+    format = None if generated.lossless else generated.format
+    before, converted = torch.get_num_threads(), list[torch.Tensor]()
     torch.set_num_threads(generated.threads)
     try:
-        with (
-            progress_bar("Layers in transformers", not is_quiet()) as report,
-            Reference(checkpoint, verification.dtype, plan, lambda done, total: report(done, total, "")) as reference,
-        ):
+        with _reference(checkpoint, verification, plan, format) as reference:
             verification.compare(reference, plan.method, _notify)
+            if generated.windows:
+                _notify(f"Measuring the conversion on {len(generated.windows)} windows of text")
+                converted = list(reference.logits(generated.windows))
+        if converted:
+            with _reference(checkpoint, verification, plan, None) as reference:
+                original = reference.logits(generated.windows)
+                generated.cost = conversion_cost(generated.windows, original, converted)
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _reference(
+    checkpoint: Checkpoint, verification: Verification, plan: ReferencePlan, format: ExpertFormat | None
+) -> Iterator[Reference]:
+    """Load the reference; layers that it runs one at a time are shown as progress."""
+    from spmoe.models.reference import Reference
+
+    with (
+        progress_bar("Layers in transformers", not is_quiet()) as report,
+        Reference(
+            checkpoint, verification.dtype, plan, lambda done, total: report(done, total, ""), format
+        ) as reference,
+    ):
+        yield reference
 
 
 @contextmanager
@@ -240,7 +310,14 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
             "weight_bytes": plan.weight_bytes,
             "notes": list(plan.notes),
         }
-        found = {"model": generated.model, "device": generated.device.type, "reference": about}
+        found = {
+            "model": generated.model,
+            "device": generated.device.type,
+            "expert_format": generated.format.weight.label,
+            "lossless": generated.lossless,
+            "conversion": None if generated.cost is None else asdict(generated.cost),
+            "reference": about,
+        }
         print(json.dumps(found | to_dict(verification, generated.tokenizer)))
         return
     for note in verification.notes:
@@ -256,6 +333,19 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
         f"{generated.device.type}, against transformers {transformers_version} ({plan.method}, on {plan.device.type})",
         soft_wrap=True,
     )
+    if not generated.lossless:
+        console.print(
+            f"lossless: no; transformers ran the weights that {generated.format.weight.label} holds, dequantized",
+            soft_wrap=True,
+        )
+    if (cost := generated.cost) is not None:
+        console.print(
+            f"against the original weights, on {cost.tokens} tokens of text: greedy agreement "
+            f"{100 * cost.greedy_agreement:.2f}%, KL divergence {cost.kl_divergence:.3g} nats per token (99th "
+            f"percentile {cost.kl_divergence_p99:.3g}), perplexity {cost.perplexity:.4g} instead of "
+            f"{cost.original_perplexity:.4g}",
+            soft_wrap=True,
+        )
     if (advice := _ADVICE.get(verification.verdict)) is not None:
         console.print(advice.format(steps=NEAR_TIE_STEPS, dtype=dtype), soft_wrap=True)
 

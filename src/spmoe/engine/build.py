@@ -24,6 +24,7 @@ from spmoe.errors import BudgetError, CheckpointError
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
+from spmoe.formats.bf16_packed import MAX_ESCAPES, EscapeOverflow
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.kv import KvState
 from spmoe.models.loaded import (
@@ -32,12 +33,13 @@ from spmoe.models.loaded import (
     find_target,
     load_target,
     quantized_experts,
+    random_weights_notices,
     wide_shape,
 )
 from spmoe.models.predictors import read_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
-from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
+from spmoe.models.tokenizer import require_same_tokenizer, tokenizer_of
 from spmoe.observe.clock import RealClock
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.cutoff import CutoffInputs
@@ -58,24 +60,40 @@ def build(
     during long work, and raises an exception to end it.
     """
     require_no_recording(config.prefetch)
-    device = choose_device(config.device)
+    config.require_runnable()
+    device, escapes = choose_device(config.device), None
     with loading_threads(device.type):
-        return _build(config, device, store, require_wanted)
+        while True:
+            try:
+                return _build(config, device, store, require_wanted, escapes)
+            except EscapeOverflow as error:  # other experts may need more; `choose_format` refuses too many
+                store, escapes = None, min(2 * error.escapes, max(MAX_ESCAPES, error.escapes))
 
 
 def _build(
-    config: EngineConfig, device: torch.device, store: HostStore | None, require_wanted: Callable[[], None]
+    config: EngineConfig,
+    device: torch.device,
+    store: HostStore | None,
+    require_wanted: Callable[[], None],
+    escapes: int | None,
 ) -> Engine:
     notices = list[str]()
-    checkpoint = find_target(config.model)
-    draft_checkpoint = Checkpoint.find(config.draft_model) if config.draft_model else None
-    tokenizer = load_tokenizer(checkpoint.directory)
+    checkpoint, load_format = find_target(config.model, config.load_format), config.load_format
+    draft_checkpoint = Checkpoint.find(config.draft_model, load_format=load_format) if config.draft_model else None
+    tokenizer = tokenizer_of(checkpoint)
     if draft_checkpoint is not None:
-        require_same_tokenizer(tokenizer, load_tokenizer(draft_checkpoint.directory), checkpoint, draft_checkpoint)
+        require_same_tokenizer(tokenizer, tokenizer_of(draft_checkpoint), checkpoint, draft_checkpoint)
     wide_shape(config, device)  # raises an error before anything is loaded
     with _out_of_memory(f"the weights of {config.model} without its experts"):
-        models = load_target(config, checkpoint, device)
+        models = load_target(config, checkpoint, device, escapes)
+    notices += random_weights_notices(models)
     target, spec = models.target, models.spec
+    notices += models.notices
+    if not models.lossless:
+        notices.append(
+            f"lossless: no; experts are converted to {config.expert_format}, so the text may differ from that of the "
+            "checkpoint's own weights"
+        )
     max_length = max_sequence_length(config, target)
     drafter_class = _drafter_class(config, target, notices)
     _require_memory(config, models, drafter_class, draft_checkpoint, max_length)
@@ -115,7 +133,9 @@ def _build(
     try:
         if device.type == "cpu":
             blob = spec.layout.nbytes
-            times = compute_times(config, checkpoint, draft_checkpoint, target, draft, runtime.slots, blob)
+            times = compute_times(
+                config, checkpoint, draft_checkpoint, target, draft, runtime.slots, blob, models.expert_format
+            )
             threads = set_threads(times)
             k = usual_draft_tokens(config.num_speculative_tokens)
             notices += _warn_of_slow_draft(config, times, cutoff_inputs(spec, target.top_k, memory.slots, k), blob)

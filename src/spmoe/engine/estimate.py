@@ -20,7 +20,10 @@ from spmoe.engine.prefetching import DraftSide, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
 from spmoe.errors import BudgetError
 from spmoe.experts.store import StoreSpec
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
+from spmoe.models.expert_shards import reads_in_place
 from spmoe.models.load import load_skeleton, store_spec
 from spmoe.models.loaded import draft_skeleton, quantized_experts
 from spmoe.models.predictors import find_predictor
@@ -121,9 +124,12 @@ class Estimate:
     dtype: str
     parameters: int
     download_bytes: int
+    weights: str  # "checkpoint", or "random" with --load-format dummy
     layers: int  # MoE layers
     experts_per_layer: int
     top_k: int
+    expert_format: str
+    lossless: bool  # whether experts have the checkpoint's weights, in the run's dtype
     expert_bytes: int
     all_experts_bytes: int
     dense_bytes: int
@@ -163,28 +169,48 @@ class _Models:
     checkpoint: Checkpoint
     target: Target
     dtype: torch.dtype
+    format: ExpertFormat
     spec: StoreSpec
     draft_checkpoint: Checkpoint | None
     draft: ModelRunner | None
 
     @classmethod
     def find(cls, config: EngineConfig, draft: str | None) -> _Models:
-        checkpoint = Checkpoint.find(config.model, weights=False)
+        checkpoint = Checkpoint.find(config.model, weights=False, load_format=config.load_format)
         with load_errors(checkpoint):
             target = Target(load_skeleton(checkpoint))
         is_model = draft is not None and drafter_name(draft)[0] == "model"
-        draft_checkpoint = Checkpoint.find(draft, weights=False) if draft is not None and is_model else None
+        draft_checkpoint = None
+        if draft is not None and is_model:
+            draft_checkpoint = Checkpoint.find(draft, weights=False, load_format=config.load_format)
         runner = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
         dtype = checkpoint.dtype(config.dtype)
-        return cls(checkpoint, target, dtype, _spec(checkpoint, target, dtype), draft_checkpoint, runner)
+        paths = [layer.path for layer in target.moe]
+        format = choose_format(config.expert_format, checkpoint, target.model, paths, dtype)
+        spec = store_spec(checkpoint, target.model, paths, dtype, format)
+        return cls(checkpoint, target, dtype, format, spec, draft_checkpoint, runner)
 
-    def in_dtype(self, dtype: torch.dtype) -> _Models:
+    def in_dtype(self, dtype: torch.dtype, expert_format: str) -> _Models:
         """Return the same models to run in another dtype."""
-        return replace(self, dtype=dtype, spec=_spec(self.checkpoint, self.target, dtype))
+        format = choose_format(expert_format, self.checkpoint, self.target.model, self.paths, dtype)
+        spec = store_spec(self.checkpoint, self.target.model, self.paths, dtype, format)
+        return replace(self, dtype=dtype, format=format, spec=spec)
 
+    @property
+    def read_in_place(self) -> bool:
+        """Whether experts on a CPU are read from the checkpoint's own files."""
+        return reads_in_place(self.checkpoint, self.target.model, self.paths, self.spec, self.format)
 
-def _spec(checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> StoreSpec:
-    return store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the experts modules."""
+        return [layer.path for layer in self.target.moe]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether experts have the checkpoint's weights, in the run's dtype."""
+        own, _ = own_format(self.checkpoint, self.target.model, self.paths, self.dtype)
+        return is_lossless(self.format, own, self.checkpoint)
 
 
 def make_estimate(
@@ -212,18 +238,22 @@ def make_estimate(
     best = min(fitting, key=_seconds_to_compare) if fitting else None
     needs = models.spec.nbytes + _PROCESS_BYTES
     host_missing = max(0, needs - hardware.host_memory) if device == "cuda" else 0
-    disk_missing = max(0, models.spec.nbytes - disk_of(home()).free) if device == "cpu" else 0
+    writes = device == "cpu" and not (config.random_weights or models.read_in_place)
+    disk_missing = max(0, models.spec.nbytes - disk_of(home()).free) if writes else 0
     dense_bytes = weight_bytes(models.target, models.dtype)
     return Estimate(
         model=config.model,
         architecture=type(models.target.model).__name__,
         dtype=str(models.dtype).removeprefix("torch."),
-        parameters=(dense_bytes + models.spec.nbytes) // models.dtype.itemsize,
+        parameters=dense_bytes // models.dtype.itemsize + expert_parameters(models.target.model, models.paths),
         download_bytes=models.checkpoint.download_bytes
         + (models.draft_checkpoint.download_bytes if models.draft_checkpoint is not None else 0),
+        weights="random" if models.checkpoint.random else "checkpoint",
         layers=len(models.spec.experts),
         experts_per_layer=max(models.spec.experts),
         top_k=models.target.top_k,
+        expert_format=models.format.weight.label,
+        lossless=models.lossless,
         expert_bytes=blob,
         all_experts_bytes=models.spec.nbytes,
         dense_bytes=dense_bytes,
@@ -453,8 +483,12 @@ def _command(config: EngineConfig, case: Case, hardware: Hardware, experts: int)
         words += ["--device-memory", str(Size(bytes=hardware.device_memory)).replace(" ", "")]
     if config.dtype != "auto":
         words += ["--dtype", config.dtype]
+    if config.expert_format != "auto":
+        words += ["--expert-format", config.expert_format]
     if config.max_model_len is not None:
         words += ["--max-model-len", str(config.max_model_len)]
+    if config.load_format != "auto":
+        words += ["--load-format", config.load_format]
     return " ".join(words) + " --prompt 'Hello'"
 
 
@@ -489,7 +523,9 @@ def _advice(
     if best is None:
         return found
     if halved:
-        narrow = _compare(replace(config, dtype="bfloat16"), models.in_dtype(torch.bfloat16), hardware, wanted)
+        narrow = _compare(
+            replace(config, dtype="bfloat16"), models.in_dtype(torch.bfloat16, config.expert_format), hardware, wanted
+        )
         times = [case.likely.seconds for case in narrow if case.memory is not None]
         if times and min(times) < best.likely.seconds:
             found.append(f"--dtype bfloat16 halves all weights: about {1e3 * min(times):.3g} ms per token")

@@ -29,7 +29,7 @@ from spmoe.engine.request import Request
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.stats import Stats
 from spmoe.errors import PromptError, UsageError
-from spmoe.files import model_directory
+from spmoe.files import config_directory, model_directory
 from spmoe.models.chat_template import render_chat
 from spmoe.models.shipped import shipped_pair
 from spmoe.models.tokenizer import encode
@@ -61,6 +61,7 @@ class LLM:
         eviction: str = "auto",
         expert_memory: str | int | Size | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        expert_format: str = "auto",
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
         link_gbps: float | None = None,
@@ -74,13 +75,15 @@ class LLM:
         shape: str | None = None,
         progress: bool = True,
         generation_config: Literal["auto", "none"] = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         store: HostStore | None = None,
         **unknown: Never,  # so that a misspelt option is answered with the list of options
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "store", "unknown")}
         options = {name: value for name, value in given.items() if value is not None or name not in _CHOSEN}
         config = EngineConfig.make(**with_default_pair({**options, **unknown}))
-        directory = model_directory(config.model)  # None: a hub id
+        find_directory = config_directory if config.random_weights else model_directory
+        directory = find_directory(config.model)  # None: a hub id
         defaults = None if directory is None else _sampling_defaults(config, directory)  # before anything is loaded
         self._thread = EngineThread()  # the engine is built, used and closed there
         self._engine_in: list[Engine] = []  # the engine, once it is built

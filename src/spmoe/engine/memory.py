@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from spmoe.backends.base import kernel_row_limit
+from spmoe.backends.cpu import expert_shapes
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import DEFAULT_EXPERT_MEMORY, EngineConfig, Size, drafter_name, format_bytes
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.formats.layout import torch_dtype
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner, kv_capacity
 from spmoe.predict.governor import USUAL
@@ -24,7 +26,7 @@ from spmoe.predict.latency import expected_experts
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
 _DEFAULT_CONTEXT = 8192  # tokens that KV memory is planned for without --max-model-len
 _MIN_CONTEXT = 2048  # fewer are only planned for on request, or if the model reads fewer
-_INT4_BITS = 4.5  # bits per weight of `--draft self:int4`, with scales
+_INT4_BITS = 4.75  # bits per weight of `--draft self:int4`, with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ def divide_memory(
         return MemoryPlan(slots, spec.layout.nbytes, resident, kv_bytes_per_token * longest, 0, longest, None)
     models = {runner.model for runner in runners}
     tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
-    workspace = WORKSPACE_BYTES + _activation_bytes(config, spec, top_k) + tables
+    buffers = _activation_bytes(config, spec, top_k) + _dense_matrix_bytes(runners[0], spec)
+    workspace = WORKSPACE_BYTES + buffers + tables
     if available is None:
         loaded = sum(size for runner, size in zip(runners, weights, strict=True) if runner.model.device == device)
         available = free_memory(device) + min(loaded, allocated_memory(device))
@@ -157,7 +160,8 @@ def _remedies(
     """Return what the user can change; `needed`: bytes of everything, `fitting`: bytes of slots that would fit."""
     found = []
     kind, _ = drafter_name(config.resolved_draft if config.num_speculative_tokens else None)
-    int4_bytes = spec.nbytes * _INT4_BITS / (8 * item_bytes)
+    is_dense = spec.layout.format == spec.layout.dtype  # packed experts have about as many bytes as a draft in 4 bits
+    int4_bytes = spec.nbytes * (_INT4_BITS / (8 * item_bytes) if is_dense else 1)
     if draft_bytes and kind == "model":
         int4_fits = needed - draft_bytes + int4_bytes <= limit
         found.append(f"use a smaller draft, {'--draft self:int4, ' if int4_fits else ''}--draft ngram")
@@ -213,11 +217,18 @@ def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     return count
 
 
+def _dense_matrix_bytes(target: ModelRunner, spec: StoreSpec) -> int:
+    """Return the size of the largest projection of an expert, which is dequantized for prompts if it is packed."""
+    if spec.layout.format == spec.layout.dtype:
+        return 0
+    shapes = [shape for layer in target.inspection.moe for shape in expert_shapes(layer.experts).values()]
+    return torch_dtype(spec.layout.dtype).itemsize * max(math.prod(shape) for shape in shapes)
+
+
 def _activation_bytes(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     """Estimate the activations of one prompt chunk: a few rows of the widest layer per token, and kernel buffers.
 
     The kernels keep one row per token and routed expert.
     """
-    widest = max(max(field.shape) for field in spec.layout.fields)
     kernel_tokens = min(config.prefill_chunk, kernel_row_limit(spec.layout.nbytes))
-    return 4 * widest * (12 * config.prefill_chunk + 2 * top_k * kernel_tokens)
+    return 4 * spec.layout.widest * (12 * config.prefill_chunk + 2 * top_k * kernel_tokens)

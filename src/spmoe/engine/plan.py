@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from spmoe.backends.devices import choose_device
-from spmoe.config import AUTO_DRAFT, CutoffMode, DraftTokens, EngineConfig
+from spmoe.config import AUTO_DRAFT, RANDOM_WEIGHTS_NOTE, CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
+from spmoe.models.expert_shards import reads_in_place
 from spmoe.models.load import expert_file_path, load_skeleton, store_spec
 from spmoe.models.loaded import draft_skeleton, quantized_experts
 from spmoe.models.predictors import find_predictor
@@ -39,11 +41,15 @@ class TargetFacts:
     max_length: int  # tokens of prompt and output together
     kv_bytes_per_token: int
     resident_bytes: int  # weights without experts
+    expert_format: str
+    lossless: bool  # whether experts have the checkpoint's weights, in the run's dtype
     expert_bytes: int  # one expert
     all_experts_bytes: int
     expert_file: str
     expert_file_exists: bool
+    experts_in_place: bool  # read from the checkpoint's own files, on the CPU; no expert file is written
     download_bytes: int  # of files that are still on the hub; 0: everything is here
+    weights: str  # "checkpoint", or "random" with --load-format dummy
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +106,19 @@ def memory_dict(memory: MemoryPlan) -> dict[str, Any]:
 
 def make_plan(config: EngineConfig) -> Plan:
     """Plan an engine without loading weights."""
-    checkpoint, device = Checkpoint.find(config.model, weights=False), choose_device(config.device)
+    device, load_format = choose_device(config.device), config.load_format
+    checkpoint = Checkpoint.find(config.model, weights=False, load_format=load_format)
     dtype = checkpoint.dtype(config.dtype)
     with load_errors(checkpoint):
         target = Target(load_skeleton(checkpoint))
-    spec = store_spec(checkpoint, target.model, [layer.path for layer in target.moe], dtype)
-    draft_checkpoint = Checkpoint.find(config.draft_model, weights=False) if config.draft_model else None
+    paths = [layer.path for layer in target.moe]
+    own, expanded = own_format(checkpoint, target.model, paths, dtype)
+    format = choose_format(config.expert_format, checkpoint, target.model, paths, dtype, own=own)
+    lossless = is_lossless(format, own, checkpoint)
+    spec = store_spec(checkpoint, target.model, paths, dtype, format)
+    draft_checkpoint = None
+    if config.draft_model:
+        draft_checkpoint = Checkpoint.find(config.draft_model, weights=False, load_format=load_format)
     draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
@@ -131,7 +144,7 @@ def make_plan(config: EngineConfig) -> Plan:
         if profile is not None or config.cutoff.mode is not CutoffMode.AUTO:
             cutoff_layers = choose_cutoff(config.cutoff, profile, inputs)
 
-    dense_bytes, expert_file = weight_bytes(target, dtype), expert_file_path(checkpoint, dtype)
+    dense_bytes, expert_file = weight_bytes(target, dtype), expert_file_path(checkpoint, dtype, format)
     target_facts = TargetFacts(
         name=config.model,
         architecture=type(target.model).__name__,
@@ -140,15 +153,21 @@ def make_plan(config: EngineConfig) -> Plan:
         moe_layers=len(target.moe),
         experts_per_layer=max(spec.experts),
         top_k=target.top_k,
-        parameters=(dense_bytes + spec.nbytes) // dtype.itemsize,
+        parameters=dense_bytes // dtype.itemsize + expert_parameters(target.model, paths),
         max_length=max_length,
         kv_bytes_per_token=kv_token_bytes(target, dtype),
         resident_bytes=dense_bytes,
+        expert_format=format.weight.label,
+        lossless=lossless,
         expert_bytes=spec.layout.nbytes,
         all_experts_bytes=spec.nbytes,
         expert_file=str(expert_file),
         expert_file_exists=expert_file.exists(),
+        experts_in_place=device.type == "cpu"
+        and config.verify_experts == "once"
+        and reads_in_place(checkpoint, target.model, paths, spec, format),
         download_bytes=checkpoint.download_bytes,
+        weights="random" if checkpoint.random else "checkpoint",
     )
     draft_facts = None
     if config.resolved_draft is not None and config.max_draft_tokens:
@@ -161,7 +180,10 @@ def make_plan(config: EngineConfig) -> Plan:
         )
     asked = str(config.cutoff) if policy.uses_cutoff else None
     chosen = default_draft_notice(config, policy.sources(context), device.type) if drafting else None
-    notices = [*([chosen] if chosen is not None else []), *memory.notices, *policy.notices]
+    about_experts = [expanded] if expanded is not None and format == own else []
+    if checkpoint.random:
+        about_experts.insert(0, RANDOM_WEIGHTS_NOTE)
+    notices = [*about_experts, *([chosen] if chosen is not None else []), *memory.notices, *policy.notices]
     prefetch = PrefetchFacts(policy.label(context), notices, asked, cutoff_layers, profile)
     return Plan(device.type, config.link_gbps, target_facts, draft_facts, memory, prefetch)
 

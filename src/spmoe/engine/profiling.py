@@ -67,6 +67,7 @@ def profile_settings(
         "target": checkpoint.fingerprint,
         "draft": config.resolved_draft if draft is None else draft.fingerprint,
         "dtype": config.dtype,
+        "expert_format": config.expert_format,
         "link_gbps": config.link_gbps,
         "device": config.device,
         "shape": config.shape,

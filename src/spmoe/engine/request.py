@@ -102,6 +102,9 @@ class Request:
             draft_tokens="auto" if engine.loop.governor is not None else engine.loop.max_draft_tokens,
             emulated_link_gbps=engine.config.link_gbps,
             speculation=self._speculation,
+            random_weights=engine.config.random_weights,
+            expert_format=engine.parts.models.expert_format.weight.label,
+            lossless=engine.parts.models.lossless,
         )
         output = CompletionOutput(
             self._index,

@@ -13,9 +13,11 @@ from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
 from spmoe.errors import SpmoeError
+from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
-from spmoe.experts.transfer import FileTransfer, Transfer
+from spmoe.experts.transfer import BlobReader, FileTransfer, Transfer
+from spmoe.models.expert_shards import is_worth_reading_in_place
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
 from spmoe.observe.announce import announcer
@@ -69,18 +71,66 @@ def make_runtime(
     """
     if models.device.type == "cuda":
         return _cuda_runtime(config, models, slot_count, store, require_wanted)
-    path = expert_file_path(models.checkpoint, models.dtype)
-    with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
-        announce = announcer(config.progress)
-        file = ensure_expert_file(
-            path, models.spec, _wanted(fill, require_wanted), report, announce, config.verify_experts
-        )
+    blobs = open_blobs(config, models, require_wanted)
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except SpmoeError:
-        file.close()
+        blobs.close()
         raise
-    return ExpertRuntime(slots, FileTransfer(file, slots), CpuBackend())
+    return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format))
+
+
+def open_blobs(
+    config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None] = lambda: None
+) -> BlobReader:
+    """Open the store that experts on a CPU are read from: memory, the checkpoint's own files, or an expert file."""
+    if models.checkpoint.random:
+        return _memory_store(config, models, require_wanted)
+    verifies = config.verify_experts != "once"  # later reads are compared with checksums, which an expert file has
+    if not verifies and is_worth_reading_in_place(models.spec) and (shards := models.open_shards()) is not None:
+        return shards
+    return _expert_file(config, models, require_wanted)
+
+
+def _expert_file(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
+    """Open the expert file; write it first if it is missing."""
+    path = expert_file_path(models.checkpoint, models.dtype, models.expert_format)
+    with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
+        announce, wanted = announcer(config.progress), _wanted(fill, require_wanted)
+        return ensure_expert_file(path, models.spec, wanted, report, announce, config.verify_experts)
+
+
+def _memory_store(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
+    """Make all experts in host memory: random ones need no file."""
+    store = MemoryStore(models.spec)
+    try:
+        _fill(store, config, models, require_wanted)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _fill(store: MemoryStore, config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> None:
+    """Fill a store in memory: with the checkpoint's own bytes if they need no conversion."""
+    label = "Making random experts" if models.checkpoint.random else "Reading experts into memory"
+    shards = models.open_shards()
+    with progress_bar(label, config.progress, unit_bytes=models.spec.layout.nbytes) as report:
+
+        def report_if_wanted(done: int, total: int) -> None:
+            require_wanted()
+            report(done, total)
+
+        if shards is None:
+            # random experts are drawn a few times only, by few threads; the others are copied
+            expert_bytes = 0 if models.checkpoint.random else models.dense_expert_bytes
+            with models.experts() as fill:
+                store.fill(fill, report_if_wanted, expert_bytes)
+            return
+        try:
+            store.load(shards, report_if_wanted)
+        finally:
+            shards.close()
 
 
 def _cuda_runtime(
@@ -107,10 +157,9 @@ def _cuda_runtime(
     store = store or HostStore(models.spec, cuda, pinned=config.pin_memory)
     try:
         if not filled:
-            with models.experts() as fill, progress_bar("Reading experts into memory", config.progress) as report:
-                store.fill(_wanted(fill, require_wanted), report)
+            _fill(store, config, models, require_wanted)
         recorder = CudaGraphRecorder(models.device)
-        backend = CudaBackend(slots, recorder)
+        backend = CudaBackend(slots, recorder, models.expert_format)
         addresses = CudaBlobAddresses(store, slots)
         transfer = CudaTransfer(CudaCopyStream(cuda, models.device), addresses, chunk=chunk_for(addresses.nbytes))
     except BaseException:

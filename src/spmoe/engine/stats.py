@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from spmoe.config import DraftTokens
+from spmoe.config import RANDOM_WEIGHTS_NOTE, DraftTokens
 from spmoe.observe.ledger import Counters
 from spmoe.types import Speculation
 
@@ -32,6 +32,9 @@ class Stats:
     emulated_link_gbps: float | None
     speculation: Speculation | None = None  # K as `-k auto` chose it; None: K is fixed
     completions: int = 1  # that have a token at least
+    random_weights: bool = False  # weights are not those of a checkpoint: --load-format dummy
+    expert_format: str | None = None  # None: not known, of a run that was restored from a file
+    lossless: bool = True  # whether experts have the checkpoint's weights, in the run's dtype
     reread_seconds: float = 0.0  # part of the latency: the prompt was read again for the completions after the first
 
     @classmethod
@@ -73,7 +76,10 @@ class Stats:
         """Return plain values, for JSON; counters keep their names."""
         c = self.counters
         return {
-            "lossless": True,
+            "lossless": self.lossless,
+            "expert_format": self.expert_format,
+            "weights": "random" if self.random_weights else "checkpoint",
+            "weights_note": RANDOM_WEIGHTS_NOTE if self.random_weights else None,
             "link": "emulated" if self.emulated_link_gbps is not None else "real",
             "emulated_link_gbps": self.emulated_link_gbps,
             "prefetch": self.prefetch,

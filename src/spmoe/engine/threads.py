@@ -33,6 +33,7 @@ from spmoe.config import EngineConfig, home
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.slots import Slots
 from spmoe.files import atomic_write, decode_json
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import attach
 from spmoe.models.load import origin_of
@@ -177,10 +178,10 @@ def _default_counts(default: int) -> set[int]:
 class _SlotExperts:
     """Runs a layer's experts on the contents of slots, whatever these are: for times without loads."""
 
-    def __init__(self, slots: Slots, count: int) -> None:
+    def __init__(self, slots: Slots, count: int, format: ExpertFormat | None) -> None:
         self._weights = [slots.weights(slot) for slot in range(count)]
         self._next = 0
-        self._backend = CpuBackend()
+        self._backend = CpuBackend(format)
         for tensors in self._weights:
             for tensor in tensors.values():
                 tensor.zero_()
@@ -195,14 +196,20 @@ class _SlotExperts:
 
 
 def measure_compute(
-    target: Target, draft: ModelRunner | None, slots: Slots, blob_bytes: int, k: int, counts: Sequence[int]
+    target: Target,
+    draft: ModelRunner | None,
+    slots: Slots,
+    blob_bytes: int,
+    k: int,
+    counts: Sequence[int],
+    format: ExpertFormat | None = None,
 ) -> ComputeTimes:
     """Time forwards without loads for each number of threads, and choose the fastest.
 
     The target's experts are empty slots, which are overwritten; connect the target afterwards. A decode step is K draft
     passes and a verification of K + 1 rows.
     """
-    forward = _SlotExperts(slots, min(slots.count, max(1, _EXPERT_BYTES // blob_bytes)))
+    forward = _SlotExperts(slots, min(slots.count, max(1, _EXPERT_BYTES // blob_bytes)), format)
     for layer in target.moe:
         attach(layer.experts, forward)
     drafting = [] if draft is None else [_Part(draft, 1, k)]
@@ -304,6 +311,7 @@ def compute_times(
     draft: ModelRunner | None,
     slots: Slots,
     blob_bytes: int,
+    format: ExpertFormat | None = None,
 ) -> ComputeTimes | None:
     """Return the cached times of an engine on the CPU, or measure them; None if nothing depends on them.
 
@@ -315,7 +323,8 @@ def compute_times(
     path = _times_path(config, checkpoint, draft_checkpoint, counts)
     if (known := _read(path)) is not None:
         return known
-    found = measure_compute(target, draft, slots, blob_bytes, _draft_tokens(config) if draft is not None else 0, counts)
+    k = _draft_tokens(config) if draft is not None else 0
+    found = measure_compute(target, draft, slots, blob_bytes, k, counts, format)
     _write(path, [one for one in (checkpoint, draft_checkpoint) if one is not None], found)
     return found
 
@@ -339,7 +348,7 @@ def _times_path(
 ) -> Path:
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__, list(counts)]
     draft = config.resolved_draft if draft_checkpoint is None else draft_checkpoint.fingerprint
-    model = [checkpoint.fingerprint, draft, config.dtype, _draft_tokens(config)]
+    model = [checkpoint.fingerprint, draft, config.dtype, config.expert_format, _draft_tokens(config)]
     digest = hashlib.sha256(json.dumps([machine, model]).encode()).hexdigest()[:20]
     return home() / "profiles" / f"threads-{digest}.json"
 
