@@ -7,12 +7,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from spmoe.config import SamplingParams
+    from spmoe.engine.async_llm import AsyncLLM
     from spmoe.engine.llm import LLM
     from spmoe.engine.outputs import CompletionOutput, RequestOutput
 
     __version__: str
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from spmoe.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from spmoe.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("CompletionOutput", "RequestOutput"):
         from spmoe.engine import outputs
 

@@ -13,8 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from spmoe.errors import SpmoeError
 
@@ -30,6 +31,14 @@ class EngineClosed(SpmoeError):
 
 JOIN_SECONDS = 60.0  # longest wait for the thread to end
 _POLL_SECONDS = 1.0  # how often a caller that waits looks whether the thread still runs
+
+
+class Sink(Protocol):
+    """Receiver of a job's messages: ("item", value)..., then ("end", None) or ("error", exception)."""
+
+    def put(self, message: tuple[str, Any]) -> None:
+        """Take a message, on the engine's thread; must not block."""
+        ...
 
 
 class _Call(Generic[T]):
@@ -87,8 +96,9 @@ class Job(Generic[T]):
 class _Work:
     """A job as the thread sees it; it holds no reference to the job object that the caller holds."""
 
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        self.items: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # ("item", value)..., then ("end", None) or an error
+    def __init__(self, start: Callable[[], Iterator[Any]], sink: Sink | None = None) -> None:
+        self.items: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # of a job without a sink
+        self._sink: Sink = self.items if sink is None else sink
         self.cancelled = False
         self._start = start
         self._iterator: Iterator[Any] | None = None
@@ -104,7 +114,7 @@ class _Work:
                 return False
             if self._iterator is None:
                 self._iterator = self._start()
-            self.items.put(("item", next(self._iterator)))
+            self._sink.put(("item", next(self._iterator)))
             return True
         except StopIteration:
             self._end(("end", None))
@@ -125,7 +135,7 @@ class _Work:
                 iterator.close()  # runs its `finally` blocks
         except BaseException as error:
             last = ("error", error)
-        self.items.put(last)
+        self._sink.put(last)
 
 
 def _cancel(work: _Work) -> None:
@@ -165,6 +175,12 @@ class EngineThread:
     def job(self, start: Callable[[], Iterator[T]]) -> Job[T]:
         """Start a job; `start` is called on the thread and returns the iterator."""
         return Job(self, start)
+
+    def send_job(self, start: Callable[[], Iterator[Any]], sink: Sink) -> Callable[[], None]:
+        """Start a job whose items go to a sink; return a function that cancels it."""
+        work = _Work(start, sink)
+        self._send(work)
+        return partial(_cancel, work)
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """End all jobs, run `last` on the thread and end it. Raise an error if it does not end. Idempotent."""

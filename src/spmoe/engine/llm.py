@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self
 from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
-from spmoe.engine.engine_thread import EngineClosed, EngineThread
+from spmoe.engine.engine_thread import EngineClosed, EngineThread, Sink
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import (
     Message,
@@ -131,11 +131,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation of `{"role": ..., "content": ...}` messages, or each of a list of conversations."""
         conversations = parse_conversations(messages)
-        return self._generate([self._apply_chat_template(one) for one in conversations], sampling_params)
+        return self._generate([self.apply_chat_template(one) for one in conversations], sampling_params)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generation:
         """Return an answer to one conversation, to iterate over."""
-        return self._stream(self._apply_chat_template(parse_conversation(messages)), sampling_params)
+        return self._stream(self.apply_chat_template(parse_conversation(messages)), sampling_params)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, of `transformers`; raise UsageError if the model ships none."""
@@ -155,20 +155,22 @@ class LLM:
 
     def _generate(self, prompts: list[ParsedPrompt], sampling_params: Any) -> list[RequestOutput]:
         params = parse_params(sampling_params, len(prompts), self._default_params)
-        requests = [self._request(*one) for one in zip(prompts, params, strict=True)]  # checks all before any runs
-        return [_combined([generation.run() for generation in request]) for request in requests]
+        requests = [self.new_request(*one) for one in zip(prompts, params, strict=True)]  # checks all before any runs
+        return [combined_output([generation.run() for generation in request]) for request in requests]
 
     def _stream(self, prompt: ParsedPrompt, sampling_params: Any) -> Generation:
         (params,) = parse_params(sampling_params, 1, self._default_params)
         if params.n != 1:
             raise UsageError(f"a stream is one completion, but n is {params.n}; set it to 1, or use LLM.generate")
-        return self._request(prompt, params)[0]
+        return self.new_request(prompt, params)[0]
 
-    def _request(self, prompt: ParsedPrompt, params: SamplingParams) -> list[Generation]:
+    def new_request(
+        self, prompt: ParsedPrompt, params: SamplingParams, request_id: str | None = None
+    ) -> list[Generation]:
         """Check a request and return its `n` completions, not started; seeds count up from the given one."""
         token_ids = self._token_ids(prompt)
         self._check_params(params)
-        request_id = str(next(self._request_ids))
+        request_id = str(next(self._request_ids)) if request_id is None else request_id
         seeds = [None if params.seed is None else (params.seed + index) % _MAX_SEED for index in range(params.n)]
         return [
             Generation(
@@ -216,13 +218,14 @@ class LLM:
                 f"{self.engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
             )
 
-    def _apply_chat_template(self, messages: list[Message]) -> ParsedPrompt:
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> ParsedPrompt:
+        """Render a conversation as a prompt; `options`, such as `tools`, go to the model's template."""
         tokenizer, name = self.get_tokenizer(), self.engine.config.model
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError(f"{name} has no chat template; use `spmoe run` or LLM.generate")
         if not messages:
             raise PromptError("the conversation is empty; give at least one message")
-        text = render_chat(tokenizer, messages, name)
+        text = render_chat(tokenizer, messages, name, **options)
         ids = encode(tokenizer, text, add_special_tokens=False)
         return ParsedPrompt(text, ids)
 
@@ -235,8 +238,8 @@ class Generation:
     """
 
     def __init__(self, llm: LLM, request: Request) -> None:
+        self.request = request
         self._llm = llm  # an engine is not closed while a generation is in use
-        self._request = request
         self._pieces = _pieces(llm._thread, request)
 
     def __iter__(self) -> Iterator[str]:
@@ -245,21 +248,28 @@ class Generation:
     @property
     def token_ids(self) -> list[int]:
         """Tokens so far."""
-        return self._request.token_ids
+        return self.request.token_ids
 
     @property
     def finish_reason(self) -> str:
         """Reason why the generation has ended; "interrupted" until then."""
-        return self._request.finish_reason
+        return self.request.finish_reason
 
     def stop(self) -> None:
         """End the generation after the current step; callable from a signal handler or another thread."""
-        self._request.stop()
+        self.request.stop()
 
     @property
     def stopped(self) -> bool:
         """Whether `stop` was called, even if the generation had ended by then."""
-        return self._request.stopped
+        return self.request.stopped
+
+    def send_results(self, sink: Sink) -> Callable[[], None]:
+        """Generate to the end, and send the result so far after each step to a sink; return a function that cancels.
+
+        Use this, or iterate, but not both.
+        """
+        return self._llm._thread.send_job(self.request.results, sink)
 
     def run(self) -> RequestOutput:
         """Generate to the end."""
@@ -271,9 +281,9 @@ class Generation:
     def completion(self) -> RequestOutput:
         """The result so far, between two steps."""
         try:
-            return self._llm._thread.call(self._request.completion)
+            return self._llm._thread.call(self.request.completion)
         except EngineClosed:
-            return self._request.completion()
+            return self.request.completion()
 
 
 def _pieces(thread: EngineThread, request: Request) -> Iterator[str]:
@@ -312,7 +322,7 @@ def _sampling_defaults(config: EngineConfig, directory: Path) -> tuple[SamplingP
     ]
 
 
-def _combined(parts: list[RequestOutput]) -> RequestOutput:
+def combined_output(parts: list[RequestOutput]) -> RequestOutput:
     """Return the completions of one prompt as one result."""
     if len(parts) == 1:
         return parts[0]

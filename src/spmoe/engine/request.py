@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 
 from spmoe import types
 from spmoe.config import SamplingParams
@@ -57,7 +58,7 @@ class Request:
         """End after the current step."""
         self.stopped = True
 
-    def steps(self) -> Iterator[str]:
+    def steps(self) -> Generator[str, None, None]:
         """Run the steps; yield the text of each step, which may be empty."""
         clock = self._engine.parts.clock
         self._engine.learn_cutoff()
@@ -82,6 +83,12 @@ class Request:
         finally:
             self._engine.release(sequence)
             self._flush()
+
+    def results(self) -> Iterator[RequestOutput]:
+        """Run the steps; yield the result so far after each."""
+        with closing(self.steps()) as steps:
+            for _ in steps:
+                yield self.completion()
 
     def completion(self) -> RequestOutput:
         """Return the result so far."""

@@ -49,15 +49,16 @@ def require_template_syntax(template: str, origin: str) -> None:
         return
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: str) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: str, **options: Any) -> str:
     """Return a conversation as a prompt, up to where the answer begins; the same text as `apply_chat_template`.
 
-    Raises PromptError if the template rejects the messages, takes too long, or takes too much memory.
+    `options` are further variables of the template, such as `tools`. Raises PromptError if the template rejects
+    the messages, takes too long, or takes too much memory.
     """
     from spmoe.models.template_limits import TemplateLimitError
 
     try:
-        return _render(tokenizer.get_chat_template(), messages, tokenizer.special_tokens_map)
+        return _render(tokenizer.get_chat_template(), messages, {**tokenizer.special_tokens_map, **options})
     except (TemplateLimitError, RecursionError, MemoryError) as error:
         raise PromptError(
             f"the chat template of {model} is refused ({reason(error)}); give another one with --chat-template FILE, "
@@ -73,7 +74,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: st
 _rendering = threading.Lock()  # compiled templates are shared
 
 
-def _render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> str:
+def _render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """Render a template with the variables that transformers gives it."""
     from transformers.utils import chat_template_utils as theirs
 
@@ -83,7 +84,7 @@ def _render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens
         chat = chat if prepare is None else prepare(chat)
     with _rendering:
         return _compiled(template).render(
-            **{**special_tokens, "messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+            **{"tools": None, "documents": None, "add_generation_prompt": True, **variables, "messages": chat}
         )
 
 

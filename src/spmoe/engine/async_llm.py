@@ -1,0 +1,153 @@
+"""The asynchronous Python interface: `AsyncLLM`, with the names of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple, Self
+
+from spmoe.config import SamplingParams
+from spmoe.engine.llm import LLM, Generation, combined_output
+from spmoe.engine.outputs import RequestOutput
+from spmoe.engine.prompts import Message, ParsedPrompt, Prompt, parse_conversation, parse_params, parse_prompt
+from spmoe.errors import UsageError
+
+
+class Load(NamedTuple):
+    """Number of requests that an engine works on."""
+
+    running: int  # have read at least a part of their prompts
+    waiting: int
+
+
+class AsyncLLM:
+    """An engine for asynchronous programs. A context manager; else call `close`.
+
+    Options are those of `LLM`. Requests of any number of tasks run together.
+    """
+
+    def __init__(self, *args: Any, llm: LLM | None = None, **options: Any) -> None:
+        # llm: an engine to use instead of a new one; it is closed with this object
+        self.llm = LLM(*args, **options) if llm is None else llm
+        self._numbers = count()
+        self._active: dict[str, _Active] = {}  # by request id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def load(self) -> Load:
+        """Requests that run, and requests that wait for their first step."""
+        running = sum(one.started for one in self._active.values())
+        return Load(running, len(self._active) - running)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt; yield its result so far after every step that adds tokens, and the whole one last.
+
+        The request is checked at once. It starts with the first iteration, and ends when the iterator is closed or
+        its task is cancelled. With `n` completions, all of them are in each result.
+        """
+        return self._run(parse_prompt(prompt), sampling_params, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation; see `generate`. Further options, such as `tools`, go to the chat template."""
+        prompt = self.llm.apply_chat_template(parse_conversation(messages), **template_options)
+        return self._run(prompt, sampling_params, request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request after the step under way; its iterator ends with the result so far. Unknown ids are ignored."""
+        if (active := self._active.get(request_id)) is not None:
+            active.stop()
+
+    def close(self) -> None:
+        """End all requests and close the engine. Idempotent."""
+        self.llm.close()
+
+    def _run(
+        self, prompt: ParsedPrompt, sampling_params: SamplingParams | None, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if request_id in self._active:
+            raise UsageError(f"a request with the id {request_id} runs already; choose another id")
+        (params,) = parse_params(sampling_params, 1, self.llm.get_default_sampling_params())
+        generations = self.llm.new_request(prompt, params, request_id)
+        return self._steps(request_id, generations)
+
+    async def _steps(self, request_id: str, generations: list[Generation]) -> AsyncGenerator[RequestOutput, None]:
+        active = self._active[request_id] = _Active(generations)
+        try:
+            async for results in active:
+                yield combined_output(results)
+        finally:
+            active.cancel()
+            self._active.pop(request_id, None)
+
+
+class _Active:
+    """A request in progress: iterate over it for the results so far of all its completions."""
+
+    def __init__(self, generations: list[Generation]) -> None:
+        self.started = False
+        self._generations = generations
+        self._messages: asyncio.Queue[tuple[int, str, Any]] = asyncio.Queue()  # number of the completion, message
+        self._cancels: list[Callable[[], None]] = []
+
+    async def __aiter__(self) -> AsyncGenerator[list[RequestOutput], None]:
+        loop, latest = asyncio.get_running_loop(), [one.request.completion() for one in self._generations]
+        for number, generation in enumerate(self._generations):
+            sink = _LoopSink(loop, self._messages, number)
+            self._cancels.append(generation.send_results(sink))
+        unfinished = len(self._generations)
+        while unfinished:
+            number, kind, value = await self._messages.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                unfinished -= 1
+                continue
+            self.started = True
+            tokens, latest[number] = len(latest[number].token_ids), value
+            if len(value.token_ids) > tokens:
+                yield list(latest)
+        yield latest
+
+    def stop(self) -> None:
+        """End all completions after the step under way."""
+        for generation in self._generations:
+            generation.stop()
+
+    def cancel(self) -> None:
+        """End all completions; nothing is received any more."""
+        for cancel in self._cancels:
+            cancel()
+
+
+class _LoopSink:
+    """Passes messages of one completion from the engine's thread to an event loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, str, Any]], number: int
+    ) -> None:
+        self._loop = loop
+        self._queue = queue
+        self._number = number
+
+    def put(self, message: tuple[str, Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (self._number, *message))
