@@ -20,6 +20,7 @@ from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk,
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind, position_arguments
 from spmoe.models.longrope import LongRope, rope_for_length
+from spmoe.models.ragged import RaggedPart, positions_depend_on_others, run_ragged
 from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
@@ -67,6 +68,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._captured_rows = 0
         self._spare: list[KvState] = []
+        self.batches = False  # whether `run_batch` works; see `try_batching`
+        self._joins_kv = False  # how it does
 
     @property
     def has_hidden_states(self) -> bool:
@@ -149,6 +152,52 @@ class ModelRunner:
             )
         kv.length += len(tokens)
         return EagerResult(output.logits[0])
+
+    def run_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None = None) -> list[ForwardResult]:
+        """Append tokens to several sequences in one forward, which is not captured; requires `batches`."""
+        if self._graphs is not None:
+            self._graphs.run_ahead.note_launch()
+        use_kernels = self._graphs is not None and all(len(part.tokens) <= self._captured_rows for part in parts)
+        with torch.inference_mode(), self.observing(observer), attention.without_cudnn():
+            found = run_ragged(self.model, parts, use_kernels=use_kernels, joins=self._joins_kv)
+        return [EagerResult(logits) for logits in found]
+
+    def try_batching(self) -> str | None:
+        """Find out whether sequences can share a forward; return the reason if they cannot.
+
+        Logits of two sequences together are compared with those of each sequence alone.
+        """
+        self.batches = False
+        if not self.can_rewind:
+            return "it keeps other state than keys and values"
+        if positions_depend_on_others(self.model):
+            return "its positions depend on the longest sequence of a forward"
+        reasons = []
+        for self._joins_kv in (False, True):
+            if (reason := self._compare_batch()) is None:
+                self.batches = True
+                return None
+            reasons.append(reason)
+        return reasons[-1]
+
+    def _compare_batch(self) -> str | None:
+        prompts, new = ([3, 1, 4, 1, 5, 9], [2, 6, 5]), ([3, 5], [8, 9, 7])
+        prompts, new = ([[token % self.vocab_size for token in one] for one in many] for many in (prompts, new))
+        states = [self.new_kv(64) for _ in prompts]
+        try:
+            for prompt, kv in zip(prompts, states, strict=True):
+                self.forward(prompt, kv, 1)
+            parts = [RaggedPart(tokens, kv, len(tokens)) for tokens, kv in zip(new, states, strict=True)]
+            together = torch.cat([result.logits for result in self.run_batch(parts)])
+            for prompt, kv in zip(prompts, states, strict=True):
+                kv.rewind(len(prompt))
+            alone = [self.forward(tokens, kv, len(tokens)).clone() for tokens, kv in zip(new, states, strict=True)]
+        except Exception as error:  # whatever a model's own code raises
+            return str(error) or type(error).__name__
+        expected = torch.cat(alone)
+        if not torch.allclose(together.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
+            return "it does not give the same result for several sequences at once"
+        return None
 
     def observing(
         self, observer: LayerObserver | None, on_chunk: OnChunk | None = None
