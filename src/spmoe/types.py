@@ -243,6 +243,19 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, if they are asked for
     drafts: bool = True  # False once its draft has failed
     speculation: Speculation | None = None  # what `-k auto` did; None: K is fixed
+    cached_tokens: int = 0  # of the prompt, that an earlier sequence's KV cache had
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a step has added tokens."""
+        return len(self.tokens) > self.prompt_length
+
+
+class Turn(NamedTuple):
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    max_new_tokens: int  # that the step may add
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class KvState:
     def __init__(self, config: Any, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.tokens: list[int] = []  # of the sequence; those before `length` are in the cache
         self.graphs: dict[Any, Any] = {}  # forwards captured over this cache's memory
         self.can_rewind = can_rewind(config)
         self._snapshot: _Snapshot | None = None
@@ -109,6 +110,27 @@ class KvState:
         self.length = length
         for layer in self.cache.layers:
             layer.length = length
+
+    def cut(self, length: int) -> None:
+        """Forget every position from `length` on in all layers, also those that only some layers have.
+
+        Unlike `rewind`, it does nothing for a state that is not keys and values alone.
+        """
+        if not self.can_rewind:
+            return
+        self.length = min(self.length, length)
+        for layer in self.cache.layers:
+            layer.length = self.length
+
+    def copy_prefix(self, source: KvState, length: int) -> None:
+        """Copy the first positions of another cache of the same model; both must hold keys and values alone."""
+        for layer, other in zip(self.cache.layers, source.cache.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(other.keys, other.values)
+            layer.keys[:, :, :length] = other.keys[:, :, :length]
+            layer.values[:, :, :length] = other.values[:, :, :length]
+            layer.length = length
+        self.length = length
 
     def advance(self, rows: int) -> None:
         """Count rows that kernels have appended; the layers' own `update` did not run."""

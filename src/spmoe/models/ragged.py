@@ -75,7 +75,7 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # key_states, value_states: [1, heads, rows of all sequences, dim]
         forward = _forward.get()
-        new = zip(*(states.split(forward.rows, dim=-2) for states in (key_states, value_states)), strict=True)
+        new = zip(*(torch.split(states, forward.rows, dim=-2) for states in (key_states, value_states)), strict=True)
         updated = [layer.update(*one) for layer, one in zip(self._layers, new, strict=True)]
         if forward.lengths is not None:
             updated = [(layer.keys, layer.values) for layer in self._layers]
@@ -86,7 +86,7 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return max(layer.length for layer in self._layers)
+        return max(int(layer.length) for layer in self._layers)
 
     def get_max_length(self) -> int:
         return -1
@@ -123,8 +123,10 @@ def _attend(
     unknown = [name for name, one in kwargs.items() if isinstance(one, Tensor) and name not in _SHARED_ARGUMENTS]
     if unknown or not isinstance(attention_mask, _RaggedMask | None):
         raise NotImplementedError(f"its attention needs {', '.join(unknown) or 'a mask'}, which is unsupported")
-    queries = query.split(forward.rows, dim=2)
-    keys, values = (one if isinstance(one, _Segments) else one.split(forward.positions, dim=-2) for one in (key, value))
+    queries = torch.split(query, forward.rows, dim=2)
+    keys, values = (
+        one if isinstance(one, _Segments) else torch.split(one, forward.positions, dim=-2) for one in (key, value)
+    )
     attend, found = _function(base, module), []
     for number, inputs in enumerate(zip(queries, keys, values, strict=True)):
         if forward.lengths is not None:  # the kernels of captured forwards, so that results are equal in every bit
@@ -187,7 +189,7 @@ def run_ragged(model: Any, parts: Sequence[RaggedPart], *, use_kernels: bool, jo
         )
     for part in parts:
         part.kv.length += len(part.tokens)
-    return list(output.logits[0].split([part.num_logits for part in parts]))
+    return list(torch.split(output.logits[0], [part.num_logits for part in parts]))
 
 
 def positions_depend_on_others(model: Any) -> bool:

@@ -19,6 +19,7 @@ from spmoe.models.fusion import fuse
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind, position_arguments
+from spmoe.models.kv_pool import KvPool
 from spmoe.models.longrope import LongRope, rope_for_length
 from spmoe.models.ragged import RaggedPart, positions_depend_on_others, run_ragged
 from spmoe.models.rotary import use_tables
@@ -27,8 +28,6 @@ from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 if TYPE_CHECKING:
     from spmoe.backends.graphs import CaptureContext
     from spmoe.models.decode_graphs import DecodeGraphs
-
-_MIN_CAPACITY = 1024  # positions; KV caches that graphs are captured over are larger than needed, and are reused
 
 
 class ForwardResult(Protocol):
@@ -67,8 +66,9 @@ class ModelRunner:
         self._hooks = HiddenStateHooks(self.inspection.norms)
         self._graphs: DecodeGraphs | None = None
         self._captured_rows = 0
-        self._spare: list[KvState] = []
+        self.kv_pool = KvPool(model.config, self._wait_for_launched)
         self.batches = False  # whether `run_batch` works; see `try_batching`
+        self.batching_failure: str | None = None  # the reason why it does not
         self._joins_kv = False  # how it does
 
     @property
@@ -84,7 +84,7 @@ class ModelRunner:
     @property
     def spare_kv(self) -> list[KvState]:
         """KV caches of finished sequences, which graphs are captured over."""
-        return self._spare
+        return self.kv_pool.spare
 
     @property
     def resident_bytes(self) -> int:
@@ -92,21 +92,22 @@ class ModelRunner:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.model.parameters()}
         return sum(storages.values())
 
-    def new_kv(self, capacity: int) -> KvState:
-        """Return a KV cache for one sequence of up to `capacity` positions."""
-        if self._graphs is None:
-            return KvState(self.model.config, capacity)
-        fitting = [kv for kv in self._spare if kv.capacity >= capacity]
-        if len(fitting) < len(self._spare):
-            self._graphs.recorder.wait()  # a launched draft that nobody reads may still write one that is dropped
-        self._spare = [kv for kv in fitting if kv not in fitting[:1]]
-        return fitting[0] if fitting else KvState(self.model.config, kv_capacity(capacity))
+    def new_kv(self, capacity: int, tokens: list[int] | None = None) -> KvState:
+        """Return a KV cache for one sequence of up to `capacity` positions; see `KvPool.take`."""
+        return self.kv_pool.take(capacity, tokens)
 
     def release_kv(self, kv: KvState) -> None:
-        """Keep a finished sequence's KV cache, and the graphs captured over it, for another sequence."""
+        """Keep a finished sequence's KV cache for another sequence, or free it."""
+        self.kv_pool.give_back(kv)
+
+    def plan_kv(self, limit: int | None, spare_limit: int, *, reuse_prefixes: bool) -> None:
+        """Limit the positions of KV caches; reuse prefixes of earlier sequences, if the model allows it."""
+        reusable = self.can_rewind and not positions_depend_on_others(self.model)
+        self.kv_pool.plan(limit, spare_limit, reuse_prefixes=reuse_prefixes and reusable)
+
+    def _wait_for_launched(self) -> None:
         if self._graphs is not None:
-            kv.advance(-kv.length)  # every layer, also one that an error left ahead of the others
-            self._spare.append(kv)
+            self._graphs.recorder.wait()  # a launched draft that nobody reads may still write a cache
 
     def forward(
         self,
@@ -162,27 +163,27 @@ class ModelRunner:
             found = run_ragged(self.model, parts, use_kernels=use_kernels, joins=self._joins_kv)
         return [EagerResult(logits) for logits in found]
 
-    def try_batching(self) -> str | None:
-        """Find out whether sequences can share a forward; return the reason if they cannot.
+    def try_batching(self) -> None:
+        """Find out whether sequences can share a forward: `batches`, or `batching_failure` says why not.
 
         Logits of two sequences together are compared with those of each sequence alone.
         """
-        self.batches = False
         if not self.can_rewind:
-            return "it keeps other state than keys and values"
-        if positions_depend_on_others(self.model):
-            return "its positions depend on the longest sequence of a forward"
-        reasons = []
-        for self._joins_kv in (False, True):
-            if (reason := self._compare_batch()) is None:
-                self.batches = True
-                return None
-            reasons.append(reason)
-        return reasons[-1]
+            self.batching_failure = "the model keeps other state than keys and values"
+        elif positions_depend_on_others(self.model):
+            self.batching_failure = "positions depend on the longest sequence of a forward"
+        else:
+            for self._joins_kv in (False, True):
+                self.batching_failure = self._compare_batch()
+                if self.batching_failure is None:
+                    break
+        self.batches = self.batching_failure is None
 
     def _compare_batch(self) -> str | None:
-        prompts, new = ([3, 1, 4, 1, 5, 9], [2, 6, 5]), ([3, 5], [8, 9, 7])
-        prompts, new = ([[token % self.vocab_size for token in one] for one in many] for many in (prompts, new))
+        prompts, new = (
+            [[number % self.vocab_size for number in range(first, first + count)] for first, count in sizes]
+            for sizes in (((3, 6), (20, 3)), ((9, 2), (23, 3)))  # of two sequences, of unequal lengths
+        )
         states = [self.new_kv(64) for _ in prompts]
         try:
             for prompt, kv in zip(prompts, states, strict=True):
@@ -196,7 +197,7 @@ class ModelRunner:
             return str(error) or type(error).__name__
         expected = torch.cat(alone)
         if not torch.allclose(together.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
-            return "it does not give the same result for several sequences at once"
+            return "several sequences at once do not give the result of each alone"
         return None
 
     def observing(
@@ -261,16 +262,18 @@ class ModelRunner:
             attention.use(self.model)
             self._graphs = DecodeGraphs(self.model, self.observing, capture)
             self._captured_rows = 2
+            self.kv_pool.keeps_graphs = True
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code raises during capture
             reason = str(error) or type(error).__name__
         else:
             if torch.allclose(found.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
                 self._captured_rows = rows
-                self._spare.clear()
+                self.kv_pool.clear()
                 return None
             reason = "it does not give the same result when captured"
         self._graphs, self._captured_rows = None, 0
+        self.kv_pool.keeps_graphs = False
         self.model.set_attn_implementation(before)
         for restore in undo:
             restore()
@@ -285,11 +288,6 @@ class ModelRunner:
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
         """Return the captured forwards if they can run this many rows; None also while the KV cache is empty."""
         return self._graphs if kv.length > 0 and rows <= self._captured_rows else None
-
-
-def kv_capacity(needed: int) -> int:
-    """Return the capacity of KV caches that graphs are captured over, so that most sequences can share one."""
-    return max(_MIN_CAPACITY, 1 << (needed - 1).bit_length())
 
 
 def _tolerance(logits: Tensor) -> float:
