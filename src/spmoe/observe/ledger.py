@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Self
+from operator import is_
+from typing import Any, Self
 
 
 @dataclass(slots=True)
@@ -63,6 +64,20 @@ class Counters:
         total = self.plus(other)
         for f in fields(self):
             setattr(self, f.name, getattr(total, f.name))
+
+    def shares(self, count: int, first: int) -> list[Self]:
+        """Divide the counts into nearly equal ones that add up to these; `first` gets the first of the remainders."""
+        order = [(first + number) % count for number in range(count)]
+        result = [type(self)() for _ in order]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for rank, number in enumerate(order):
+                if isinstance(value, list):
+                    share: Any = [one // count + (rank < one % count) for one in value]
+                else:
+                    share = value / count if isinstance(value, float) else value // count + (rank < value % count)
+                setattr(result[number], f.name, share)
+        return result
 
     def _combine(self, other: Counters, sign: int) -> Self:
         result = type(self)()
@@ -128,48 +143,56 @@ class Counters:
 class Ledger:
     """Owner and only writer of `counters`: one method per event, bytes derived from `blob_bytes`.
 
-    Every event belongs to one account at most: that of the request whose step began last. An account is brought up to
-    date only when another one is charged, so that counting costs nothing more. Callers of the events hold `lock`, the
-    expert pool's; `stalled`, `step` and the methods that read take it themselves.
+    Every event belongs to the accounts of the requests whose step began last, in equal shares; what `step` counts
+    belongs to one request alone. So accounts add up to the totals. They are brought up to date only when others are
+    charged, so that counting costs nothing more. Callers of the events hold `lock`, the expert pool's; `stalled`,
+    `step` and the methods that read take it themselves.
     """
 
     def __init__(self, blob_bytes: int, lock: threading.RLock | None = None) -> None:
         self.counters = Counters()  # totals of all requests, and of work between them
         self._blob_bytes = blob_bytes
         self._lock = lock or threading.RLock()
-        self._account: Counters | None = None  # of the request whose step runs or ran last
-        self._charged_from = Counters()  # totals that the account has, or that were there before it was charged
+        self._accounts: list[Counters] = []  # of the requests whose step runs or ran last
+        self._charged_from = Counters()  # totals that the accounts have, or that were there before they were charged
+        self._settled = 0  # times; another account gets the remainder each time
 
     # ---- accounts
 
-    def charge(self, account: Counters | None) -> None:
-        """Count all further events for this account too, which the ledger alone writes; None: for no account."""
-        if account is self._account:
+    def charge(self, *accounts: Counters) -> None:
+        """Count all further events for these accounts too, which the ledger alone writes."""
+        if len(accounts) == len(self._accounts) and all(map(is_, accounts, self._accounts)):
             return
         with self._lock:
             self._settle()
-            self._account = account
+            self._accounts = list(accounts)
 
     def close_account(self, account: Counters) -> None:
-        """Count no further events for this account; do nothing if another one is charged."""
-        if account is self._account:
-            self.charge(None)
+        """Count no further events for this account."""
+        if self._is_charged(account):
+            self.charge(*(one for one in self._accounts if one is not account))
 
     def snapshot(self, account: Counters | None = None) -> Counters:
         """Return a copy of an account with all counts so far; without one, of the totals."""
         with self._lock:
             if account is None:
                 return self.counters.copy()
-            if account is self._account:
+            if self._is_charged(account):
                 self._settle()
             return account.copy()
 
+    def _is_charged(self, account: Counters) -> bool:
+        return any(one is account for one in self._accounts)
+
     def _settle(self) -> None:
-        """Add the events since the last call to the charged account."""
-        now = self.counters.copy()
-        if self._account is not None:
-            self._account.add(now.minus(self._charged_from))
+        """Add the events since the last call to the charged accounts."""
+        now, count = self.counters.copy(), len(self._accounts)
+        if count:
+            new = now.minus(self._charged_from)
+            for account, share in zip(self._accounts, new.shares(count, self._settled % count), strict=True):
+                account.add(share)
         self._charged_from = now
+        self._settled += 1
 
     # ---- routed experts, at the moment a layer needs them
 
@@ -238,6 +261,7 @@ class Ledger:
 
     def step(
         self,
+        account: Counters | None = None,
         *,
         tokens: int,
         drafted: int = 0,
@@ -246,13 +270,16 @@ class Ledger:
         draft_seconds: float = 0.0,
         verify_seconds: float = 0.0,
     ) -> None:
-        """Count one step: `tokens` new ones, `missing` routed experts that were in no slot when it began."""
+        """Count one step of a request: `tokens` new ones, `missing` routed experts that were in no slot before."""
         with self._lock:
-            self.counters.steps += 1
-            self.counters.tokens += tokens
-            self.counters.count_draft(drafted, accepted, missing)
-            self.counters.draft_seconds += draft_seconds
-            self.counters.verify_seconds += verify_seconds
+            # of an account, these counts are settled at once
+            written = [self.counters] if account is None else [self.counters, self._charged_from, account]
+            for counters in written:
+                counters.steps += 1
+                counters.tokens += tokens
+                counters.count_draft(drafted, accepted, missing)
+                counters.draft_seconds += draft_seconds
+                counters.verify_seconds += verify_seconds
 
     @contextmanager
     def ignore_demand(self) -> Iterator[None]:

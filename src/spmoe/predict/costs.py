@@ -216,8 +216,11 @@ class CostModel:
         experts_per_layer: int,
         top_k: int,
         prior: CostPrior | None = None,
+        sequences: int = 1,
     ) -> None:
+        # sequences: that run together, each with K + 1 rows
         self.rates = Rates.of(prior, layers)
+        self._sequences = sequences
         self.noise = _NOISE**2  # relative variance of a step's seconds
         self._ks = np.array(lengths)
         self._index = {k: i for i, k in enumerate(lengths)}
@@ -255,7 +258,7 @@ class CostModel:
 
     def steps(self, proposal_rate: float) -> StepSeconds:
         """Return the seconds of a step with each K, if this share of steps has a draft."""
-        needed = self._routing.needed(self._ks + 1.0)
+        needed = self._routing.needed(self._sequences * (self._ks + 1.0))
         shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
         missing = needed * shares
         missing = proposal_rate * missing + (1 - proposal_rate) * missing[0]
@@ -303,8 +306,8 @@ class CostModel:
         if step.needed <= 0:  # every expert is resident, and nobody asks the host for them
             return
         self._counts_needed = True
-        if step.drafted:
-            self._routing.learn(step.drafted + 1, step.needed)
+        if (rows := self._sequences * (step.drafted + 1)) > 1:
+            self._routing.learn(rows, step.needed)
         share = step.missing / step.needed
         if self._shares is None:
             if not step.missing:
@@ -368,7 +371,7 @@ class CostModel:
 
     def _start(self, compute: float, load: float, row: float, seconds: float) -> None:
         """Start from a step of plain decoding that takes `seconds`, of which `compute` without loads."""
-        experts = float(self._routing.needed(np.ones(1))[0])
+        experts = float(self._routing.needed(np.full(1, self._sequences))[0])
         rates = [(1 - _EXPERT_SHARE) * compute, load, row, _EXPERT_SHARE * compute / experts]
         deviations = [0.5 * seconds, 0.5 * load, 0.2 * seconds, _EXPERT_SHARE * seconds / experts]
         own = len(self._ks)

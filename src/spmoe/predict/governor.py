@@ -15,7 +15,7 @@ Nothing here reads a clock, a device or a random number: the same reports lead t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -111,12 +111,19 @@ class Governor:
     """Chooser of K, updated after every step; `current` is the K of the next step."""
 
     def __init__(
-        self, most: int, layers: int, experts_per_layer: int, top_k: int, prior: CostPrior | None = None
+        self,
+        most: int,
+        layers: int,
+        experts_per_layer: int,
+        top_k: int,
+        prior: CostPrior | None = None,
+        sequences: int = 1,
     ) -> None:
+        # sequences: that run together, all with the same K
         self.lengths = tuple(k for k in LENGTHS if k <= most)
         self.current = 0
         self.acceptance = AcceptanceModel(most)
-        self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior)
+        self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior, sequences)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
         self._reported: StepReport | None = None  # a step that `learn_reported` will learn from
@@ -368,6 +375,35 @@ class Governor:
         missing = float(found.steps.inputs[i, 1])
         loads = self.costs.load / float(found.seconds[i])
         return self.costs.noise + loads**2 * OVERDISPERSION * missing + (0.15 if i else 0.0)
+
+
+class Governors:
+    """Governors by number of sequences that run together: each number has costs of its own.
+
+    Numbers up to the next power of two share a governor. `make` gets such a power and returns its governor, new or one
+    that has learned before.
+    """
+
+    def __init__(self, make: Callable[[int], Governor]) -> None:
+        self._make = make
+        self._governors: dict[int, Governor] = {}
+
+    def of(self, sequences: int) -> Governor:
+        """Return the governor of steps of so many sequences."""
+        size = 1 << (sequences - 1).bit_length()
+        if size not in self._governors:
+            self._governors[size] = self._make(size)
+        return self._governors[size]
+
+    def begin_request(self) -> None:
+        """Take note that another text begins."""
+        for governor in self._governors.values():
+            governor.begin_request()
+
+    def learn_reported(self) -> None:
+        """Learn from the steps that were reported last, if that was not done yet."""
+        for governor in self._governors.values():
+            governor.learn_reported()
 
 
 def _alike(one: StepReport, other: StepReport) -> bool:
