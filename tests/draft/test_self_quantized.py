@@ -210,7 +210,7 @@ def test_proposals_are_the_quantized_models_argmax(pair: Pair, name: str) -> Non
             for _ in range(k):
                 step = [int(model(torch.tensor([step]), past_key_values=cache).logits[0, -1].argmax())]
                 proposed += step
-        sequence = Request(llm.engine, 99, tokens, GREEDY)._new_sequence()
+        sequence = Request(llm.engine, llm._scheduler, 99, tokens, GREEDY)._new_sequence()
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(tokens[:-1], kv, num_logits=1)
         assert original([sequence], k, NoObservers())[0].tokens == proposed
@@ -219,7 +219,7 @@ def test_proposals_are_the_quantized_models_argmax(pair: Pair, name: str) -> Non
 def test_sampled_proposals_are_drawn_from_the_quantized_models_distribution(pair: Pair) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=0.7, top_k=20, seed=3)
     with build(pair.target, "int4", num_speculative_tokens=3) as llm:
-        sequence = Request(llm.engine, 99, PROMPTS[1], params)._new_sequence()
+        sequence = Request(llm.engine, llm._scheduler, 99, PROMPTS[1], params)._new_sequence()
         llm.engine.parts.target_kv[sequence.id] = kv = llm.engine.target.new_kv(64)
         llm.engine.target.forward(PROMPTS[1][:-1], kv, num_logits=1)
         (draft,) = drafter_of(llm).propose([sequence], 3, NoObservers())

@@ -15,6 +15,7 @@ from spmoe.errors import DraftError, UsageError
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
+from spmoe.models.ragged import RaggedPart
 from spmoe.models.runner import ModelRunner
 from spmoe.registry import DRAFTERS
 from spmoe.verify.filters import probabilities
@@ -61,6 +62,8 @@ class DraftModel(Drafter):
         return cls(context.runner, context.vocab_size, context.prefill_chunk, context.run_ahead)
 
     def propose(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        if len(sequences) > 1 and k and self.runner.batches:
+            return self._propose_together(sequences, k, observers)
         return [self._propose(sequence, k, observers) for sequence in sequences]
 
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
@@ -95,7 +98,7 @@ class DraftModel(Drafter):
             return types.Draft([])
         kv = self._states.get(sequence.id)
         if kv is None:
-            kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity)
+            kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
         elif k == 0:
             return types.Draft([])
         self._catch_up(sequence, kv)
@@ -110,6 +113,26 @@ class DraftModel(Drafter):
                 logits = self.runner.forward(tokens[-1:], kv, 1, observer=observer)
             tokens.append(self._choose(logits, sequence, tokens))
         return types.Draft(tokens)
+
+    def _propose_together(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        """Propose tokens for several sequences, whose prompts are read, with one forward per position."""
+        drafts: dict[int, list[int]] = {one.id: [] for one in sequences}
+        fitting = [one for one in sequences if len(one.tokens) + k <= self.runner.max_positions]
+        for sequence in fitting:
+            if sequence.id not in self._states:
+                self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
+            self._catch_up(sequence, self._states[sequence.id])
+        for position in range(k if fitting else 0):
+            parts = []
+            for sequence in fitting:
+                kv, drafted = self._states[sequence.id], drafts[sequence.id]
+                new = drafted[-1:] if drafted else self._known_tokens(sequence.tokens[kv.length :])
+                parts.append(RaggedPart(new, kv, 1))
+            chunks = 1 if position else FIRST_PASS_CHUNKS
+            results = self.runner.run_batch(parts, self._observer(types.Stage.DRAFT, observers, chunks))
+            for sequence, result in zip(fitting, results, strict=True):
+                drafts[sequence.id].append(self._choose(result.logits, sequence, drafts[sequence.id]))
+        return [types.Draft(drafts[one.id]) for one in sequences]
 
     def _catch_up(self, sequence: types.Sequence, kv: KvState) -> None:
         """Read all but the newest token of steps without a draft; they predict nothing that is still to come."""

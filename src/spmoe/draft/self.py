@@ -6,10 +6,10 @@ experts that its routers select are the prediction: no other gate is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.registry import DRAFTERS
-
-if TYPE_CHECKING:
-    pass
 
 
 class QuantizedSelfRunner(ModelRunner):
@@ -143,6 +140,15 @@ class SelfDraft(DraftModel):
 
     def release(self, sequence_id: int) -> None:
         """Do nothing: the KV caches are the target's."""
+
+    def _propose_together(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
+        states = [self._states[sequence.id] for sequence in sequences]
+        lengths = [kv.length for kv in states]
+        try:
+            return super()._propose_together(sequences, k, observers)
+        finally:
+            for kv, length in zip(states, lengths, strict=True):
+                kv.rewind(length)  # the target appends the same positions again
 
     def _propose(self, sequence: types.Sequence, k: int, observers: Observers) -> types.Draft:
         if k == 0:
