@@ -391,6 +391,10 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+# options of engines that measure or compare: one request at a time, each read from its start
+ONE_BY_ONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+
+
 @_validated
 class EngineConfig:
     """All options of an engine."""
@@ -410,6 +414,8 @@ class EngineConfig:
     expert_format: Annotated[str, _one_of(expert_formats)] = "auto"  # auto: the checkpoint's own
     max_model_len: Annotated[Annotated[Whole, Field(ge=2)] | None, Field(description="at least 2")] = None
     prefill_chunk: Annotated[Whole, Field(ge=1, description="at least 1")] = 512
+    max_num_seqs: Annotated[Whole, Field(ge=1, description="at least 1")] = 8  # sequences that run together
+    enable_prefix_caching: Switch = True  # start from KV caches of earlier sequences with the same first tokens
     link_gbps: Annotated[
         Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None, Field(description="a speed above 0")
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.costs import StepReport
 from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor
-from spmoe.types import Admission, PrefetchRequests, Sequence
+from spmoe.types import Admission, PrefetchRequests, Turn
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
 
@@ -73,8 +74,8 @@ def test_k_of_the_launched_draft_is_used_in_the_next_step(mixtral_pair: Pair, mo
     found: list[int] = []
     original = Loop._num_draft_tokens
 
-    def num_draft_tokens(self: Loop, sequence: Sequence, max_new_tokens: int) -> int:
-        found.append(original(self, sequence, max_new_tokens))
+    def num_draft_tokens(self: Loop, turns: Sequence[Turn]) -> int:
+        found.append(original(self, turns))
         return found[-1]
 
     monkeypatch.setattr(Loop, "_num_draft_tokens", num_draft_tokens)

@@ -70,7 +70,7 @@ def test_step_of_a_closed_engine_is_refused(mixtral_pair: Pair, expert_memory: s
     llm.close()
     sequence = types.Sequence(99, list(PROMPT), len(PROMPT), TEN, PositionNoise(0), 32)
     with pytest.raises(SpmoeError, match="the engine was closed"):
-        llm.engine.step(sequence, 10)
+        llm.engine.step([types.Turn(sequence, 10)])
     assert sequence.tokens == PROMPT
 
 

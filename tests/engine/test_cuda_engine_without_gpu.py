@@ -48,7 +48,7 @@ from spmoe.backends.kernels import attention, dense, experts, inputs, packed, ro
 from spmoe.bench.configs import make_configs
 from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
-from spmoe.config import Cutoff, Size
+from spmoe.config import ONE_BY_ONE, Cutoff, Size
 from spmoe.engine import build
 from spmoe.engine.llm import Generation
 from spmoe.engine.runtime import ExpertRuntime
@@ -198,6 +198,7 @@ def test_captured_drafts_propose_and_predict_as_eager_ones(cuda: FakeCuda, pair:
     found = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 3, "cutoff": "all", "enforce_eager": eager, "progress": False}
+        options |= ONE_BY_ONE
         with LLM(str(pair.target), str(pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
             counters = llm.generate(PROMPT, GREEDY)[0].stats.counters
             found.append((counters.drafted_at, counters.accepted_at, counters.prefetches_requested))
@@ -210,6 +211,7 @@ def test_switching_policies_does_not_replay_graphs_of_another_policy(cuda: FakeC
     expected, found = greedy(reference(mixtral_pair.target), PROMPT, COUNT), []
     for eager in (False, True):
         options = {"num_speculative_tokens": 3, "prefetch": "on-demand", "enforce_eager": eager, "progress": False}
+        options |= ONE_BY_ONE
         with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:  # type: ignore[arg-type]
             with llm.engine.record() as recording:
                 assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
@@ -447,7 +449,7 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
 def test_warm_up_of_later_draft_passes_keeps_the_kv_cache(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     """The first request drafts one token only, so the later passes are captured during a longer one."""
     expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
-    options = {"num_speculative_tokens": 3, "dtype": "float32", "progress": False}
+    options = {"num_speculative_tokens": 3, "dtype": "float32", "progress": False, **ONE_BY_ONE}
     with LLM(str(mixtral_pair.target), "self:int8", **options) as llm:  # type: ignore[arg-type]
         llm.generate([7], SamplingParams(max_tokens=3, ignore_eos=True))
         (kv,) = llm.engine.target.spare_kv
@@ -562,6 +564,7 @@ def test_experts_without_kernels_are_predicted_as_in_eager_forwards(cuda: FakeCu
     prefetches = []
     for eager in (False, True):
         options = {"num_speculative_tokens": 0, "prefetch": "next-gate", "enforce_eager": eager, "progress": False}
+        options |= ONE_BY_ONE
         with LLM(str(mixtral_pair.target), None, dtype="float32", **options) as llm:  # type: ignore[arg-type]
             prefetches.append(llm.generate(PROMPT, GREEDY)[0].stats.counters.prefetches_requested)
     assert prefetches[0] == prefetches[1] > COUNT
@@ -731,7 +734,9 @@ def test_interrupt_restores_the_experts_of_the_target(
 
 
 def test_prompts_of_any_length_share_scratch_memory(cuda: FakeCuda, mixtral_pair: Pair) -> None:
-    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(4)) as llm:
+    with LLM(
+        str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(4), **ONE_BY_ONE
+    ) as llm:
         backend = llm.engine.parts.runtime.cuda
         assert backend is not None
         for length in (3, 64, 65, 100, 127, 129, 180, 240):

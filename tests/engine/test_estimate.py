@@ -11,7 +11,7 @@ import torch
 
 from sparse_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, mistral_7b, mixtral_8x7b
 from spmoe.backends.devices import DeviceFacts
-from spmoe.config import EngineConfig
+from spmoe.config import ONE_BY_ONE, EngineConfig
 from spmoe.engine import hardware as hardware_module
 from spmoe.engine.estimate import ROUTING, Case, Estimate, make_estimate
 from spmoe.engine.hardware import find_hardware
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(models: dict[str, str], draft: str | None = None, k: int | None = None, **hardware: Any) -> Estimate:
-    config = EngineConfig.make(model=models["target"])
+    config = EngineConfig.make(model=models["target"], **ONE_BY_ONE)
     return make_estimate(config, models.get(str(draft), draft), k, **{**DESKTOP, **hardware})
 
 
@@ -123,7 +123,7 @@ def test_more_of_anything_is_faster(models: dict[str, str]) -> None:
 
 
 def test_acceptance_decides_between_drafting_and_not(models: dict[str, str]) -> None:
-    config = EngineConfig.make(model=models["target"])
+    config = EngineConfig.make(model=models["target"], **ONE_BY_ONE)
     bad, good = (
         make_estimate(config, models["draft"], 4, acceptance, **{**DESKTOP, "device_memory": 48 * GIB})
         for acceptance in (0.1, 0.95)
@@ -178,7 +178,7 @@ def test_device_that_is_here_is_measured(monkeypatch: pytest.MonkeyPatch, models
     monkeypatch.setattr(hardware_module, "free_memory", lambda device: 39 * GIB)
     monkeypatch.setattr(hardware_module, "link_bandwidth", lambda device, size: 20e9 if size == BLOB else 1e9)
     monkeypatch.setattr(hardware_module, "memory_bandwidth", lambda device: 1500e9)
-    config = EngineConfig.make(model=models["target"])
+    config = EngineConfig.make(model=models["target"], **ONE_BY_ONE)
     hardware = make_estimate(config, "none", None, host_memory=128 * GIB).hardware
     assert (hardware.device_name, hardware.device_memory, hardware.link_gbps) == ("NVIDIA Test", 39 * GIB, 20.0)
     assert hardware.device_gbps == 1500.0

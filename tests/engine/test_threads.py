@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spmoe.engine import build, threads
 from spmoe.engine.plan import make_plan
 from spmoe.engine.profiling import slow_draft_notice
 from spmoe.engine.threads import IntraOpThreads, compute_times, thread_counts
-from spmoe.types import Sequence
+from spmoe.types import Turn
 
 TimePass = Callable[[Any, int], float]
 
@@ -177,9 +177,9 @@ def test_prompts_may_run_with_more_threads(
         assert (llm.engine.parts.threads.decode, llm.engine.parts.threads.prompt) == (1, 4)
         counts, step = [], llm.engine.loop.step
 
-        def record(sequence: Sequence, most: int) -> list[int]:
+        def record(turns: Sequence[Turn]) -> list[list[int]]:
             counts.append(torch.get_num_threads())
-            return step(sequence, most)
+            return step(turns)
 
         monkeypatch.setattr(llm.engine.loop, "step", record)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -203,9 +203,9 @@ def test_the_number_is_in_force_on_any_thread_and_restored_there(
         (llm,) = engines
         step = llm.engine.loop.step
 
-        def record(sequence: Sequence, most: int) -> list[int]:
+        def record(turns: Sequence[Turn]) -> list[list[int]]:
             counts.append(torch.get_num_threads())
-            return step(sequence, most)
+            return step(turns)
 
         monkeypatch.setattr(llm.engine.loop, "step", record)
         llm.generate("abc", SamplingParams(max_tokens=1))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from spmoe import types
 from spmoe.backends.devices import choose_device, device_facts
-from spmoe.config import SamplingParams
+from spmoe.config import ONE_BY_ONE, SamplingParams
 from spmoe.draft.base import Drafter, Observers
 from spmoe.engine.llm import LLM
 from spmoe.errors import reason
@@ -161,6 +161,7 @@ def _run_checks(found: dict[str, str], target: str, draft: str, expected: list[i
         "dtype": "float32",
         "device": device,
         "progress": False,
+        **ONE_BY_ONE,
     }
 
     def attempt(check: str, run: Callable[..., str], *args: Any) -> None:
@@ -208,7 +209,8 @@ def check_formats(family: str, directory: Path, device: str = "cpu") -> FormatsR
 
 def _check_packed(target: str, draft: str, expected: list[int], device: str) -> str:
     """Compare tokens, without and with speculation, with all experts in slots and with 30% of them."""
-    options: dict[str, Any] = {"num_speculative_tokens": K, "cutoff": "all", "dtype": "float32", "device": device}
+    options: dict[str, Any] = {"num_speculative_tokens": K, "cutoff": "all", "dtype": "float32", **ONE_BY_ONE}
+    options["device"] = device
     memory: str | int = "100%"
     for _ in range(2):
         with LLM(target, draft, expert_memory=memory, progress=False, **options) as llm:

@@ -19,7 +19,7 @@ from spmoe.backends.devices import empty_device_cache
 from spmoe.bench.ceilings import Ceilings, all_experts_fit, machine, measure_ceilings
 from spmoe.bench.configs import BenchConfig
 from spmoe.bench.step_timeline import StepTimeline
-from spmoe.config import DraftTokens, SamplingParams, Size, max_draft_tokens
+from spmoe.config import ONE_BY_ONE, DraftTokens, SamplingParams, Size, max_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Generation
 from spmoe.engine.memory import MemoryPlan
@@ -237,6 +237,7 @@ class BenchRunner:
         most = max(max_draft_tokens(config.draft_tokens) for config in self.job.configs)
         store, self._host_store = self._host_store, None
         try:
+            options = {**options, **ONE_BY_ONE}
             llm = LLM(**options, expert_memory=memory, prefetch=ON_DEMAND, num_speculative_tokens=most, store=store)
         except BaseException:
             if store is not None:

@@ -83,7 +83,7 @@ def chat(
         _require_new(save_file, own, f"add --load {save_file} to continue the conversation in it, or choose")
     template = _check_template(engine["model"], chat_template)
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or (sys.stderr is not None and sys.stderr.isatty()))
-    with load(engine, progress=not as_json) as llm:
+    with load({**engine, "enable_prefix_caching": True}, progress=not as_json) as llm:
         if template is not None and llm.engine.parts.tokenizer is not None:
             llm.engine.parts.tokenizer.chat_template = template
         model = engine["model"] or _INCLUDED_PAIR

@@ -11,7 +11,7 @@ from rich.table import Table
 from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, stderr
 from spmoe.cli.output import Console, is_quiet
-from spmoe.config import SamplingParams, format_bytes
+from spmoe.config import ONE_BY_ONE, SamplingParams, format_bytes
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Activity, Span
 
@@ -79,7 +79,7 @@ def _balanced_link(prompt: str, params: SamplingParams, options: dict[str, Any])
     """
     from spmoe.engine.llm import LLM
 
-    with LLM(**options, **MODES["speculation, on demand"]) as llm:
+    with LLM(**options, **ONE_BY_ONE, **MODES["speculation, on demand"]) as llm:
         counters = llm.generate(prompt, params)[0].stats.counters
     compute_seconds = counters.draft_seconds + counters.verify_seconds - counters.stall_seconds
     return max(_MIN_LINK_GBPS, float(f"{counters.demand_bytes / max(compute_seconds, 1e-6) / 1e9:.1g}"))
@@ -91,7 +91,7 @@ def _run(mode: str, prompt: str, params: SamplingParams, options: dict[str, Any]
     from spmoe.engine.llm import LLM
     from spmoe.observe.progress import progress_bar
 
-    with progress_bar(mode, options["progress"]) as report, LLM(**options, **MODES[mode]) as llm:
+    with progress_bar(mode, options["progress"]) as report, LLM(**options, **ONE_BY_ONE, **MODES[mode]) as llm:
         llm.generate(prompt, params)
         return DemoRun(*generate_with_timeline(llm, prompt, params, lambda done: report(done, params.max_tokens)))
 

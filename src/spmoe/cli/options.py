@@ -20,7 +20,7 @@ from spmoe.cli.interrupts import import_engine
 from spmoe.cli.output import is_quiet, note
 from spmoe.cli.output import stderr as stderr  # commands import it from here
 from spmoe.cli.panels import in_panel
-from spmoe.config import DEFAULT_MAX_TOKENS, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
+from spmoe.config import DEFAULT_MAX_TOKENS, ONE_BY_ONE, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError, printable
 from spmoe.files import config_directory, model_directory
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
@@ -146,7 +146,7 @@ def _engine(
         ),
     ] = "auto",
 ) -> dict[str, Any]:
-    options = dict(locals())
+    options = {**locals(), **ONE_BY_ONE}
     config = EngineConfig.make(**{**options, "model": model or ""})  # checked before torch is imported
     config.require_runnable()
     draft_name = config.resolved_draft

@@ -67,7 +67,8 @@ def stats_table(stats: Stats) -> Table:
     table = Table(title="; ".join(titles) or None, show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("tokens", f"{stats.prompt_tokens} in, {stats.output_tokens} out, {c.steps} steps")
+    cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
+    table.add_row("tokens", f"{stats.prompt_tokens} in{cached}, {stats.output_tokens} out, {c.steps} steps")
     tpot = stats.tpot_seconds
     speed = f", TPOT {1e3 * tpot:.1f} ms ({1 / tpot:.1f} tokens/s)" if tpot else ""
     table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")

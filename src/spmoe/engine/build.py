@@ -153,6 +153,12 @@ def _build(
             max_length,
             notices,
         )
+        if config.max_num_seqs > 1:
+            for runner in runners:
+                runner.try_batching()
+        for runner in runners:
+            limit = None if device.type == "cpu" else memory.kv_positions
+            runner.plan_kv(limit, memory.kv_positions, reuse_prefixes=config.enable_prefix_caching)
         target.connect(experts, runtime.backend)
         resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
         parts = EngineParts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from spmoe.backends.devices import limit_memory
 from spmoe.config import EngineConfig, Size
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
-from spmoe.engine.loop import Loop
+from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import (
@@ -36,11 +37,11 @@ from spmoe.observe.ledger import Counters
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
-from spmoe.predict.governor import Governor
+from spmoe.predict.governor import Governor, Governors
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
-from spmoe.types import Sequence
+from spmoe.types import Sequence, Turn
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "overlap"})
 
@@ -96,37 +97,68 @@ class Engine:
         """The drafter, or none while K is 0."""
         return self.parts.drafter if self.config.max_draft_tokens else NoDraft()
 
-    def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
+    def step(self, turns: abc.Sequence[Turn]) -> list[list[int]]:
         """Run one step, on the calling thread, with the engine's number of intra-op threads; see `Loop.step`.
 
-        A draft that fails costs the sequence its drafts, not the request. After any other error that is not one of
-        spmoe's own, the engine starts again with empty slots, so that the next request finds it in order.
+        A draft that fails costs its sequences their drafts, not their requests. After any other error that is not one
+        of spmoe's own, the engine starts again with empty slots, so that the next request finds it in order.
         """
+        sequences = [turn.sequence for turn in turns]
+        with self._guarded(sequences):
+            try:
+                return self.loop.step(turns)
+            except DraftError as error:
+                self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
+                self.recover()
+                for sequence in sequences:
+                    self.release(sequence)  # a draft may share the target's KV cache
+                    sequence.drafts = False
+        return [new for turn in turns for new in self.step([turn])]
+
+    def read_prompt(self, sequence: Sequence) -> bool:
+        """Read a chunk of a long prompt; see `Loop.read_prompt`."""
+        with self._guarded([sequence]):
+            return self.loop.read_prompt(sequence)
+
+    @contextmanager
+    def _guarded(self, sequences: abc.Sequence[Sequence]) -> Iterator[None]:
+        """Run with the engine's number of threads; bring the engine into order after an unexpected error."""
         if self._failure is not None:
             raise SpmoeError(
                 f"the engine failed ({reason(self._failure)}) and could not be restored; build another one"
             ) from self._failure
-        reads_prompt = sequence.id not in self.parts.target_kv
+        unread = [len(one.tokens) for one in sequences if not self.loop.has_read(one)]
         try:
-            with self.parts.threads.in_force(len(sequence.tokens) if reads_prompt else 1):
-                return self.loop.step(sequence, max_new_tokens)
-        except DraftError as error:
-            self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
-            self.recover()
-            self.release(sequence)  # a draft may share the target's KV cache
-            sequence.drafts = False
-            return self.step(sequence, max_new_tokens)
+            with self.parts.threads.in_force(max(unread, default=1)):
+                yield
         except SpmoeError:
+            self.loop.distrust(sequences)
             raise
         except torch.OutOfMemoryError as error:
+            self.loop.distrust(sequences)
             self.recover()
             raise BudgetError(
-                f"a context of {sequence.capacity} tokens does not fit in the device's memory beside the weights and "
-                "the experts; lower --max-model-len or --expert-memory"
+                f"a context of {max(one.capacity for one in sequences)} tokens does not fit in the device's memory "
+                "beside the weights and the experts; lower --max-model-len or --expert-memory"
             ) from error
         except BaseException:
+            self.loop.distrust(sequences)
             self.recover()
             raise
+
+    def undo_step(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Take back a step that has failed: its sequences are as they were before."""
+        self.loop.undo_step(sequences)
+
+    def has_kv_place(self, sequence: Sequence) -> bool:
+        """Return whether the KV caches of another sequence fit into the memory that is planned for them."""
+        runners = [runner for runner in (self.target, self.active_drafter.runner) if runner is not None]
+        return all(runner.kv_pool.has_place(sequence.capacity) for runner in runners)
+
+    def note_batching(self) -> None:
+        """Add a notice if requests that run at the same time cannot share their steps."""
+        if (reason := self.target.batching_failure) is not None:
+            self._add_notice(f"requests of {self.config.model} run in turns, not together ({reason})")
 
     def release(self, sequence: Sequence) -> None:
         """Drop a request's state, however it ended."""
@@ -241,7 +273,7 @@ class Engine:
     def _make_loop(self, policy: PrefetchPolicy | None = None) -> Loop:
         config, parts, drafter = self.config, self.parts, self.active_drafter
         policy = policy or self.prefetching.policy
-        governor, rates, admission = self._deciders(policy)
+        governors, rates, admission = self._deciders(policy)
         return Loop(
             parts.models.target,
             drafter,
@@ -252,12 +284,12 @@ class Engine:
             config.prefill_chunk,
             parts.target_kv,
             rates,
-            governor,
+            governors,
             admission,
             self._add_notice,
         )
 
-    def _deciders(self, policy: PrefetchPolicy) -> tuple[Governor | None, Rates, PrefetchAdmission | None]:
+    def _deciders(self, policy: PrefetchPolicy) -> tuple[Governors | None, Rates, PrefetchAdmission | None]:
         """Return what chooses K (None: fixed), the rates of a step's parts, and what admits prefetches (None: all).
 
         They continue from what they have learned in this and earlier runs.
@@ -269,17 +301,24 @@ class Engine:
         shape = (inputs.layers, inputs.experts_per_layer, inputs.top_k)
         profile = self.prefetching.profile
         prior = None if profile is None else cost_prior(profile, inputs)
-        governor = None
+
+        def make_governor(sequences: int) -> Governor:
+            path = file if sequences == 1 else file.with_stem(f"{file.stem}-{sequences}")
+            if path not in learned.governors:
+                most = min(config.max_draft_tokens, MAX_BATCH_ROWS // sequences - 1)
+                known = prior if sequences == 1 else None  # of one row
+                learned.governors[path] = Governor(most, *shape, known, sequences)
+                read_governor(path, learned.governors[path])
+            return learned.governors[path]
+
+        governors = None
         if config.num_speculative_tokens == "auto" and parts.drafter.proposes:
-            if file not in learned.governors:
-                learned.governors[file] = Governor(config.max_draft_tokens, *shape, prior)
-                read_governor(file, learned.governors[file])
-            governor = learned.governors[file]
-            learned.rates[file] = governor.costs.rates
+            governors = Governors(make_governor)
+            learned.rates[file] = governors.of(1).costs.rates
         rates = learned.rates.setdefault(file, Rates.of(prior, inputs.layers))
         if not policy.admits:
-            return governor, rates, None
-        return governor, rates, learned.admissions.setdefault(file, PrefetchAdmission(*shape, rates))
+            return governors, rates, None
+        return governors, rates, learned.admissions.setdefault(file, PrefetchAdmission(*shape, rates))
 
     def _change_eviction(self, config: EngineConfig, learned: LearnedState | None) -> None:
         name, known = config.eviction_policy, (learned or self.learned).evictions

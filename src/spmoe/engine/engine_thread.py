@@ -65,11 +65,11 @@ class _Stop(_Call[None]):
 class Job(Generic[T]):
     """Work in steps: an iterator that the thread advances by one item at a time, in turns with other jobs.
 
-    Iterate over it for the items. It ends early, after the step under way, once `cancel` is called, and when the job
-    object itself is dropped.
+    Iterate over it for the items that are not None. It ends early, after the step under way, once `cancel` is called,
+    and when the job object itself is dropped.
     """
 
-    def __init__(self, thread: EngineThread, start: Callable[[], Iterator[T]]) -> None:
+    def __init__(self, thread: EngineThread, start: Callable[[], Iterator[T | None]]) -> None:
         self._thread = thread
         self._work = _Work(start)
         self._ended = False
@@ -114,7 +114,8 @@ class _Work:
                 return False
             if self._iterator is None:
                 self._iterator = self._start()
-            self._sink.put(("item", next(self._iterator)))
+            if (item := next(self._iterator)) is not None:
+                self._sink.put(("item", item))
             return True
         except StopIteration:
             self._end(("end", None))
@@ -172,7 +173,7 @@ class EngineThread:
         if self._closing:
             raise EngineClosed
 
-    def job(self, start: Callable[[], Iterator[T]]) -> Job[T]:
+    def job(self, start: Callable[[], Iterator[T | None]]) -> Job[T]:
         """Start a job; `start` is called on the thread and returns the iterator."""
         return Job(self, start)
 

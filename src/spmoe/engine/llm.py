@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self
 from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
-from spmoe.engine.engine_thread import EngineClosed, EngineThread, Sink
+from spmoe.engine.engine_thread import EngineClosed, EngineThread, Job, Sink
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import (
     Message,
@@ -27,6 +27,7 @@ from spmoe.engine.prompts import (
 )
 from spmoe.engine.request import Request
 from spmoe.engine.sampling import default_sampling_params
+from spmoe.engine.scheduler import Scheduler
 from spmoe.engine.stats import Stats
 from spmoe.errors import PromptError, UsageError
 from spmoe.files import config_directory, model_directory
@@ -64,6 +65,8 @@ class LLM:
         expert_format: str = "auto",
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
+        max_num_seqs: int = 8,
+        enable_prefix_caching: bool = True,
         link_gbps: float | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         device_memory: str | int | Size | None = "auto",
@@ -95,6 +98,7 @@ class LLM:
         except BaseException:
             self.close()
             raise
+        self._scheduler = Scheduler(self.engine, config.max_num_seqs)  # used on the engine's thread alone
         self._default_params, notices = defaults
         self.engine.notices.extend(notices)
 
@@ -114,7 +118,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt, one after the other. There is one SamplingParams for all, or one per prompt.
+        """Complete each prompt, several at a time. There is one SamplingParams for all, or one per prompt.
 
         A prompt is text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
         """
@@ -156,7 +160,14 @@ class LLM:
     def _generate(self, prompts: list[ParsedPrompt], sampling_params: Any) -> list[RequestOutput]:
         params = parse_params(sampling_params, len(prompts), self._default_params)
         requests = [self.new_request(*one) for one in zip(prompts, params, strict=True)]  # checks all before any runs
-        return [combined_output([generation.run() for generation in request]) for request in requests]
+        generations = [generation for request in requests for generation in request]
+        try:
+            for generation in generations:
+                generation.start()
+            return [combined_output([generation.run() for generation in request]) for request in requests]
+        finally:
+            for generation in generations:
+                generation.cancel()
 
     def _stream(self, prompt: ParsedPrompt, sampling_params: Any) -> Generation:
         (params,) = parse_params(sampling_params, 1, self._default_params)
@@ -177,6 +188,7 @@ class LLM:
                 self,
                 Request(
                     self.engine,
+                    self._scheduler,
                     next(self._sequence_ids),
                     token_ids,
                     replace(params, seed=seed),
@@ -233,14 +245,15 @@ class LLM:
 class Generation:
     """A completion in progress. Iterate over it for text; `completion` is the result so far, also after Ctrl-C.
 
-    It runs on the engine's thread from the first iteration on, also while nobody iterates. The engine's side does not
-    refer to this object, so that a generation ends when it is dropped.
+    It runs on the engine's thread from `start` or the first iteration on, also while nobody iterates. The engine's side
+    does not refer to this object, so that a generation ends when it is dropped.
     """
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self.request = request
         self._llm = llm  # an engine is not closed while a generation is in use
-        self._pieces = _pieces(llm._thread, request)
+        self._job: Job[str] | None = None
+        self._pieces = self._iterate()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -255,9 +268,19 @@ class Generation:
         """Reason why the generation has ended; "interrupted" until then."""
         return self.request.finish_reason
 
+    def start(self) -> None:
+        """Start now instead of with the first iteration."""
+        if self._job is None:
+            self._job = self._llm._thread.job(self.request.steps)
+
     def stop(self) -> None:
         """End the generation after the current step; callable from a signal handler or another thread."""
         self.request.stop()
+
+    def cancel(self) -> None:
+        """End the generation after the current step; the text of that step is lost."""
+        if self._job is not None:
+            self._job.cancel()
 
     @property
     def stopped(self) -> bool:
@@ -285,16 +308,17 @@ class Generation:
         except EngineClosed:
             return self.request.completion()
 
-
-def _pieces(thread: EngineThread, request: Request) -> Iterator[str]:
-    """Run a request on the engine's thread; yield its text. Ends the request if the iteration ends early."""
-    job = thread.job(request.steps)
-    try:
-        for piece in job:
-            if piece:
-                yield piece
-    finally:
-        job.cancel()
+    def _iterate(self) -> Iterator[str]:
+        """Yield the text; end the request if the iteration ends early."""
+        self.start()
+        job = self._job
+        assert job is not None
+        try:
+            for piece in job:
+                if piece:
+                    yield piece
+        finally:
+            job.cancel()
 
 
 def _build(config: EngineConfig, store: HostStore | None, thread: EngineThread, engine_in: list[Engine]) -> Engine:

@@ -1,4 +1,4 @@
-"""The step: speculative decoding over offloaded experts. Read `Loop.step` first."""
+"""The step: speculative decoding over offloaded experts, of one sequence or several. Read `Loop.step` first."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from spmoe.errors import DraftError, reason
 from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
+from spmoe.models.ragged import RaggedPart
 from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates, StepReport
-from spmoe.predict.governor import Governor
+from spmoe.predict.governor import Governor, Governors
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.types import (
     Draft,
@@ -31,11 +32,14 @@ from spmoe.types import (
     Routing,
     Sequence,
     Stage,
+    Turn,
     VerifyResult,
 )
 from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.sampling import SamplingVerifier
+
+MAX_BATCH_ROWS = 16  # that several sequences verify in one step; results do not depend on others up to so many
 
 
 class PolicyObservers:
@@ -70,24 +74,24 @@ class PolicyObservers:
 
 
 class Stopwatch:
-    """Time of each step of a sequence, from the end of the verification before to the end of its own.
+    """Time of each step of the same sequences, from the end of the verification before to the end of its own.
 
     So a step includes the launch of its own draft. Time between two calls of `Loop.step` does not count.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.plain_steps = 0  # of this sequence, since its last draft
+        self.plain_steps = 0  # of these sequences, since their last draft
         self._clock = clock
-        self._sequence_id: int | None = None
+        self._sequence_ids: tuple[int, ...] = ()
         self._ended = self._since = 0.0
 
-    def begin_step(self, sequence_id: int) -> None:
+    def begin_step(self, sequence_ids: tuple[int, ...]) -> None:
         """Begin a step."""
         now = self._clock.now()
-        if sequence_id == self._sequence_id:
+        if sequence_ids == self._sequence_ids:
             self._since += now - self._ended  # not spent in a step
         else:
-            self._sequence_id, self._since, self.plain_steps = sequence_id, now, 0
+            self._sequence_ids, self._since, self.plain_steps = sequence_ids, now, 0
 
     def lap(self) -> float:
         """Return the step's seconds; what follows belongs to the next step."""
@@ -101,9 +105,18 @@ class Stopwatch:
         self._ended = self._clock.now()
 
 
-class StepStart(NamedTuple):
-    """Counts when a step began."""
+class FinishedTurn(NamedTuple):
+    """One sequence's part of a step, once its draft is verified."""
 
+    sequence: Sequence
+    draft: Draft
+    result: VerifyResult
+
+
+class StepStart(NamedTuple):
+    """Time and counts when a step began."""
+
+    time: float
     loads: int  # useful ones
     asked: int
     demand_loads: int
@@ -124,7 +137,7 @@ class Loop:
         prefill_chunk: int,
         target_kv: MutableMapping[int, KvState],
         rates: Rates,
-        governor: Governor | None = None,
+        governors: Governors | None = None,
         admission: PrefetchAdmission | None = None,
         add_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
@@ -132,7 +145,7 @@ class Loop:
         self.drafter = drafter
         self.policy = policy
         self.max_draft_tokens = max_draft_tokens  # K, or its upper bound if the governor chooses it
-        self.governor = governor  # chooses K; None: K is fixed
+        self.governors = governors  # choose K; None: K is fixed
         self.rates = rates  # of a step's parts, learned from every step
         self._admission = admission  # of prefetches; None: every prefetch request is loaded
         self._experts = experts
@@ -143,35 +156,81 @@ class Loop:
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
         self._observers = PolicyObservers(policy, experts, clock, admission)
         self._stopwatch = Stopwatch(clock)
+        self._reports = 0  # to governors and rates
 
-    def step(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
-        """Draft, predict, prefetch, verify, accept, account; return at most `max_new_tokens` new tokens."""
-        self._experts.ledger.charge(sequence.counters)
-        started, counters = self._clock.now(), self._experts.ledger.counters
-        before = StepStart(counters.useful_loads, counters.asked, counters.demand_loads, counters.stall_seconds)
-        self._stopwatch.begin_step(sequence.id)
-        self._experts.step.begin(sequence.id, self._on_routed)
-        k = self._num_draft_tokens(sequence, max_new_tokens)
+    @property
+    def governor(self) -> Governor | None:
+        """The governor of steps of one sequence; None: K is fixed."""
+        return None if self.governors is None else self.governors.of(1)
+
+    def step(self, turns: abc.Sequence[Turn]) -> list[list[int]]:
+        """Draft, predict, prefetch, verify, accept, account; return the new tokens of each sequence.
+
+        Several sequences may run together if `can_join` is true for each of them.
+        """
+        before = self._begin_step([turn.sequence for turn in turns])
+        k = self._num_draft_tokens(turns)
         if self._admission is not None:
-            self._admission.begin_step(k if self._has_read(sequence) else None)
-        self._experts.scheduler.request(self.policy.begin_step(sequence.id))
+            self._admission.begin_step(k if self._have_read(turns) else None)
+        self._experts.scheduler.request(self.policy.begin_step(turns[0].sequence.id))
 
-        draft = self._draft(sequence, k)
+        drafts = self._draft(turns, k)
         drafted = self._clock.now()
         self._experts.scheduler.finish_draft()
 
-        output = self._verify(sequence, draft.tokens)
+        outputs = self._verify(turns, drafts)
         self._learn_reported()  # if no layer has asked for experts
         self._experts.step.end()
-        result = self._judge(sequence, draft, output)
+        done = [
+            FinishedTurn(turn.sequence, draft, self._judge(turn.sequence, draft, output))
+            for turn, draft, output in zip(turns, drafts, outputs, strict=True)
+        ]
         self._experts.step.finish_compute()
-        self._learn(sequence, k, draft, result, before, drafted)
+        self._learn(done, k, before, drafted)
 
-        new = self._accept(sequence, draft, result)
-        self._launch_next(sequence, max_new_tokens - len(new))
-        self._account(draft, result, before.loads, started, drafted)
+        new = [self._accept(*one) for one in done]
+        if len(turns) == 1:
+            self._launch_next(Turn(turns[0].sequence, turns[0].max_new_tokens - len(new[0])))
+        self._account(done, before, drafted)
         self._stopwatch.end_step(k)
         return new
+
+    def can_join(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's next step may run together with those of other sequences."""
+        return self.target.batches and self.has_read(sequence)
+
+    def read_prompt(self, sequence: Sequence) -> bool:
+        """Read a chunk of a prompt if more than one is left; return whether there was one.
+
+        So a long prompt is read between the steps of other sequences; `step` reads the rest.
+        """
+        if self.has_read(sequence) or not self.target.inspection.resumes:
+            return False
+        kv, length = self._kv_of(sequence), len(sequence.tokens)
+        chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
+        if kv.length + len(chunk) >= length:
+            return False
+        self._begin_step([sequence])
+        self.target.run(chunk, kv, 1, observer=self._target_observer(), total_length=length)
+        self._experts.step.end()
+        self._experts.step.finish_compute()
+        self._stopwatch.end_step(0)
+        return True
+
+    def _begin_step(self, sequences: abc.Sequence[Sequence]) -> StepStart:
+        """Begin a step of these sequences."""
+        self._experts.ledger.charge(*(sequence.counters for sequence in sequences))
+        counters = self._experts.ledger.counters
+        start = StepStart(
+            self._clock.now(),
+            counters.useful_loads,
+            counters.asked,
+            counters.demand_loads,
+            counters.stall_seconds,
+        )
+        self._stopwatch.begin_step(tuple(sequence.id for sequence in sequences))
+        self._experts.step.begin(sequences[0].id, self._on_routed)
+        return start
 
     def prepare(self) -> None:
         """Capture every forward that greedy requests replay, over the KV caches of earlier requests."""
@@ -180,6 +239,21 @@ class Loop:
         for k in lengths:  # drafts get shorter at the end of a request
             self.target.prepare(k + 1, k + 1, observer if k else self._step_observer(0))
         self.drafter.prepare(self.max_draft_tokens, self._observers)
+
+    def undo_step(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Forget what a failed step has appended to the KV caches of these sequences."""
+        for sequence in sequences:
+            length = len(sequence.tokens) - 1
+            if (kv := self._target_kv.get(sequence.id)) is not None:
+                kv.cut(length)
+            if sequence.drafts:
+                self._tell_drafter(sequence, partial(self.drafter.rewind, {sequence.id: length}))
+
+    def distrust(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Let no other sequence reuse the KV caches of these, whose step has failed."""
+        for sequence in sequences:
+            if (kv := self._target_kv.get(sequence.id)) is not None:
+                kv.tokens = []
 
     def release(self, sequence: Sequence) -> None:
         """Drop a request's state, however it ended."""
@@ -194,21 +268,23 @@ class Loop:
 
     # ---- draft
 
-    def _draft(self, sequence: Sequence, k: int) -> Draft:
-        """Propose up to K tokens; predict and prefetch on the way."""
-        if not sequence.drafts:
-            return Draft([])
+    def _draft(self, turns: abc.Sequence[Turn], k: int) -> list[Draft]:
+        """Propose up to K tokens for each sequence that has place for them; predict and prefetch on the way."""
+        drafted = [one.sequence for one in turns if one.sequence.drafts and one.max_new_tokens > k]
+        found: dict[int, Draft] = {}  # by sequence id
         try:
-            if (failure := self._failed_launches.pop(sequence.id, None)) is not None:
-                raise failure
-            (draft,) = self.drafter.propose([sequence], k, self._observers)
-            check_draft(draft, k, self.target.vocab_size)
+            for sequence in drafted:
+                if (failure := self._failed_launches.pop(sequence.id, None)) is not None:
+                    raise failure
+            proposed = self.drafter.propose(drafted, k, self._observers) if drafted else []
+            for sequence, draft in zip(drafted, proposed, strict=True):
+                check_draft(draft, k, self.target.vocab_size)
+                found[sequence.id] = draft
         except DraftError as error:  # a draft that cannot be used; nothing else is affected
             self._add_notice(f"a draft was not used: {error}")
-            return Draft([])
         except Exception as error:  # of any model, and of prediction
             raise DraftError(reason(error)) from error
-        return draft
+        return [found.get(turn.sequence.id, Draft([])) for turn in turns]
 
     def _tell_drafter(self, sequence: Sequence, tell: Callable[[], None]) -> None:
         """Call a method of the drafter that returns nothing; if it fails, the sequence is not drafted for any more."""
@@ -218,20 +294,30 @@ class Loop:
             sequence.drafts = False
             self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
 
-    def _num_draft_tokens(self, sequence: Sequence, max_new_tokens: int) -> int:
-        """Return K for the next step: fewer at the end of a request or before LongRoPE switches; 0 for a prompt."""
-        if not self._has_read(sequence) or not sequence.drafts:
-            return 0
-        k = self.max_draft_tokens
-        if self.governor is not None:
-            k = self.governor.current
-        rows = self.target.longrope.distance(len(sequence.tokens) - 1)  # before LongRoPE switches
-        k = min(k, max_new_tokens - 1, k if rows is None else rows - 1)
-        return k if self.governor is None else self.governor.at_most(k)
+    def _num_draft_tokens(self, turns: abc.Sequence[Turn]) -> int:
+        """Return K for the next step: fewer for many sequences, at their ends or before LongRoPE switches.
 
-    def _has_read(self, sequence: Sequence) -> bool:
+        0 while a prompt is read. Sequences that have no place for K more tokens are not drafted for.
+        """
+        drafting = [one for one in turns if one.sequence.drafts]
+        if not drafting or not self._have_read(turns):
+            return 0
+        most = self.max_draft_tokens if len(turns) == 1 else MAX_BATCH_ROWS // len(turns) - 1
+        if most < 1:
+            return 0
+        governor = self.governors.of(len(turns)) if self.governors is not None else None
+        k = self.max_draft_tokens if governor is None else governor.current
+        k = min(k, most, max(one.max_new_tokens for one in drafting) - 1)
+        rows = self.target.longrope.distance(len(turns[0].sequence.tokens) - 1)  # before LongRoPE switches
+        k = min(k, k if rows is None else rows - 1)
+        return k if governor is None else governor.at_most(k)
+
+    def has_read(self, sequence: Sequence) -> bool:
         """Return whether the target has read the sequence's prompt."""
-        return sequence.id in self._target_kv
+        return sequence.has_output and sequence.id in self._target_kv
+
+    def _have_read(self, turns: abc.Sequence[Turn]) -> bool:
+        return all(self.has_read(turn.sequence) for turn in turns)
 
     def _on_routed(self, layer: int, experts: abc.Sequence[int]) -> PrefetchRequests:
         """Show the routed experts of a layer to everything that learns from them, while the device is busy."""
@@ -240,19 +326,20 @@ class Loop:
             self._admission.on_routed(layer, experts)
         return self.policy.on_routed(layer, experts)
 
-    def _learn(
-        self, sequence: Sequence, k: int, draft: Draft, result: VerifyResult, before: StepStart, drafted: float
-    ) -> None:
-        """Learn from a finished step; `drafted`: when its draft was complete."""
-        seconds, governor, counters = self._stopwatch.lap(), self.governor, self._experts.ledger.counters
-        if len(sequence.tokens) == sequence.prompt_length:
-            if governor is not None:
-                governor.begin_request()
+    def _learn(self, done: abc.Sequence[FinishedTurn], k: int, before: StepStart, drafted: float) -> None:
+        """Learn from a finished step; `drafted`: when its drafts were complete."""
+        seconds, counters = self._stopwatch.lap(), self._experts.ledger.counters
+        if not done[0].sequence.has_output:
+            if self.governors is not None:
+                self.governors.begin_request()
             return
+        asked = [one for one in done if one.draft.tokens] or done
+        shown = asked[self._reports % len(asked)]  # acceptance is learned from one sequence after the other
+        self._reports += 1
         report = StepReport(
             k,
-            len(draft.tokens),
-            result.accepted,
+            len(shown.draft.tokens),
+            shown.result.accepted,
             seconds,
             counters.asked - before.asked,
             counters.useful_loads - before.loads,
@@ -262,23 +349,34 @@ class Loop:
             demanded=counters.demand_loads - before.demand_loads,
         )
         self.rates.learn(report, len(self.target.moe))
-        if governor is None:
+        if self.governors is None or 2 * len(done) > MAX_BATCH_ROWS:  # there is no K to choose
             return
+        governor = self.governors.of(len(done))
         governor.report(report)
-        if sequence.speculation is not None:
-            sequence.speculation.add(k, result.accepted + 1, seconds, governor.plain_cost)
+        for one in done:
+            if one.sequence.speculation is not None:
+                one.sequence.speculation.add(k, one.result.accepted + 1, seconds, governor.plain_cost)
 
     def _learn_reported(self) -> None:
         """Let the governor learn from the step before while the device is busy: this takes up to a millisecond."""
-        if self.governor is not None:
-            self.governor.learn_reported()
+        if self.governors is not None:
+            self.governors.learn_reported()
 
     # ---- verify
 
-    def _verify(self, sequence: Sequence, draft_tokens: list[int]) -> ForwardResult:
+    def _verify(self, turns: abc.Sequence[Turn], drafts: abc.Sequence[Draft]) -> list[ForwardResult]:
         """Run the target over the tokens it has not read; return logits at the last token and each draft token."""
+        if len(turns) == 1:
+            return [self._verify_one(turns[0].sequence, drafts[0].tokens)]
+        parts = []
+        for turn, draft in zip(turns, drafts, strict=True):
+            kv = self._target_kv[turn.sequence.id]
+            parts.append(RaggedPart(turn.sequence.tokens[kv.length :] + draft.tokens, kv, len(draft.tokens) + 1))
+        return self.target.run_batch(parts, self._step_observer(max(len(draft.tokens) for draft in drafts)))
+
+    def _verify_one(self, sequence: Sequence, draft_tokens: list[int]) -> ForwardResult:
         kv = self._kv_of(sequence)
-        total_length = 0 if kv.length else len(sequence.tokens)
+        total_length = 0 if kv.length and sequence.has_output else len(sequence.tokens)
         pending, num_logits = sequence.tokens[kv.length :] + draft_tokens, len(draft_tokens) + 1
         chunk = max(self._prefill_chunk, num_logits)  # logits of the last chunk only, as replays overwrite them
         chunk = chunk if self.target.inspection.resumes else len(pending)
@@ -299,18 +397,20 @@ class Loop:
         return parts[0] if len(parts) == 1 else EagerResult(torch.cat([part.logits for part in parts])[-num_logits:])
 
     def _kv_of(self, sequence: Sequence) -> KvState:
-        """Return the target's KV cache of a sequence; an empty one if the sequence must be read from the start."""
+        """Return the target's KV cache of a sequence; a new one if the sequence must be read from the start."""
         kv = self._target_kv.get(sequence.id)
         if kv is not None and self.target.longrope.invalidates(kv.length, len(sequence.tokens)):
             self.target.release_kv(self._target_kv.pop(sequence.id))
             kv = None
         if kv is None:
-            kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity)
+            kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity, sequence.tokens)
+            if not sequence.has_output:
+                sequence.cached_tokens = kv.length
         return kv
 
     def _step_observer(self, k: int) -> LayerObserver | None:
         """Return the observer of a step after the prompt; None for a step that the governor decodes plainly."""
-        return None if self.governor is not None and not k else self._target_observer()
+        return None if self.governors is not None and not k else self._target_observer()
 
     def _target_observer(self) -> LayerObserver | None:
         if not self.target.has_hidden_states:
@@ -344,9 +444,10 @@ class Loop:
             self._tell_drafter(sequence, lambda: self.drafter.rewind({sequence.id: length}))
         return new
 
-    def _launch_next(self, sequence: Sequence, max_new_tokens: int) -> None:
+    def _launch_next(self, turn: Turn) -> None:
         """Let a device start the next draft, and its verification behind it, while the host accounts for this step."""
-        if (k := self._num_draft_tokens(sequence, max_new_tokens)) < 1:
+        sequence = turn.sequence
+        if (k := self._num_draft_tokens([turn])) < 1:
             return
         kv = self._target_kv[sequence.id]
 
@@ -360,19 +461,22 @@ class Loop:
 
     # ---- account
 
-    def _account(self, draft: Draft, result: VerifyResult, loads: int, started: float, drafted: float) -> None:
-        """Count the step and report the draft's outcome to the prefetch policy."""
-        count, accepted, ledger = len(draft.tokens), result.accepted, self._experts.ledger
+    def _account(self, done: abc.Sequence[FinishedTurn], before: StepStart, drafted: float) -> None:
+        """Count the step and report the drafts' outcomes to the prefetch policy."""
+        ledger, count = self._experts.ledger, len(done)
         self._experts.step.count_stalls()
-        self.policy.on_accept(DraftOutcome(count, accepted))
-        ended, missing = self._clock.now(), ledger.counters.useful_loads - loads
-        ledger.step(
-            tokens=accepted + 1,
-            drafted=count,
-            accepted=accepted,
-            missing=missing,
-            draft_seconds=drafted - started,
-            verify_seconds=ended - drafted,
-        )
-        self._experts.timeline.add(Activity.DRAFT, started, drafted)
+        ended, missing = self._clock.now(), ledger.counters.useful_loads - before.loads
+        for number, (sequence, draft, result) in enumerate(done):
+            drafts, accepted = len(draft.tokens), result.accepted
+            self.policy.on_accept(DraftOutcome(drafts, accepted))
+            ledger.step(
+                sequence.counters,
+                tokens=accepted + 1,
+                drafted=drafts,
+                accepted=accepted,
+                missing=missing // count + (number < missing % count),
+                draft_seconds=(drafted - before.time) / count,
+                verify_seconds=(ended - drafted) / count,
+            )
+        self._experts.timeline.add(Activity.DRAFT, before.time, drafted)
         self._experts.timeline.add(Activity.VERIFY, drafted, ended)

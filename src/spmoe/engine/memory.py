@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -18,8 +19,9 @@ from spmoe.config import DEFAULT_EXPERT_MEMORY, EngineConfig, Size, drafter_name
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.formats.layout import torch_dtype
+from spmoe.models.kv_pool import MIN_CAPACITY, kv_capacity
 from spmoe.models.rotary import table_bytes
-from spmoe.models.runner import ModelRunner, kv_capacity
+from spmoe.models.runner import ModelRunner
 from spmoe.predict.governor import USUAL
 from spmoe.predict.latency import expected_experts
 
@@ -36,9 +38,10 @@ class MemoryPlan:
     slots: int  # a count
     slot_bytes: int
     resident: int  # weights of target and draft, without the target's experts
-    kv: int  # KV caches of target and draft, for `context` tokens
+    kv: int  # KV caches of target and draft, for `kv_positions`
     workspace: int
-    context: int  # tokens
+    context: int  # tokens of one sequence
+    kv_positions: int  # tokens of all sequences
     limit: int | None  # upper bound of all of it; None: not limited
     notices: tuple[str, ...] = ()  # for the user: compromises
 
@@ -76,7 +79,8 @@ def divide_memory(
         if isinstance(config.device_memory, Size):
             raise UsageError("--device-memory divides a CUDA device's memory; on the CPU give --expert-memory")
         slots = slot_count(config, spec, top_k)
-        return MemoryPlan(slots, spec.layout.nbytes, resident, kv_bytes_per_token * longest, 0, longest, None)
+        kv = kv_bytes_per_token * longest
+        return MemoryPlan(slots, spec.layout.nbytes, resident, kv, 0, longest, longest, None)
     models = {runner.model for runner in runners}
     tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
     buffers = _activation_bytes(config, spec, top_k) + _dense_matrix_bytes(runners[0], spec)
@@ -88,8 +92,9 @@ def divide_memory(
     contexts = [longest] if config.max_model_len is not None else [*_contexts(longest)]
     blob, asked = spec.layout.nbytes, None if config.expert_memory is None else slot_count(config, spec, top_k)
     enough = _enough_slots(config, spec, top_k) if asked is None else asked
-    for context in contexts:
-        kv = kv_bytes_per_token * kv_capacity(context)
+    for context, sequences in product(contexts, _sequence_counts(config.max_num_seqs)):
+        positions = kv_positions(context, sequences)
+        kv = kv_bytes_per_token * positions
         left = limit - resident - workspace - kv
         slots = min(spec.count, max(0, left) // blob)
         if slots >= enough:
@@ -100,7 +105,7 @@ def divide_memory(
         parts = {
             f"the target {config.model} without its experts": weights[0],
             f"the draft {config.resolved_draft}": draft,
-            f"KV caches for {context} tokens": kv,
+            f"KV caches for {positions} tokens": kv,
             "workspace": workspace,
             f"{least} expert slots": least * blob,
         }
@@ -119,7 +124,22 @@ def divide_memory(
             "--draft ngram or a device with more memory"
         )
     slots = slots if asked is None else asked
-    return MemoryPlan(slots, blob, resident, kv, workspace, context, limit, tuple(notices))
+    return MemoryPlan(slots, blob, resident, kv, workspace, context, positions, limit, tuple(notices))
+
+
+def _sequence_counts(most: int) -> Iterator[int]:
+    """Yield the numbers of sequences to plan KV caches for, the preferred one first; others wait for their place."""
+    while most:
+        yield most
+        most //= 2
+
+
+def kv_positions(context: int, max_num_seqs: int) -> int:
+    """Return the positions of all KV caches on a device: one sequence of `context` tokens, and short ones beside it.
+
+    Sequences for which there is no place wait.
+    """
+    return kv_capacity(context) + (max_num_seqs - 1) * min(MIN_CAPACITY, kv_capacity(context))
 
 
 def _contexts(longest: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ from spmoe import types
 from spmoe.config import SamplingParams
 from spmoe.engine.engine import Engine
 from spmoe.engine.outputs import INTERRUPTED, CompletionOutput, Logprob, RequestOutput
+from spmoe.engine.scheduler import Scheduler
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.observe.ledger import Counters
@@ -22,6 +23,7 @@ class Request:
     def __init__(
         self,
         engine: Engine,
+        scheduler: Scheduler,
         sequence_id: int,
         prompt: list[int],
         params: SamplingParams,
@@ -34,6 +36,7 @@ class Request:
         self.stopped = False
         self._stop_reason: int | str | None = None
         self._engine = engine
+        self._scheduler = scheduler
         self._sequence_id = sequence_id
         self._params = params
         self._max_new_tokens = min(params.max_tokens, engine.parts.max_model_len - len(prompt))
@@ -53,22 +56,26 @@ class Request:
         self._started = self._first = self._ended = 0.0
         self._counters, self._prompt_counters = Counters(), Counters()
         self._speculation: types.Speculation | None = None  # of the sequence
+        self._sequence: types.Sequence | None = None  # once the steps have begun
 
     def stop(self) -> None:
         """End after the current step."""
         self.stopped = True
 
-    def steps(self) -> Generator[str, None, None]:
-        """Run the steps; yield the text of each step, which may be empty."""
+    def steps(self) -> Generator[str | None, None, None]:
+        """Run the steps; yield the text of each step, which may be empty, and None while others have their turn."""
         clock = self._engine.parts.clock
         self._engine.learn_cutoff()
         self._started = self._first = self._ended = clock.now()
-        sequence = self._new_sequence()
+        sequence = self._sequence = self._new_sequence()
         self._raw_logprobs = sequence.logprobs
         self._speculation = sequence.speculation
         try:
             while self.finish_reason == INTERRUPTED and not self.stopped:
-                new = self._engine.step(sequence, self._max_new_tokens - len(self.token_ids))
+                new = self._scheduler.next_tokens(sequence, self._max_new_tokens - len(self.token_ids))
+                if new is None:
+                    yield None
+                    continue
                 self._ended = clock.now()
                 if not self.token_ids:
                     self._first = self._ended
@@ -77,18 +84,19 @@ class Request:
                 for token in new:
                     pieces += self._take(token)
                     if self.finish_reason != INTERRUPTED:
+                        self._scheduler.remove(sequence)  # now: another request may run the next step
                         break
                 yield "".join(pieces)
             yield self._flush()
         finally:
-            self._engine.release(sequence)
+            self._scheduler.remove(sequence)
             self._flush()
 
-    def results(self) -> Iterator[RequestOutput]:
-        """Run the steps; yield the result so far after each."""
+    def results(self) -> Iterator[RequestOutput | None]:
+        """Run the steps; yield the result so far after each, and None while others have their turn."""
         with closing(self.steps()) as steps:
-            for _ in steps:
-                yield self.completion()
+            for piece in steps:
+                yield None if piece is None else self.completion()
 
     def completion(self) -> RequestOutput:
         """Return the result so far."""
@@ -112,6 +120,7 @@ class Request:
             random_weights=engine.config.random_weights,
             expert_format=engine.parts.models.expert_format.weight.label,
             lossless=engine.parts.models.lossless,
+            cached_tokens=0 if self._sequence is None else self._sequence.cached_tokens,
         )
         output = CompletionOutput(
             self._index,

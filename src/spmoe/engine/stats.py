@@ -35,6 +35,7 @@ class Stats:
     random_weights: bool = False  # weights are not those of a checkpoint: --load-format dummy
     expert_format: str | None = None  # None: not known, of a run that was restored from a file
     lossless: bool = True  # whether experts have the checkpoint's weights, in the run's dtype
+    cached_tokens: int = 0  # of the prompt, that were taken from the KV cache of an earlier sequence
     reread_seconds: float = 0.0  # part of the latency: the prompt was read again for the completions after the first
 
     @classmethod
@@ -87,6 +88,7 @@ class Stats:
             "speculation": _speculation_to_dict(self.speculation),
             "cutoff_layers": self.cutoff_layers,
             "layers": self.layers,
+            "cached_tokens": self.cached_tokens,
             "ttft_seconds": self.ttft_seconds,
             "tpot_seconds": self.tpot_seconds,
             "latency_seconds": self.latency_seconds,

@@ -1,0 +1,112 @@
+"""Continuous batching: which sequences run together in a step, and which prompt is read on between steps.
+
+Requests advance in turns, on the engine's thread. The first one of a round runs a step of all sequences that can run
+together; the others find their tokens here when it is their turn. So sequences join and leave between two steps, and a
+request that ends, or is cancelled, has computed at most one step too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spmoe.engine.engine import Engine
+from spmoe.types import Sequence, Turn
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sequence that was admitted."""
+
+    sequence: Sequence
+    max_new_tokens: int  # of its next step
+    new: list[int] = field(default_factory=list)  # tokens of a step that the request has not taken yet
+    alone: bool = False  # whether its next step runs alone, since one together with others has failed
+
+
+class Scheduler:
+    """Sequences of an engine: the ones that wait, in order of arrival, and the ones that run."""
+
+    def __init__(self, engine: Engine, max_num_seqs: int) -> None:
+        self._engine = engine
+        self._max_num_seqs = max_num_seqs
+        self._waiting: dict[int, Sequence] = {}  # by sequence id, in order of arrival
+        self._running: dict[int, _Running] = {}
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that were admitted."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait until others end."""
+        return len(self._waiting)
+
+    def next_tokens(self, sequence: Sequence, max_new_tokens: int) -> list[int] | None:
+        """Return the next tokens of a sequence, at most so many; None if it has to wait for its next turn.
+
+        An error concerns this sequence alone.
+        """
+        entry = self._admit(sequence, max_new_tokens)
+        if entry is None:
+            return None
+        if not entry.new and not self._step(entry):
+            return None
+        new, entry.new = entry.new, []
+        entry.max_new_tokens = max_new_tokens - len(new)
+        return new
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended, and drop its state in the engine; idempotent."""
+        self._waiting.pop(sequence.id, None)
+        if self._running.pop(sequence.id, None) is not None:
+            self._engine.release(sequence)
+
+    def _admit(self, sequence: Sequence, max_new_tokens: int) -> _Running | None:
+        """Return a sequence's entry; None while there is no place for it, or an earlier one waits."""
+        if (entry := self._running.get(sequence.id)) is not None:
+            return entry
+        self._waiting.setdefault(sequence.id, sequence)
+        first = next(iter(self._waiting))
+        if first != sequence.id or self.running >= self._max_num_seqs:
+            return None
+        if self._running and not self._engine.has_kv_place(sequence):
+            return None
+        del self._waiting[sequence.id]
+        if self._running:
+            self._engine.note_batching()
+        entry = self._running[sequence.id] = _Running(sequence, max_new_tokens)
+        return entry
+
+    def _step(self, entry: _Running) -> bool:
+        """Run a step of a sequence and of all others that can join; return False if only a part of it was read."""
+        engine, sequence = self._engine, entry.sequence
+        if not engine.loop.has_read(sequence) and self.running > 1 and engine.read_prompt(sequence):
+            return False
+        batch = [entry, *self._companions(entry)]
+        if len(batch) > 1:
+            try:
+                self._run(batch)
+                return True
+            except Exception:  # of one sequence, or of all: each one tries alone, and fails alone
+                engine.undo_step([one.sequence for one in batch])
+                for one in batch:
+                    one.alone = True
+        self._run([entry])
+        entry.alone = False
+        return True
+
+    def _companions(self, entry: _Running) -> Iterator[_Running]:
+        """Yield the sequences that can run together with this one."""
+        can_join = self._engine.loop.can_join
+        if entry.alone or not can_join(entry.sequence):
+            return
+        for other in self._running.values():
+            if other is not entry and not other.new and not other.alone and can_join(other.sequence):
+                yield other
+
+    def _run(self, batch: list[_Running]) -> None:
+        turns = [Turn(one.sequence, one.max_new_tokens) for one in batch]
+        for one, new in zip(batch, self._engine.step(turns), strict=True):
+            one.new = new
