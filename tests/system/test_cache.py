@@ -18,6 +18,7 @@ from spmoe.system.origin import Origin, OriginState, converter, fingerprint, ori
 EXPERT_FILE = "mixtral-0123456789ab-bfloat16.safetensors"
 QUANTIZED = "mixtral-0123456789ab-bfloat16-int4.safetensors"
 HASH = "0123456789abcdef0123"
+EXPERTS_VERSION = int(cache.EXPERTS_FORMAT.rpartition("-")[2])
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def write_safetensors(path: Path, metadata: dict[str, str], nbytes: int = 100) -
 
 
 def write_experts(
-    home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 2, **metadata: str
+    home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = EXPERTS_VERSION, **metadata: str
 ) -> Path:
     meta = {"format": f"spmoe-experts-{version}", **metadata}
     if origin is not None:
@@ -152,7 +153,15 @@ def test_unreadable_origin_is_not_prunable(home: Path, model: Path) -> None:
     assert only_entry().state is State.UNKNOWN
 
 
-@pytest.mark.parametrize(("version", "state"), [(1, State.OLD_FORMAT), (2, State.CURRENT), (3, State.UNKNOWN)])
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        (EXPERTS_VERSION - 1, State.OLD_FORMAT),
+        (EXPERTS_VERSION, State.CURRENT),
+        (EXPERTS_VERSION + 1, State.UNKNOWN),
+    ],
+    ids=["older", "same", "newer"],
+)
 def test_formats_of_other_versions(home: Path, model: Path, version: int, state: State) -> None:
     write_experts(home, origin_of(model), version=version)
     assert only_entry().state is state
