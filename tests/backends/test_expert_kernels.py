@@ -330,6 +330,20 @@ def test_bias_is_added_once_however_inputs_are_split() -> None:
     assert close(layer.out(scratch), layer.reference(), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["int4-asym-g32", "int8-g32", "mxfp4"])
+def test_scales_after_the_last_group_are_not_read(name: str) -> None:
+    """The last tile of a split may lie wholly after the inputs; whatever follows the scales must not become NaN."""
+    tiles = ExpertTiles(ExpertTile(32, 32, 2, 2), ExpertTile(16, 32, 4, 3), 3)
+    layer = Layer(torch.float16, 2, 2, 3, 48, 160, name)  # splits of 64 inputs: the last tile starts at 160
+    used = torch.zeros(layer.slots.shape[1], dtype=torch.bool)
+    for field in layer.format.layout(layer.shapes).fields:
+        used[field.offset : field.offset + field.nbytes] = True
+    layer.slots[:, ~used.to(DEVICE)] = 0xFF
+    scratch = layer.scratch(tiles)
+    layer.run(scratch)
+    assert close(layer.out(scratch), layer.reference(), torch.float16)
+
+
 @pytest.mark.parametrize("name", ["int4-g64", "mxfp4", "fp8-channel", "bf16-packed"])
 def test_packed_results_do_not_depend_on_the_batch(name: str) -> None:
     layer = Layer(torch.bfloat16, 4, 2, 4, 128, 64, name)

@@ -97,6 +97,14 @@ def test_every_kind_is_listed_with_its_model(home: Path, model: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("label", ["bf16-packed", "int4-g128", "int8-channel", "fp8-block8x20", "bfloat16"])
+def test_damaged_files_of_packed_experts_are_listed(home: Path, model: Path, label: str) -> None:
+    path = write_experts(home, origin_of(model), EXPERT_FILE.replace(".", f"-{label}."))
+    assert (only_entry().kind, only_entry().state) == (Kind.EXPERTS, State.CURRENT)
+    path.write_bytes(b"")
+    assert (only_entry().kind, only_entry().state) == (Kind.EXPERTS, State.DAMAGED)
+
+
 def test_files_without_a_recorded_model_are_kept(home: Path) -> None:
     write_experts(home)
     write_profile(home, {"free_slots": 3})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.registry import DRAFTERS
-
-if TYPE_CHECKING:
-    pass
 
 
 class QuantizedSelfRunner(ModelRunner):

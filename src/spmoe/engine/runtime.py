@@ -95,7 +95,8 @@ def open_blobs(
 def _expert_file(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
     """Open the expert file; write it first if it is missing."""
     path = expert_file_path(models.checkpoint, models.dtype, models.expert_format)
-    with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
+    bar = progress_bar("Writing experts to the cache", config.progress, unit_bytes=models.spec.layout.nbytes)
+    with models.experts() as fill, bar as report:
         announce, wanted = announcer(config.progress), _wanted(fill, require_wanted)
         return ensure_expert_file(path, models.spec, wanted, report, announce, config.verify_experts)
 
