@@ -284,7 +284,7 @@ def test_bf16_packed_splits_its_inputs_as_bfloat16_does(rows: int) -> None:
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(
     ("dtype", "rows", "hidden", "ffn"),
-    [(torch.float32, 3, 96, 160), (torch.bfloat16, 5, 288, 144), (torch.float16, 1, 128, 256)],
+    [(torch.float32, 2, 96, 160), (torch.bfloat16, 3, 160, 144), (torch.float16, 1, 128, 256)],
     ids=str,
 )
 def test_packed_experts_match_reference(name: str, dtype: torch.dtype, rows: int, hidden: int, ffn: int) -> None:
@@ -375,7 +375,7 @@ def as_dense(layer: Layer, dtype: torch.dtype) -> Layer:
     return dense
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_bf16_packed_and_bfloat16_give_equal_bits(rows: int) -> None:
     layer = Layer(torch.bfloat16, rows, 2, 3, 160, 256, "bf16-packed")
     dense = as_dense(layer, torch.bfloat16)
