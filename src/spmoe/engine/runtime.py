@@ -12,7 +12,6 @@ from torch import Tensor
 from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
-from spmoe.errors import SpmoeError
 from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
@@ -74,7 +73,7 @@ def make_runtime(
     blobs = open_blobs(config, models, require_wanted)
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
-    except SpmoeError:
+    except BaseException:
         blobs.close()
         raise
     return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format))
