@@ -284,7 +284,7 @@ def test_bf16_packed_splits_its_inputs_as_bfloat16_does(rows: int) -> None:
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(
     ("dtype", "rows", "hidden", "ffn"),
-    [(torch.float32, 3, 96, 160), (torch.bfloat16, 5, 288, 144), (torch.float16, 1, 128, 256)],
+    [(torch.float32, 2, 96, 160), (torch.bfloat16, 3, 160, 144), (torch.float16, 1, 128, 256)],
     ids=str,
 )
 def test_packed_experts_match_reference(name: str, dtype: torch.dtype, rows: int, hidden: int, ffn: int) -> None:
@@ -330,6 +330,20 @@ def test_bias_is_added_once_however_inputs_are_split() -> None:
     assert close(layer.out(scratch), layer.reference(), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["int4-asym-g32", "int8-g32", "mxfp4"])
+def test_scales_after_the_last_group_are_not_read(name: str) -> None:
+    """The last tile of a split may lie wholly after the inputs; whatever follows the scales must not become NaN."""
+    tiles = ExpertTiles(ExpertTile(32, 32, 2, 2), ExpertTile(16, 32, 4, 3), 3)
+    layer = Layer(torch.float16, 2, 2, 3, 48, 160, name)  # splits of 64 inputs: the last tile starts at 160
+    used = torch.zeros(layer.slots.shape[1], dtype=torch.bool)
+    for field in layer.format.layout(layer.shapes).fields:
+        used[field.offset : field.offset + field.nbytes] = True
+    layer.slots[:, ~used.to(DEVICE)] = 0xFF
+    scratch = layer.scratch(tiles)
+    layer.run(scratch)
+    assert close(layer.out(scratch), layer.reference(), torch.float16)
+
+
 @pytest.mark.parametrize("name", ["int4-g64", "mxfp4", "fp8-channel", "bf16-packed"])
 def test_packed_results_do_not_depend_on_the_batch(name: str) -> None:
     layer = Layer(torch.bfloat16, 4, 2, 4, 128, 64, name)
@@ -361,7 +375,7 @@ def as_dense(layer: Layer, dtype: torch.dtype) -> Layer:
     return dense
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_bf16_packed_and_bfloat16_give_equal_bits(rows: int) -> None:
     layer = Layer(torch.bfloat16, rows, 2, 3, 160, 256, "bf16-packed")
     dense = as_dense(layer, torch.bfloat16)

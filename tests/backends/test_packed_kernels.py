@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,17 +84,22 @@ def make_slots(format: ExpertFormat, shapes: dict[str, tuple[int, ...]]) -> Tens
     return slots.to(DEVICE)
 
 
+def dequantized(experts: ExpertFormat, shapes: dict[str, tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each projection as the kernel and as the definition dequantize it."""
+    slots = make_slots(experts, shapes)
+    for name, shape in shapes.items():
+        matrix = slot_matrix(slots, experts, shapes, name)
+        assert matrix is not None
+        found = dequantize_matrix(matrix, 1, torch.empty(shape, dtype=experts.dtype, device=DEVICE))
+        yield found, dequantize_matrix_plain(matrix, 1, torch.empty_like(found))
+
+
 @dtypes
 @pytest.mark.parametrize("format", FORMATS, ids=names)
 def test_dequantized_weights_are_those_of_the_definition(format: WeightFormat, dtype: torch.dtype) -> None:
     experts = ExpertFormat(format, dtype, transposed=False)
     shapes = {"gate_up_proj": (40, 264), "down_proj": (132, 20)}
-    slots = make_slots(experts, shapes)
-    for name, shape in shapes.items():
-        matrix = slot_matrix(slots, experts, shapes, name)
-        assert matrix is not None
-        found = dequantize_matrix(matrix, 1, torch.empty(shape, dtype=dtype, device=DEVICE))
-        expected = dequantize_matrix_plain(matrix, 1, torch.empty_like(found))
+    for found, expected in dequantized(experts, shapes):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         if dtype == torch.bfloat16 and isinstance(format, Bf16Packed):  # also the bits of NaN and zeros
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
@@ -149,12 +155,7 @@ def test_assembly_decodes_every_nibble(kind: str, dtype: torch.dtype) -> None:
 def test_dequantized_weights_of_real_sizes(name: str, dtype: torch.dtype) -> None:
     weight = Bf16Packed(8192) if name == "bf16-packed" else weight_format(name)
     experts, shapes = ExpertFormat(weight, dtype), {"gate_up_proj": (2 * 2880, 2880), "down_proj": (2880, 2880)}
-    slots = make_slots(experts, shapes)
-    for name, shape in shapes.items():
-        matrix = slot_matrix(slots, experts, shapes, name)
-        assert matrix is not None
-        found = dequantize_matrix(matrix, 1, torch.empty(shape, dtype=dtype, device=DEVICE))
-        expected = dequantize_matrix_plain(matrix, 1, torch.empty_like(found))
+    for found, expected in dequantized(experts, shapes):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -25,6 +25,7 @@ NAMES = [
 ]
 PROMPTS = [[84], [(29 * i + 7) % 251 for i in range(11)]]
 COUNT = 10
+ROOT = Path(__file__).resolve().parents[2]
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
 
@@ -92,6 +93,20 @@ def test_bf16_packed_generates_the_text_of_bfloat16(pair: Pair, dtype: str) -> N
     packed, llm = generate(pair.target, pair.good, dtype=dtype, num_speculative_tokens=2, expert_format="bf16-packed")
     assert packed == plain
     assert llm.engine.spec.layout.format == "bf16-packed"
+
+
+@pytest.mark.parametrize("target", ["src/spmoe/pair/target", "extras/fine", "extras/diverse"])
+def test_bf16_packed_of_trained_targets(target: str) -> None:
+    if not (ROOT / target / "model.safetensors").exists():
+        pytest.skip(f"{target} has no weights")
+    params, found = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1), []
+    for name in ("bfloat16", "bf16-packed"):
+        options: dict[str, Any] = {"dtype": "bfloat16", "expert_format": name, "progress": False}
+        with LLM(str(ROOT / target), None, **options) as llm:
+            output = llm.generate("import os\n\ndef main(", params)[0].outputs[0]
+            found.append((output.token_ids, output.logprobs, llm.engine.spec.layout.format))
+    assert found[0][:2] == found[1][:2]
+    assert [one[2] for one in found] == ["bfloat16", "bf16-packed"]
 
 
 def test_statistics_name_the_format(pair: Pair) -> None:

@@ -15,7 +15,7 @@ from checkpoints import Pair
 from spmoe import LLM, SamplingParams
 from spmoe.backends.cpu import expert_shapes
 from spmoe.config import RANDOM_WEIGHTS_NOTE
-from spmoe.errors import CheckpointError, UsageError
+from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.files import SHIPPED_CONFIGS, shipped_configs
 from spmoe.models.checkpoint import Checkpoint, quiet
 from spmoe.models.dummy import byte_tokenizer, declared_format
@@ -234,8 +234,9 @@ def test_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_experts_than_host_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("spmoe.experts.memory_store.available_memory", lambda: 2**10)
-    with pytest.raises(Exception, match=r"of host memory, but only 1\.0 KiB are free; free some memory"):
+    monkeypatch.setattr("spmoe.engine.build.available_memory", lambda: 2**10)
+    monkeypatch.setattr("spmoe.engine.build.load_target", lambda *args: pytest.fail("weights are drawn"))
+    with pytest.raises(BudgetError, match=r"of host memory, .* but only 1\.0 KiB are free; free some memory"):
         load(write_config(tmp_path / "model", "mixtral"))
 
 

@@ -409,12 +409,16 @@ def test_replaced_forward_is_kept() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="does not depend on the device")
 @pytest.mark.parametrize("family", families())
 def test_families_call_all_projections_with_one_input(family: str, plain: None) -> None:
-    """Otherwise the first forwards would compute results that are never used."""
+    """Otherwise the first forwards would compute results that are never used.
+
+    Inkling 2 projects queries, keys and values from three different hidden states in some layers; fusing stops there.
+    """
     model, tokens = tiny_model(family), torch.arange(4)[None]
     with torch.inference_mode():
         expected = model(input_ids=tokens).logits
         groups = fuse_unchecked(model)
         found = model(input_ids=tokens).logits
     assert torch.equal(found, expected)
-    assert not any(group._misses or group._pending for group in groups)
+    unused = any(group._misses or group._pending for group in groups)
+    assert unused == (family == "inkling2_text")
     assert groups or family not in ("mixtral", "phimoe", "qwen3_moe", "deepseek_v2", "gpt_oss")

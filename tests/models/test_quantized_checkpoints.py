@@ -16,8 +16,10 @@ from checkpoints import byte_tokenizer, greedy, mixtral, qwen3_moe, reference, s
 from quantized_checkpoints import KINDS, QuantizedPair, change, is_expert, is_linear, write_pair
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
+from spmoe.formats.base import weight_format
+from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.expert_formats import own_format
+from spmoe.models.expert_formats import is_lossless, own_format
 from spmoe.models.expert_reader import ExpertReader
 from spmoe.models.families import tiny_draft, tiny_model
 from spmoe.models.inspection import inspect_model
@@ -159,6 +161,25 @@ def test_tokens_equal_those_of_the_dequantized_model(kind: str, make_pair: Make)
 
 def test_tokens_of_gpt_oss(make_pair: Make) -> None:
     check_tokens(make_pair("mxfp4", "gpt_oss"), "mxfp4")
+
+
+def test_conversion_of_a_quantized_checkpoint_says_whether_it_is_lossless(make_pair: Make, tmp_path: Path) -> None:
+    """Its dequantized weights are those of the run's dtype, also where most of its bytes are bfloat16."""
+    directory = Path(shutil.copytree(make_pair("ct-int4").packed, tmp_path / "copy"))
+    stored = load_file(directory / "model.safetensors")
+    wide = {n: t.bfloat16() for n, t in stored.items() if t.dtype == torch.float32}
+    wide["model.embed_tokens.weight"] = torch.zeros(4096, 64, dtype=torch.bfloat16)
+    change(directory, **wide)
+    checkpoint = Checkpoint.find(str(directory))
+    for name, dtype, expected in (
+        ("bfloat16", torch.float32, False),
+        ("bfloat16", torch.bfloat16, True),
+        ("bf16-packed", torch.bfloat16, True),
+        ("int4-g128", torch.bfloat16, False),
+    ):
+        own, format = (ExpertFormat(weight_format(one), dtype) for one in ("int4-g32", name))
+        assert is_lossless(format, own, checkpoint) == expected
+        assert is_lossless(own, own, checkpoint)
 
 
 def test_quantized_draft(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from spmoe.system.origin import Origin, OriginState, converter, fingerprint, ori
 EXPERT_FILE = "mixtral-0123456789ab-bfloat16.safetensors"
 QUANTIZED = "mixtral-0123456789ab-bfloat16-int4.safetensors"
 HASH = "0123456789abcdef0123"
+EXPERTS_VERSION = int(cache.EXPERTS_FORMAT.rpartition("-")[2])
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def write_safetensors(path: Path, metadata: dict[str, str], nbytes: int = 100) -
 
 
 def write_experts(
-    home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = 2, **metadata: str
+    home: Path, origin: Origin | None = None, name: str = EXPERT_FILE, version: int = EXPERTS_VERSION, **metadata: str
 ) -> Path:
     meta = {"format": f"spmoe-experts-{version}", **metadata}
     if origin is not None:
@@ -94,6 +95,14 @@ def test_every_kind_is_listed_with_its_model(home: Path, model: Path) -> None:
         (Kind.THREADS, State.UNKNOWN, "/a/model"),
         (Kind.PARTIAL, State.LEFTOVER, "unknown"),
     }
+
+
+@pytest.mark.parametrize("label", ["bf16-packed", "int4-g128", "int8-channel", "fp8-block8x20", "bfloat16"])
+def test_damaged_files_of_packed_experts_are_listed(home: Path, model: Path, label: str) -> None:
+    path = write_experts(home, origin_of(model), EXPERT_FILE.replace(".", f"-{label}."))
+    assert (only_entry().kind, only_entry().state) == (Kind.EXPERTS, State.CURRENT)
+    path.write_bytes(b"")
+    assert (only_entry().kind, only_entry().state) == (Kind.EXPERTS, State.DAMAGED)
 
 
 def test_files_without_a_recorded_model_are_kept(home: Path) -> None:
@@ -152,7 +161,15 @@ def test_unreadable_origin_is_not_prunable(home: Path, model: Path) -> None:
     assert only_entry().state is State.UNKNOWN
 
 
-@pytest.mark.parametrize(("version", "state"), [(1, State.OLD_FORMAT), (2, State.CURRENT), (3, State.UNKNOWN)])
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        (EXPERTS_VERSION - 1, State.OLD_FORMAT),
+        (EXPERTS_VERSION, State.CURRENT),
+        (EXPERTS_VERSION + 1, State.UNKNOWN),
+    ],
+    ids=["older", "same", "newer"],
+)
 def test_formats_of_other_versions(home: Path, model: Path, version: int, state: State) -> None:
     write_experts(home, origin_of(model), version=version)
     assert only_entry().state is state

@@ -46,7 +46,7 @@ _BY_PANEL = {
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
         measure check stored every reference cost quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
-        workers profile device_gbps link_gbps enforce_eager batching overlap""",
+        formats workers profile device_gbps link_gbps enforce_eager batching overlap""",
 }
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
 

@@ -11,11 +11,11 @@ import torch
 
 from spmoe.backends.devices import choose_device, limit_memory
 from spmoe.backends.graphs import CaptureContext
-from spmoe.config import EngineConfig, Size, drafter_name
+from spmoe.config import EngineConfig, Size, drafter_name, format_bytes
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.draft.model import CATCH_UP_ROWS
 from spmoe.engine.engine import Engine, configure_experts
-from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count
+from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count, weight_bytes
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
@@ -25,8 +25,10 @@ from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.formats.bf16_packed import MAX_ESCAPES, EscapeOverflow
-from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.checkpoint import Checkpoint, load_errors
+from spmoe.models.expert_formats import choose_format
 from spmoe.models.kv import KvState
+from spmoe.models.load import load_skeleton, store_spec
 from spmoe.models.loaded import (
     LoadedModels,
     draft_skeleton,
@@ -46,6 +48,7 @@ from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.registry import DRAFTERS
+from spmoe.system.host import available_memory
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -84,6 +87,8 @@ def _build(
     if draft_checkpoint is not None:
         require_same_tokenizer(tokenizer, tokenizer_of(draft_checkpoint), checkpoint, draft_checkpoint)
     wide_shape(config, device)  # raises an error before anything is loaded
+    if checkpoint.random:
+        _require_host_memory(config, device)
     with _out_of_memory(f"the weights of {config.model} without its experts"):
         models = load_target(config, checkpoint, device, escapes)
     notices += random_weights_notices(models)
@@ -187,6 +192,24 @@ def _out_of_memory(part: str) -> Iterator[None]:
             f"the device ran out of memory while loading {part}; end other programs that use the device, lower "
             "--device-memory, use --draft ngram, or use a device with more memory"
         ) from error
+
+
+def _require_host_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise BudgetError, before a weight is drawn, if random weights do not fit in host memory."""
+    # found again, since a skeleton marks its configuration
+    checkpoint = Checkpoint.find(config.model, weights=False, load_format=config.load_format)
+    with load_errors(checkpoint):
+        target = Target(load_skeleton(checkpoint))
+    dtype, paths = checkpoint.dtype(config.dtype), [layer.path for layer in target.moe]
+    format = choose_format(config.expert_format, checkpoint, target.model, paths, dtype)
+    experts = store_spec(checkpoint, target.model, paths, dtype, format).nbytes
+    others = weight_bytes(target, dtype) if device.type == "cpu" else 0
+    if experts + others > (free := available_memory()):
+        raise BudgetError(
+            f"{config.model} needs {format_bytes(experts + others)} of host memory, {format_bytes(experts)} of it for "
+            f"experts in {format.weight.label}, but only {format_bytes(free)} are free; free some memory, choose a "
+            "smaller --expert-format, or use a smaller model"
+        )
 
 
 def _require_memory(

@@ -12,7 +12,6 @@ from torch import Tensor
 from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
 from spmoe.config import EngineConfig
-from spmoe.errors import SpmoeError
 from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
@@ -74,7 +73,7 @@ def make_runtime(
     blobs = open_blobs(config, models, require_wanted)
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
-    except SpmoeError:
+    except BaseException:
         blobs.close()
         raise
     return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format))
@@ -95,7 +94,8 @@ def open_blobs(
 def _expert_file(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
     """Open the expert file; write it first if it is missing."""
     path = expert_file_path(models.checkpoint, models.dtype, models.expert_format)
-    with models.experts() as fill, progress_bar("Writing experts to the cache", config.progress) as report:
+    bar = progress_bar("Writing experts to the cache", config.progress, unit_bytes=models.spec.layout.nbytes)
+    with models.experts() as fill, bar as report:
         announce, wanted = announcer(config.progress), _wanted(fill, require_wanted)
         return ensure_expert_file(path, models.spec, wanted, report, announce, config.verify_experts)
 

@@ -196,10 +196,12 @@ class DecodeGraph:
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
         self._inbox_values[:] = [*tokens, length]
-        self._inbox_written = True
         self._run_ahead.note_launch()
-        self._captured.launch_first()
-        self._inbox_read.record()
+        try:
+            self._captured.launch_first()
+        finally:  # also after an error: the next call waits for this event, which must be one that passes
+            self._inbox_read.record()
+            self._inbox_written = True
 
     def launch_rest(self, observer: LayerObserver | None) -> None:
         """Launch the rest of the forward."""

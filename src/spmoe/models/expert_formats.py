@@ -95,6 +95,8 @@ def expert_parameters(model: Any, paths: list[str]) -> int:
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     """Return the dtype of most bytes of a checkpoint's weights; None for quantized ones."""
+    if checkpoint.quantization is not None:  # its other tensors may be more, and have another dtype
+        return None
     sizes = Counter[str]()
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] += tensor.nbytes
@@ -105,8 +107,8 @@ def _escapes_on_disk(path: Path) -> int:
     """Return the place for rare exponents that an expert file was written with; the default without a file."""
     try:
         file = ExpertFile.open(path)
-    except StoreError:
+        file.close()
+        found: WeightFormat = weight_format(file.spec.layout.format)
+    except (StoreError, UsageError, ValueError):  # it is written again
         return DEFAULT_ESCAPES
-    file.close()
-    found: WeightFormat = weight_format(file.spec.layout.format)
     return found.escapes if isinstance(found, Bf16Packed) else DEFAULT_ESCAPES

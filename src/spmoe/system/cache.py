@@ -29,7 +29,8 @@ PREDICTOR_FORMAT = "spmoe-predictor-1"
 EXPERTS, PROFILES, PREDICTORS = "experts", "profiles", "predictors"  # folders
 MAX_HEADER_BYTES = 1 << 30
 
-_EXPERT_FILE = re.compile(r".+-[0-9a-f]{12}-(?:float32|bfloat16|float16)(-.*int[48])?\.safetensors")
+# after the dtype: nothing, a quantized draft such as -int4 (matched as a group), or an expert format such as -int4-g128
+_EXPERT_FILE = re.compile(r".+-[0-9a-f]{12}-(?:float32|bfloat16|float16)(?:(-(?:.+-)?int[48])|-[\w-]+)?\.safetensors")
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.partial")  # written by `atomic_write`
 _PROFILE = re.compile(r"(threads-)?[0-9a-f]{20}\.json")
 _PREDICTOR = re.compile(r"[0-9a-f]{20}\.safetensors()")

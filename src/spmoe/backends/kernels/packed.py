@@ -286,7 +286,7 @@ def _load_scale(
     offsets = (n // GROUP_ROWS)[:, None] * COLUMNS + g[None, :]
     if GROUP:
         offsets += start // GROUP
-    if MASKED and GROUPS > 1:
+    if MASKED and GROUP:  # also a tile of one group: all of its inputs may lie after the last one
         scale = tl.load(scales + offsets, mask=(start + g * GROUP < K)[None, :], other=0)
     else:
         scale = tl.load(scales + offsets)
