@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
@@ -94,13 +95,14 @@ class ChatCompletion:
         head = {**head, "usage": None} if include_usage else head
         sent = [_Sent(self, number) for number in range(len(submission.results))]
         unfinished = len(sent)
-        async for progress in submission.run():
-            unfinished -= progress.finished
-            choices = sent[progress.choice].choices(progress.output.outputs[0], progress.finished)
-            for choice in choices:
-                last = choice is choices[-1] and not unfinished and not include_usage
-                extra = {"spmoe": submission.stats.to_dict()} if last else {}
-                yield event({**head, "choices": [choice], **extra})
+        async with aclosing(submission.run()) as results:
+            async for progress in results:
+                unfinished -= progress.finished
+                choices = sent[progress.choice].choices(progress.output.outputs[0], progress.finished)
+                for choice in choices:
+                    last = choice is choices[-1] and not unfinished and not include_usage
+                    extra = {"spmoe": submission.stats.to_dict()} if last else {}
+                    yield event({**head, "choices": [choice], **extra})
         if include_usage:
             yield event({**head, "choices": [], "usage": submission.usage(), "spmoe": submission.stats.to_dict()})
 

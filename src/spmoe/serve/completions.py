@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
@@ -61,14 +62,15 @@ class Completion:
         head = {**self._head(), "usage": None} if include_usage else self._head()
         sent = [_Sent() for _ in submission.results]
         unfinished = len(sent)
-        async for progress in submission.run():
-            output = progress.output.outputs[0]
-            unfinished -= progress.finished
-            choice = sent[progress.choice].choice(progress.choice, output, progress.finished)
-            if choice is None:
-                continue
-            last = {"spmoe": submission.stats.to_dict()} if not unfinished and not include_usage else {}
-            yield event({**head, "choices": [choice], **last})
+        async with aclosing(submission.run()) as results:
+            async for progress in results:
+                output = progress.output.outputs[0]
+                unfinished -= progress.finished
+                choice = sent[progress.choice].choice(progress.choice, output, progress.finished)
+                if choice is None:
+                    continue
+                last = {"spmoe": submission.stats.to_dict()} if not unfinished and not include_usage else {}
+                yield event({**head, "choices": [choice], **last})
         if include_usage:
             yield event({**head, "choices": [], "usage": submission.usage(), "spmoe": submission.stats.to_dict()})
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -206,11 +206,9 @@ class Submission:
         """Run all completions; yield the result so far of one whenever it has grown. Raise ApiError if one fails."""
         self._service._active.update(self._ids)
         try:
-            if len(self._iterators) == 1:
-                async for progress in self._run_one(0):
-                    yield progress
-            else:
-                async for progress in _merged([self._run_one(number) for number in range(len(self._iterators))]):
+            completions = [self._run_one(number) for number in range(len(self._iterators))]
+            async with aclosing(completions[0] if len(completions) == 1 else _merged(completions)) as results:
+                async for progress in results:
                     yield progress
         except Exception as error:
             raise engine_error(error) from error
@@ -232,8 +230,9 @@ class Submission:
 
     async def run_to_end(self) -> list[RequestOutput]:
         """Run all completions to their ends and return their results."""
-        async for _ in self.run():
-            pass
+        async with aclosing(self.run()) as results:
+            async for _ in results:
+                pass
         return self.outputs
 
     @property
