@@ -41,8 +41,9 @@ def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
 
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
-        "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}: "
-        "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n"
+        "{% if tools %}tools: {{ tools | tojson }}{{ '\\n' }}{% endif %}{% for message in messages %}"
+        "{{ message.role }}: {{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '\\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ style or '' }}assistant: {% endif %}"
     )
     path = save(seeded(mixtral, 12, max_position_embeddings=1024), tmp_path_factory.mktemp("tiny"), tokenizer)

@@ -99,7 +99,7 @@ class HermesParser:
                 self._after_call = True
         start = self._held.find(_OPEN)
         certain = len(self._held) if finished else start if start >= 0 else _certain(self._held)
-        if not finished or self._after_call:  # white space may stand before a call, or after the last one
+        if not finished:  # white space may stand before a call
             certain = len(self._held[:certain].rstrip())
         released, self._held = self._held[:certain], self._held[certain:]
         self._add_text(reply, released)
