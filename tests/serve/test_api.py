@@ -213,6 +213,7 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"prompt": {"a": 1}}, "prompt must be", "prompt"),
         ({"prompt": [10**9]}, "vocabulary", None),
         ({"prompt": "a " * 5000}, "the context holds 4096", None),
+        ({"prompt": "a " * 2_000_000}, "characters, but the context of 4096 tokens holds at most", None),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'", "temperature"),
         ({"temperature": -1}, "temperature must be 0 or more", "temperature"),
         ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
@@ -249,6 +250,7 @@ def test_bad_completions_are_refused(client: Any, fields: dict[str, Any], words:
     ("fields", "words"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a " * 2_000_000}]}, "characters, but the context"),
         ({"messages": "hello"}, "messages must be a valid list"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role must be"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -124,6 +125,22 @@ def test_large_bodies_are_refused(llm: AsyncLLM) -> None:
         assert httpx.post(f"{server.url}/v1/completions", content=pieces, headers=headers).status_code == 413
 
 
+def test_slow_bodies_are_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmoe.serve import app
+
+    monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
+    go_on = threading.Event()
+
+    def pieces() -> Iterator[bytes]:
+        yield b"{"
+        go_on.wait(1.0)  # longer than the limit
+        yield b"}"
+
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=headers, timeout=PATIENCE)
+    assert answer.status_code == 408
+
+
 # ---- load
 
 
@@ -238,6 +255,19 @@ def test_engine_error_fails_its_request_only(llm: AsyncLLM, error: Exception) ->
         assert post(server, SHORT).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.idle()
+
+
+def test_bug_inside_a_stream_is_an_event(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmoe.serve.service import Submission
+
+    monkeypatch.setattr(Submission, "usage", lambda self: 1 / 0)
+    answer = post(server, {**SHORT, "stream": True, "stream_options": {"include_usage": True}})
+    assert "internal error (ZeroDivisionError)" in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    answer = post(server, SHORT)
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
+    assert "Traceback" not in answer.text
 
 
 def test_client_sees_an_error_inside_a_stream(llm: AsyncLLM) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +33,11 @@ from spmoe.serve.responses import (
     EventStream,
     NoResponse,
     error_response,
+    internal_error,
     json_response,
     unless_gone,
 )
 from spmoe.serve.service import Service, Submission
-
-log = logging.getLogger(__name__)
 
 _BODY_SECONDS = 60.0  # longest time that a client may take to send a request
 _OPEN_PATHS = ("/health", "/version", "/metrics")  # for probes and Prometheus; no key is needed
@@ -143,7 +141,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _failed(request: Request, error: Exception) -> Response:
         # Starlette raises the exception again, so that its traceback is in the server's log
-        return error_response(ApiError(500, f"internal error ({type(error).__name__}); the server's log has details"))
+        return error_response(internal_error(error))
 
 
 # ---- bodies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from spmoe.config import Size
@@ -28,7 +28,7 @@ class ServeConfig:
     served_model_names: tuple[str, ...] = (DEFAULT_MODEL_NAME,)  # the first one is in responses
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    api_keys: tuple[str, ...] = ()  # none: every client is served
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: every client is served
     allowed_origins: tuple[str, ...] = ()  # of web pages, for CORS; "*": all
     max_queued_requests: int = 256  # completions that wait for their first step
     max_body_size: int = 8 * 2**20  # bytes

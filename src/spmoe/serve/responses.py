@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -10,10 +11,12 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from spmoe.errors import reason
 from spmoe.serve.protocol import ApiError
 from spmoe.serve.service import Submission
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -35,6 +38,11 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 def error_response(error: ApiError) -> Response:
     """Return a response in OpenAI's shape."""
     return json_response(error.to_dict(), error.status, error.headers)
+
+
+def internal_error(error: Exception) -> ApiError:
+    """Return the answer to a request that met a bug; details are for the server's log."""
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has details")
 
 
 def event(value: Any) -> bytes:
@@ -99,4 +107,7 @@ class EventStream(Response):
                 await send_body(one)
         except ApiError as error:
             await send_body(event(error.to_dict()))
+        except Exception as error:
+            log.error("a stream failed: %s", reason(error), exc_info=error)
+            await send_body(event(internal_error(error).to_dict()))
         await send_body(DONE, more=False)

@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_config=None,
+                log_level="info" if access_log else "warning",
                 access_log=access_log,
                 server_header=False,
                 lifespan="off",

@@ -17,7 +17,7 @@ from spmoe.engine.engine_thread import EngineClosed
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import Message, ParsedPrompt
 from spmoe.engine.stats import Stats
-from spmoe.errors import SpmoeError, reason
+from spmoe.errors import PromptError, SpmoeError, reason
 from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
 from spmoe.serve.metrics import Metrics
@@ -50,6 +50,9 @@ class Service:
         # Tokenizers and templates take long for long prompts, so that they do not run on the event loop. One thread:
         # tokenizers are not made for several.
         self._executor = ThreadPoolExecutor(1, "spmoe-serve")
+        tokenizer = llm.llm.engine.parts.tokenizer
+        longest = None if tokenizer is None else max(map(len, tokenizer.get_vocab()))
+        self._max_characters = None if longest is None else longest * self.max_model_len
         if config.tool_call_parser is not None:
             self.reply_parser([])  # refuses a tokenizer that the parser cannot work with
 
@@ -90,7 +93,16 @@ class Service:
 
     def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of a text."""
+        self._require_fitting(len(text))
         return encode(self.llm.llm.get_tokenizer(), text, **options)
+
+    def _require_fitting(self, characters: int) -> None:
+        """Raise PromptError if a text exceeds the context even with the longest tokens: tokenizing it takes seconds."""
+        if self._max_characters is not None and characters > self._max_characters:
+            raise PromptError(
+                f"the prompt has {characters} characters, but the context of {self.max_model_len} tokens holds at most "
+                f"{self._max_characters}; shorten the prompt"
+            )
 
     def tokenize_prompt(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Return a prompt with its token ids."""
@@ -100,6 +112,7 @@ class Service:
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> ParsedPrompt:
         """Return a conversation as a prompt."""
+        self._require_fitting(sum(len(message["content"]) for message in messages))
         return self.llm.llm.apply_chat_template(list(messages), **options)
 
     def chat_template(self) -> str:
@@ -187,7 +200,7 @@ class Submission:
         self.results: list[RequestOutput | None] = [None] * completions  # newest of each
         self._service = service
         self._arrival = arrival
-        self._held = completions
+        self._held = completions  # that count as accepted and not finished
         self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
         self._ids: list[str] = []
 
@@ -225,8 +238,15 @@ class Submission:
                 yield Progress(number, output, output.finished)
         finally:
             times.end(output)
+            self._release(1)
         if output is None or not output.finished:
             raise ApiError(503, "the server ended the request because it is shutting down; send it to another one")
+
+    def _release(self, completions: int) -> None:
+        """Count completions as ended, unless `close` was called before."""
+        completions = min(completions, self._held)
+        self._held -= completions
+        self._service._accepted -= completions
 
     async def run_to_end(self) -> list[RequestOutput]:
         """Run all completions to their ends and return their results."""
@@ -259,8 +279,7 @@ class Submission:
 
     async def close(self) -> None:
         """Cancel what runs and leave the queue. Idempotent."""
-        held, self._held = self._held, 0
-        self._service._accepted -= held
+        self._release(self._held)
         for one in self._iterators:
             with suppress(RuntimeError):  # it is being iterated: its task is cancelled, and ends it
                 await one.aclose()
