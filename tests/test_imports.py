@@ -26,7 +26,7 @@ TIERS = (
     {"draft"},
     {"engine"},
     {"replay"},
-    {"bench", "server"},
+    {"bench", "serve"},
     {"cli"},
     {"__init__", "__main__"},
 )
@@ -40,6 +40,7 @@ LEAVES = {  # importable from anywhere, each with the packages that it may impor
     "system": {"config", "errors", "files"},
 }
 MODEL_LIBRARIES = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # only models/ may import these
+SERVER_LIBRARIES = {"fastapi", "starlette", "uvicorn", "prometheus_client"}  # only serve/ may import these
 TIER = {package: tier for tier, packages in enumerate(TIERS) for package in packages}
 
 
@@ -120,6 +121,8 @@ def test_import_order_allows_and_forbids() -> None:
         ("experts", "models"),
         ("experts", "verify"),
         ("engine", "cli"),
+        ("engine", "serve"),
+        ("bench", "serve"),
         ("backends", "models"),
         ("observe", "experts"),
         ("config", "types"),
@@ -131,6 +134,11 @@ def test_import_order_allows_and_forbids() -> None:
 def test_only_models_imports_transformers(file: Path) -> None:
     names = {found.name.split(".")[0] for found in imports(file)}
     assert package_of(module_name(file)) == "models" or not names & MODEL_LIBRARIES
+
+
+def test_only_serve_imports_server_libraries(file: Path) -> None:
+    names = {found.name.split(".")[0] for found in imports(file)}
+    assert package_of(module_name(file)) == "serve" or not names & SERVER_LIBRARIES
 
 
 def test_only_backends_use_torch_cuda(file: Path) -> None:
@@ -195,7 +203,7 @@ def test_help_does_not_import_torch() -> None:
     code = """
 import sys
 import spmoe
-print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
+print(*sorted({"torch", "transformers", "numpy", "fastapi", "uvicorn"} & sys.modules.keys()))
 import typer.main
 from spmoe.cli.main import app, main
 verbs = [[verb] for verb in typer.main.get_command(app).commands] + [["trace", "record"], ["trace", "replay"]]
@@ -205,7 +213,7 @@ for words in [[], *verbs]:
         main()
     except SystemExit as ended:
         assert not ended.code
-print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()))
+print(*sorted({"torch", "transformers", "numpy", "fastapi", "uvicorn"} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *shown, last = result.stdout.split("\n")[:-1]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "spmoe"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WITH_TORCH = {"triton", "matplotlib"}  # triton comes with torch's CUDA builds; matplotlib with the `report` extra
+WITH_SERVER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}  # the `serve` extra; starlette is fastapi's
 
 
 def normalized(name: str) -> str:
@@ -40,7 +41,7 @@ def test_every_imported_distribution_is_declared() -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)])
     }
-    others = imported - set(sys.stdlib_module_names) - {"spmoe"} - WITH_TORCH
+    others = imported - set(sys.stdlib_module_names) - {"spmoe"} - WITH_TORCH - WITH_SERVER
     distributions = packages_distributions()
     undeclared = {
         name for name in others if not {normalized(found) for found in distributions.get(name, [])} & declared

@@ -89,7 +89,7 @@ def test_spmoe_alone_lists_commands_in_panels(invoke: Invoke, monkeypatch: pytes
     rows = [(panel, row) for panel, row in shown(alone.out) if panel != "Options"]
     by_panel = {panel: [row.split()[0] for one, row in rows if one == panel] for panel, _ in rows}
     assert list(by_panel) == ["Use", "Look", "Measure"]
-    assert by_panel["Use"] == ["demo", "run", "chat"]
+    assert by_panel["Use"] == ["demo", "run", "chat", "serve"]
     assert {"info", "families"} <= set(by_panel["Look"])
     assert {"bench", "report", "profile", "predictability", "trace", "fit-predictor"} <= set(by_panel["Measure"])
     assert all(row.endswith(".") for _, row in rows), "each command fits in one line"

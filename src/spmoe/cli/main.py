@@ -28,6 +28,7 @@ from spmoe.cli.predictability import predictability
 from spmoe.cli.profile import profile
 from spmoe.cli.report import report
 from spmoe.cli.run import run
+from spmoe.cli.serve import serve
 from spmoe.cli.settings import name_source, reset_settings
 from spmoe.cli.trace import trace
 from spmoe.cli.verify import verify
@@ -49,6 +50,7 @@ _COMMANDS: dict[str, dict[Callable[..., None] | typer.Typer, str]] = {  # by pan
         demo: "Show the effect of prefetching on the included pair.",
         run: "Complete a prompt.",
         chat: "Talk with a model.",
+        serve: "Serve a model with OpenAI's API.",
     },
     "Look": {
         info: "Show a model, its memory and its prefetch cutoff.",

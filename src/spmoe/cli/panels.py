@@ -20,6 +20,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from spmoe.cli import output, settings
 from spmoe.config import DEVICES, DTYPES, LOAD_FORMATS, SELF_DRAFTS, VERIFY_EXPERTS, expert_formats
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
+from spmoe.serve.config import TOOL_CALL_PARSERS
 
 PANELS = (
     "Model",
@@ -27,6 +28,7 @@ PANELS = (
     "Speculation",
     "Prefetching",
     "Sampling",
+    "Server",
     "Files",
     "Output",
     "Measurement",
@@ -40,6 +42,9 @@ _BY_PANEL = {
     "Sampling": """
         prompt prompt_token_ids max_tokens min_tokens temperature top_k top_p min_p presence_penalty frequency_penalty
         repetition_penalty seed stop stop_token_ids ignore_eos""",
+    "Server": """
+        host port api_key served_model_name allowed_origins max_queued_requests max_body_size shutdown_timeout
+        tool_call_parser""",
     "Output": """
         as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes
         against_model config verbose quiet""",
@@ -51,9 +56,10 @@ _BY_PANEL = {
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
 
 _METAVARS = {  # by option; the others by type
-    **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size"), "SIZE"),
+    **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size", "max_body_size"), "SIZE"),
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
     **dict.fromkeys(("generation_config", "load_format", "reference", "verify_experts", "expert_format"), "NAME"),
+    "tool_call_parser": "NAME",
     **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
 }
@@ -77,6 +83,7 @@ _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "verify_experts": lambda: VERIFY_EXPERTS,
     "load_format": lambda: LOAD_FORMATS,
     "expert_format": expert_formats,
+    "tool_call_parser": lambda: TOOL_CALL_PARSERS,
 }
 
 

@@ -20,6 +20,7 @@ from spmoe.files import decode_toml
 _PREFIX = "SPMOE_"
 _NOT_OPTIONS = ("SPMOE_HOME", "SPMOE_DEBUG")  # the cache directory, and debug messages
 _NOT_SETTINGS = {"help", "config", "version", "install_completion", "show_completion", "everything", "all", "yes"}
+_SECRETS = {"api-key"}  # options whose values are never printed
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -68,7 +69,8 @@ def announce() -> None:
         output.note(text)
     if output.is_verbose():
         for one in _settings:
-            output.note(f"{one.option} = {one.value} ({one.source})")
+            shown = "(hidden)" if one.option in _SECRETS else one.value
+            output.note(f"{one.option} = {shown} ({one.source})")
 
 
 def name_source(message: str) -> str:

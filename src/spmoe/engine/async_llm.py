@@ -12,7 +12,7 @@ from spmoe.config import SamplingParams
 from spmoe.engine.llm import LLM, Generation, combined_output
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import Message, ParsedPrompt, Prompt, parse_conversation, parse_params, parse_prompt
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, reason
 
 
 class Load(NamedTuple):
@@ -46,6 +46,14 @@ class AsyncLLM:
         running = sum(one.started for one in self._active.values())
         return Load(running, len(self._active) - running)
 
+    @property
+    def failure(self) -> str | None:
+        """Reason why no request can run any more; None while the engine works."""
+        failed, thread = self.llm.engine._failure, self.llm._thread
+        if failed is not None:
+            return f"the engine failed ({reason(failed)}) and could not be restored"
+        return "the engine is closed" if thread._closing or not thread._thread.is_alive() else None
+
     def generate(
         self,
         prompt: Prompt,
@@ -55,7 +63,8 @@ class AsyncLLM:
         """Complete a prompt; yield its result so far after every step that adds tokens, and the whole one last.
 
         The request is checked at once. It starts with the first iteration, and ends when the iterator is closed or
-        its task is cancelled. With `n` completions, all of them are in each result.
+        its task is cancelled. With `n` completions, all of them are in each result. Steps that end while the caller
+        does something else are one result, so that a slow caller holds no memory.
         """
         return self._run(parse_prompt(prompt), sampling_params, request_id)
 
@@ -105,25 +114,22 @@ class _Active:
     def __init__(self, generations: list[Generation]) -> None:
         self.started = False
         self._generations = generations
-        self._messages: asyncio.Queue[tuple[int, str, Any]] = asyncio.Queue()  # number of the completion, message
         self._cancels: list[Callable[[], None]] = []
 
     async def __aiter__(self) -> AsyncGenerator[list[RequestOutput], None]:
-        loop, latest = asyncio.get_running_loop(), [one.request.completion() for one in self._generations]
+        loop, inbox = asyncio.get_running_loop(), _Inbox(len(self._generations))
+        latest = [one.request.completion() for one in self._generations]
         for number, generation in enumerate(self._generations):
-            sink = _LoopSink(loop, self._messages, number)
-            self._cancels.append(generation.send_results(sink))
-        unfinished = len(self._generations)
-        while unfinished:
-            number, kind, value = await self._messages.get()
-            if kind == "error":
-                raise value
-            if kind == "end":
-                unfinished -= 1
-                continue
-            self.started = True
-            tokens, latest[number] = len(latest[number].token_ids), value
-            if len(value.token_ids) > tokens:
+            self._cancels.append(generation.send_results(_LoopSink(loop, inbox, number)))
+        while inbox.unfinished:
+            new = await inbox.receive()
+            grown = any(len(result.token_ids) > len(latest[number].token_ids) for number, result in new.items())
+            for number, result in new.items():
+                latest[number] = result
+            self.started = self.started or bool(new)
+            if all(result.finished for result in latest):
+                break
+            if grown and inbox.unfinished:
                 yield list(latest)
         yield latest
 
@@ -138,16 +144,43 @@ class _Active:
             cancel()
 
 
+class _Inbox:
+    """Newest result of each completion that the event loop has not read yet. Results are cumulative."""
+
+    def __init__(self, completions: int) -> None:
+        self.unfinished = completions
+        self._new: dict[int, RequestOutput] = {}  # by number of the completion
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, number: int, kind: str, value: Any) -> None:
+        """Keep a message of a completion; called on the event loop."""
+        if kind == "item":
+            self._new[number] = value
+        elif kind == "error":
+            self._error = value
+        else:
+            self.unfinished -= 1
+        self._changed.set()
+
+    async def receive(self) -> dict[int, RequestOutput]:
+        """Wait for news; return new results by number of the completion. Raise the error of a completion."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        new, self._new = self._new, {}
+        return new
+
+
 class _LoopSink:
     """Passes messages of one completion from the engine's thread to an event loop."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, str, Any]], number: int
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: _Inbox, number: int) -> None:
         self._loop = loop
-        self._queue = queue
+        self._inbox = inbox
         self._number = number
 
     def put(self, message: tuple[str, Any]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (self._number, *message))
+            self._loop.call_soon_threadsafe(self._inbox.take, self._number, *message)

@@ -1,0 +1,96 @@
+"""`spmoe serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spmoe.cli.options import load, read_text_file, stderr, takes_shared_options
+from spmoe.cli.output import is_verbose, note
+from spmoe.models.chat_template import require_template_syntax
+from spmoe.serve.address import bind, is_loopback, url_of
+from spmoe.serve.config import DEFAULT_MODEL_NAME, ServeConfig, parse_body_size, require_serve_extra
+
+if TYPE_CHECKING:
+    from spmoe.engine.llm import LLM
+
+
+@takes_shared_options
+def serve(
+    engine: dict[str, Any],
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Key that clients must send; may be given several times. Default: no key."),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name of the model in the API; may be given several times. Default: MODEL."),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web origin whose pages may use the server (CORS), or *; may be given several times. Default: none.",
+        ),
+    ] = None,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Longest queue of requests; further ones get status 429.")
+    ] = 256,
+    max_body_size: Annotated[str, typer.Option(help="Largest body of a request; larger ones get status 413.")] = "8MiB",
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds for requests under way after SIGTERM or Ctrl-C; then they end with an error.")
+    ] = 30.0,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="Format of the model's tool calls: hermes (also Qwen) or gpt-oss.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja chat template to use instead of the model's own.")
+    ] = None,
+) -> None:
+    """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
+
+    SIGTERM or Ctrl-C stops accepting, lets requests under way finish, and ends with exit code 0. Needs the serve
+    extra: pip install 'spmoe[serve]'.
+    """
+    require_serve_extra()
+    config = ServeConfig(
+        served_model_names=tuple(served_model_name or [engine["model"] or DEFAULT_MODEL_NAME]),
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        allowed_origins=tuple(allowed_origins or ()),
+        max_queued_requests=max_queued_requests,
+        max_body_size=parse_body_size(max_body_size),
+        shutdown_timeout=shutdown_timeout,
+        tool_call_parser=tool_call_parser,
+    )
+    template = None
+    if chat_template is not None:
+        template = read_text_file(chat_template)
+        require_template_syntax(template, str(chat_template))
+    bound = bind(config)
+    try:
+        if not config.api_keys and not is_loopback(bound):
+            note(f"warning: other machines can reach {host}, and everyone may use the model; set --api-key")
+        with load(engine) as llm:
+            if template is not None and llm.engine.parts.tokenizer is not None:
+                llm.engine.parts.tokenizer.chat_template = template
+            _run(llm, config, bound)
+    finally:
+        bound.close()
+
+
+def _run(llm: LLM, config: ServeConfig, bound: socket) -> None:
+    """Serve until a signal comes."""
+    from spmoe.engine.async_llm import AsyncLLM
+    from spmoe.serve.app import make_app
+    from spmoe.serve.server import serve as serve_app
+
+    app = make_app(AsyncLLM(llm=llm), config)
+    message = f"serving {config.served_model_names[0]} at {url_of(bound)}/v1; Ctrl-C or SIGTERM stops"
+    serve_app(app, config, bound, access_log=is_verbose(), ready=lambda: stderr().print(message, soft_wrap=True))

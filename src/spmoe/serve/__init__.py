@@ -1,0 +1,1 @@
+"""OpenAI-compatible server; needs the `serve` extra."""

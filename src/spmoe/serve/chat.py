@@ -1,0 +1,190 @@
+"""POST /v1/chat/completions: from conversations to prompts, and from results to messages and chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from spmoe.config import SamplingParams
+from spmoe.engine.outputs import CompletionOutput, Logprob
+from spmoe.engine.prompts import Message, ParsedPrompt
+from spmoe.errors import UsageError
+from spmoe.serve.completions import LEAST_LOGPROB
+from spmoe.serve.protocol import ChatCompletionRequest
+from spmoe.serve.responses import event
+from spmoe.serve.service import Service, Submission
+from spmoe.serve.tools import Reply
+
+_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")  # not for chat_template_kwargs
+
+
+class ChatCompletion:
+    """One request to /v1/chat/completions."""
+
+    def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
+        self.id = f"chatcmpl-{uuid4().hex}"
+        self._service = service
+        self._request = request
+        self._created = int(time.time())
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self._request.stream
+
+    def prepare(self) -> tuple[list[ParsedPrompt], SamplingParams]:
+        """Return the conversation as a prompt, and the parameters; runs on the thread for prompts."""
+        request, service = self._request, self._service
+        service.require_model(request.model)
+        if request.max_completion_tokens is not None:
+            request = request.model_copy(update={"max_tokens": request.max_completion_tokens})
+        params = request.sampling_params(
+            service.default_params(), service.default_max_tokens(service.max_model_len), request.num_logprobs
+        )
+        messages: list[Message] = [message.to_template() for message in request.messages]
+        return [service.render_chat(messages, **self._template_options())], params
+
+    def _template_options(self) -> dict[str, Any]:
+        """Return the variables of the template; raise UsageError for some that it does not read."""
+        request, template = self._request, self._service.chat_template()
+        options = dict(request.chat_template_kwargs or {})
+        if reserved := sorted(options.keys() & set(_TEMPLATE_VARIABLES)):
+            raise UsageError(f"chat_template_kwargs must not have {reserved[0]}; leave it out")
+        if request.reasoning_effort is not None:
+            options["reasoning_effort"] = request.reasoning_effort
+        if request.active_tools:
+            if self._service.config.tool_call_parser is None:
+                raise UsageError(
+                    "tools need a server that was started with --tool-call-parser hermes or gpt-oss; leave tools out"
+                )
+            options["tools"] = [
+                tool.model_dump(exclude_none=True, exclude_defaults=True) for tool in request.active_tools
+            ]
+        for name in options:
+            if name not in template:
+                field = name if name in ("tools", "reasoning_effort") else f"chat_template_kwargs.{name}"
+                raise UsageError(f"{field} has no effect: the model's chat template does not read it; leave it out")
+        return options
+
+    async def respond(self, submission: Submission) -> dict[str, Any]:
+        """Run to the end and return the response."""
+        choices = []
+        for index, result in enumerate(await submission.run_to_end()):
+            output = result.outputs[0]
+            parser = self._service.reply_parser(self._request.active_tools)
+            reply = parser.read(output.text, output.token_ids, True)
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", **_message(reply)},
+                    "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
+                    "finish_reason": _finish_reason(output, called=bool(reply.calls)),
+                    "stop_reason": output.stop_reason,
+                }
+            )
+        head = self._head("chat.completion")
+        return {**head, "choices": choices, "usage": submission.usage(), "spmoe": submission.stats.to_dict()}
+
+    async def stream(self, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """Run and yield chunks; a tool call comes when it is complete, and the last chunk has the statistics."""
+        include_usage = self._request.include_usage
+        head = self._head("chat.completion.chunk")
+        head = {**head, "usage": None} if include_usage else head
+        sent = [_Sent(self, number) for number in range(len(submission.results))]
+        unfinished = len(sent)
+        async with aclosing(submission.run()) as results:
+            async for progress in results:
+                unfinished -= progress.finished
+                choices = sent[progress.choice].choices(progress.output.outputs[0], progress.finished)
+                for choice in choices:
+                    last = choice is choices[-1] and not unfinished and not include_usage
+                    extra = {"spmoe": submission.stats.to_dict()} if last else {}
+                    yield event({**head, "choices": [choice], **extra})
+        if include_usage:
+            yield event({**head, "choices": [], "usage": submission.usage(), "spmoe": submission.stats.to_dict()})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._service.model_name}
+
+    def _logprobs(self, positions: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
+        return chat_logprobs(positions, self._request.num_logprobs or 0)
+
+
+class _Sent:
+    """Part of an answer that its client has."""
+
+    def __init__(self, chat: ChatCompletion, index: int) -> None:
+        self._chat = chat
+        self._index = index
+        self._parser = chat._service.reply_parser(chat._request.active_tools)
+        self._tokens = 0
+        self._begun = False
+        self._calls = 0
+
+    def choices(self, output: CompletionOutput, finished: bool) -> list[dict[str, Any]]:
+        """Return the new parts, each for a chunk; the role comes first, the finish reason alone and last."""
+        reply, logprobs = self._parser.read(output.text, output.token_ids, finished), None
+        if output.logprobs is not None and (positions := output.logprobs[self._tokens :]):
+            logprobs = self._chat._logprobs(positions)
+        self._tokens = len(output.token_ids)
+        found = []
+        if not self._begun:
+            self._begun = True
+            found.append(self._choice({"role": "assistant", "content": ""}))
+        if reply or logprobs is not None:
+            found.append(self._choice(self._delta(reply), logprobs))
+        if finished:
+            found.append(
+                {
+                    **self._choice({}),
+                    "finish_reason": _finish_reason(output, called=self._calls > 0),
+                    "stop_reason": output.stop_reason,
+                }
+            )
+        return found
+
+    def _delta(self, reply: Reply) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if reply.content or not (reply.reasoning or reply.calls):
+            delta["content"] = reply.content
+        if reply.reasoning:
+            delta["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            calls = [{"index": self._calls + number, **call.to_dict()} for number, call in enumerate(reply.calls)]
+            delta["tool_calls"] = calls
+            self._calls += len(calls)
+        return delta
+
+    def _choice(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": reply.content or (None if reply.calls else "")}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [call.to_dict() for call in reply.calls]
+    return message
+
+
+def _finish_reason(output: CompletionOutput, *, called: bool) -> str:
+    return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
+
+
+def chat_logprobs(positions: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:
+    """Return log-probabilities in the shape of /v1/chat/completions; `top`: most likely tokens per position."""
+    content = []
+    for position in positions:
+        chosen, *_ = position.values()
+        best = sorted((one for one in position.values() if one.rank <= top), key=lambda one: one.rank)
+        content.append({**_token(chosen), "top_logprobs": [_token(one) for one in best]})
+    return {"content": content, "refusal": None}
+
+
+def _token(one: Logprob) -> dict[str, Any]:
+    text = one.decoded_token or ""
+    return {"token": text, "logprob": max(one.logprob, LEAST_LOGPROB), "bytes": list(text.encode())}

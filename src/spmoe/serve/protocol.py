@@ -1,0 +1,397 @@
+"""Requests as OpenAI's API and vLLM define them, checked; errors in OpenAI's shape.
+
+A field that the server does not know, or does not support, is refused by its name. Sampling fields are checked by
+`SamplingParams`, whose names they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from spmoe.config import SamplingParams
+from spmoe.engine.prompts import ParsedPrompt, parse_prompts
+from spmoe.errors import SpmoeError, UsageError
+
+MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
+MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
+MAX_STOP_STRINGS = 16  # each is searched for after every token
+MAX_STOP_LENGTH = 1024  # characters
+DEFAULT_COMPLETION_TOKENS = 16  # `max_tokens` of /v1/completions, as in OpenAI's and vLLM's
+_MAX_MESSAGE = 500  # characters of an error message, which may quote a value of the request
+
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values without an effect; advice
+    "audio": ((), "the server generates text only"),
+    "best_of": ((1,), "use n"),
+    "echo": ((False,), "the prompt is not part of the completion"),
+    "frequency_penalties": ((), "use frequency_penalty"),
+    "function_call": (("none",), "use tool_choice"),
+    "functions": (([],), "use tools"),
+    "metadata": (({},), "completions are not stored"),
+    "modalities": ((["text"],), "the server generates text only"),
+    "moderation": ((), "leave it out"),
+    "prediction": ((), "drafts are chosen with --draft when the server starts"),
+    "prompt_cache_key": ((), "leave it out"),
+    "prompt_cache_retention": ((), "leave it out"),
+    "safety_identifier": ((), "leave it out"),
+    "service_tier": (("auto", "default"), "leave it out"),
+    "store": ((False,), "completions are not stored"),
+    "suffix": (("",), "text is completed at its end only"),
+    "verbosity": (("medium",), "leave it out"),
+    "web_search_options": ((), "leave it out"),
+}
+
+
+class ApiError(Exception):
+    """A failed request: HTTP status and the error that its client gets."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}..."
+        self.param = param
+        self.code = code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the response body."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(error: SpmoeError) -> ApiError:
+    """Return the answer to a request that was refused before it ran; its message often begins with the field."""
+    first = str(error).partition(" ")[0].partition("[")[0]
+    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    return ApiError(400, str(error), param=first if first in known else None)
+
+
+class _Model(BaseModel):
+    """Base of all objects in requests: unknown keys and wrong types are errors, null means not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+def _prompts(given: Any) -> list[ParsedPrompt]:
+    if not isinstance(given, (str, list)) or (isinstance(given, list) and any(isinstance(one, dict) for one in given)):
+        raise UsageError("prompt must be text, a list of texts, a list of token ids, or a list of such lists")
+    found = parse_prompts(given)
+    if not found:
+        raise UsageError("prompt is an empty list; give at least one text or token")
+    return found
+
+
+def _content(given: Any) -> str:
+    """Return the text of a message; parts are joined by line breaks, as vLLM does."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise UsageError("content of messages must be text or a list of text parts")
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UsageError(f"content of messages must be text; parts of type {kind!r} are not supported")
+        if unknown := sorted(part.keys() - {"type", "text"}):
+            raise UsageError(f"content of messages has the unknown field {unknown[0]!r}; leave it out")
+    return "\n".join(part["text"] for part in given)
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """Return the arguments of a tool call as an object, which chat templates expect."""
+    try:
+        found = from_json(given, allow_inf_nan=False) if isinstance(given, str) else given
+    except ValueError as error:
+        raise UsageError(f"arguments of tool_calls in messages must be a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError("arguments of tool_calls in messages must be a JSON object")
+    return found
+
+
+class CalledFunction(_Model):
+    """Function and arguments of an earlier tool call."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], PlainValidator(_arguments)]
+
+
+class ToolCall(_Model):
+    """Tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # left over from a stream
+    function: CalledFunction
+
+
+class ChatMessage(_Model):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(_content)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it."""
+        if self.refusal is not None:
+            raise UsageError("refusal of messages is not supported; put the text into content")
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise UsageError(f"content of a message with the role {self.role} is missing; give it")
+        message = self.model_dump(exclude_none=True)
+        return {**message, "content": self.content or ""}
+
+
+class Function(_Model):
+    """Function that a model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] = False
+
+
+class Tool(_Model):
+    """Tool that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(_Model):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+Sampling = Any  # checked by SamplingParams
+
+
+class GenerationRequest(_Model):
+    """Fields that both endpoints have."""
+
+    model: str | None = None  # None: the served one
+    max_tokens: Sampling = None
+    min_tokens: Sampling = None
+    temperature: Sampling = None
+    top_p: Sampling = None
+    top_k: Sampling = None
+    min_p: Sampling = None
+    n: Sampling = None
+    stop: Sampling = None
+    stop_token_ids: Sampling = None
+    seed: Sampling = None
+    presence_penalty: Sampling = None
+    frequency_penalty: Sampling = None
+    repetition_penalty: Sampling = None
+    logit_bias: Sampling = None
+    ignore_eos: Sampling = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # names the client's user; no effect, as in OpenAI's API
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise UsageError("stream_options is for streams; set stream to true or leave it out")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, defaults: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return the parameters of the request: `defaults` for fields that it lacks, and this `max_tokens`."""
+        given = {
+            field.name: value
+            for field in fields(SamplingParams)
+            if field.name != "logprobs" and (value := getattr(self, field.name)) is not None
+        }
+        _check_bounds(given)
+        given = {"max_tokens": max_tokens, **given, "logprobs": logprobs}
+        limit = given["max_tokens"]
+        if isinstance(limit, int):  # the model's minimum must not contradict the request's maximum
+            defaults = replace(defaults, min_tokens=min(defaults.min_tokens, max(limit, 0)))
+        return replace(defaults, **given)
+
+
+def _check_bounds(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for values that are valid but would keep the server busy for one client."""
+    n, stop = given.get("n"), given.get("stop")
+    if isinstance(n, int) and n > MAX_COMPLETIONS:
+        raise UsageError(f"n must be at most {MAX_COMPLETIONS}, not {n}")
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise UsageError(f"stop must have at most {MAX_STOP_STRINGS} texts, not {len(stop)}")
+    longest = max(
+        (len(text) for text in (stop if isinstance(stop, list) else [stop]) if isinstance(text, str)), default=0
+    )
+    if longest > MAX_STOP_LENGTH:
+        raise UsageError(f"stop must have texts of at most {MAX_STOP_LENGTH} characters, not {longest}")
+
+
+def _check_logprobs(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_LOGPROBS:
+        raise UsageError(f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}")
+    return value
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[list[ParsedPrompt], PlainValidator(_prompts)]
+    logprobs: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens per position; None: no log-probabilities."""
+        return None if self.logprobs is None else _check_logprobs("logprobs", self.logprobs)
+
+
+class ResponseFormat(_Model):
+    """Format of answers."""
+
+    type: str
+    json_schema: Any = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Sampling = None  # newer name of max_tokens
+    logprobs: bool = False
+    top_logprobs: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None  # for chat templates that read it
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the chat template, as in vLLM
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.response_format is not None and self.response_format.type != "text":
+            raise UsageError(
+                f"response_format {self.response_format.type!r} is not supported: output cannot be constrained to a "
+                "grammar yet; use 'text' and check the answer"
+            )
+        if self.response_format is not None and self.response_format.json_schema is not None:
+            raise UsageError("response_format 'text' takes no json_schema; leave it out")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise UsageError("max_tokens and max_completion_tokens mean the same; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UsageError("top_logprobs needs logprobs; set logprobs to true or leave top_logprobs out")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise UsageError(
+                "tool_choice must be 'none' or 'auto': a call cannot be enforced, since output cannot be constrained "
+                "to a grammar yet"
+            )
+        if self.tool_choice is not None and not self.tools:
+            raise UsageError("tool_choice needs tools; give tools or leave it out")
+        if not self.parallel_tool_calls and self.tools:
+            raise UsageError("parallel_tool_calls must be true: the number of calls cannot be limited")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens per position; None: no log-probabilities."""
+        return _check_logprobs("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def active_tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class TokenizeRequest(_Model):
+    """Body of POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True  # with `prompt`
+    add_generation_prompt: bool = True  # with `messages`
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise UsageError("prompt or messages must be given, and not both")
+        return self
+
+
+class DetokenizeRequest(_Model):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=_Model)
+
+
+def parse_request(kind: type[R], body: bytes) -> R:
+    """Return a request from its JSON; raise ApiError if it is not one."""
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    given = {name: value for name, value in given.items() if value is not None}
+    known = kind.model_fields
+    for name in [name for name in given if name not in known]:
+        if name not in _UNSUPPORTED or not issubclass(kind, GenerationRequest):
+            close = get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            raise ApiError(400, f"unknown field {name!r}; {hint}", param=name[:100], code="unknown_parameter")
+        neutral, advice = _UNSUPPORTED[name]
+        if given.pop(name) not in neutral:
+            raise ApiError(400, f"{name} is not supported; {advice}", param=name, code="unsupported_parameter")
+    try:
+        return kind.model_validate(given)
+    except UsageError as error:
+        raise bad_request(error) from error
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False)[0]) from error
+
+
+def _invalid(first: ErrorDetails) -> ApiError:
+    """Return pydantic's first finding as an error."""
+    place, kind = first["loc"], first["type"]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    path = "".join(steps).removeprefix(".")
+    param = str(place[0]) if place else None
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown field {path}; leave it out", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"{path} is missing; give it", param=param, code="missing_required_parameter")
+    text = str(first["msg"]).replace("Input should be", "must be", 1)
+    return ApiError(400, f"{path} {text}, not {_shown(first['input'])}", param=param)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

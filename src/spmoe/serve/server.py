@@ -1,0 +1,110 @@
+"""Running the application: uvicorn, signals and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from spmoe.serve.config import ServeConfig
+from spmoe.serve.service import Service
+
+_EXTRA_SECONDS = 5  # for clients to read the errors of requests that were ended; then connections are closed
+
+
+class Server(uvicorn.Server):
+    """uvicorn that ends with exit code 0 after SIGTERM or SIGINT, once requests under way are answered.
+
+    The first signal stops accepting. After the shutdown timeout, or at the second signal, requests end with an error.
+    """
+
+    def __init__(self, app: FastAPI, config: ServeConfig, *, access_log: bool = False) -> None:
+        timeout = int(config.shutdown_timeout) + _EXTRA_SECONDS
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="info" if access_log else "warning",
+                access_log=access_log,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=timeout,
+            )
+        )
+        self._service: Service = app.state.service
+        self._timeout = config.shutdown_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop` is called or a signal comes."""
+        self._loop = asyncio.get_running_loop()
+        with self._signals(self._loop):
+            try:
+                await self._serve(sockets)
+            finally:
+                if self._ending is not None:
+                    self._ending.cancel()
+                self._service.close()
+
+    def stop(self) -> None:
+        """Stop accepting, and end when requests under way are answered; callable from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    @contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Let signals stop the server, where this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._begin_to_end)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _begin_to_end(self) -> None:
+        first = not self._service.draining
+        self._service.draining = self.should_exit = True
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.ensure_future(self._end_requests(self._timeout if first else 0.0))
+
+    async def _end_requests(self, delay: float) -> None:
+        """End requests after a delay, and again later: one that was being prepared may have started since."""
+        await asyncio.sleep(delay)
+        while True:
+            await self._service.abort_all()
+            await asyncio.sleep(0.1)
+
+
+def serve(
+    app: FastAPI, config: ServeConfig, bound: socket.socket, *, access_log: bool, ready: Callable[[], None]
+) -> None:
+    """Serve on a bound socket until a signal comes; call `ready` when requests are accepted."""
+
+    async def run() -> None:
+        server = Server(app, config, access_log=access_log)
+        waiting = asyncio.ensure_future(_announce(server, ready))
+        try:
+            await server.serve([bound])
+        finally:
+            waiting.cancel()
+
+    asyncio.run(run())
+
+
+async def _announce(server: Server, ready: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    ready()
