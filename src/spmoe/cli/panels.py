@@ -43,7 +43,8 @@ _BY_PANEL = {
         prompt prompt_token_ids max_tokens min_tokens temperature top_k top_p min_p presence_penalty frequency_penalty
         repetition_penalty seed stop stop_token_ids ignore_eos""",
     "Server": """
-        host port api_key served_model_name allowed_origins max_queued_requests max_body_size shutdown_timeout
+        host port api_key served_model_name allowed_origins max_num_seqs max_num_batched_tokens enable_prefix_caching
+        max_queued_requests max_body_size shutdown_timeout
         tool_call_parser""",
     "Output": """
         as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes

@@ -10,6 +10,7 @@ import typer
 
 from spmoe.cli.options import load, read_text_file, stderr, takes_shared_options
 from spmoe.cli.output import is_verbose, note
+from spmoe.config import EngineConfig
 from spmoe.models.chat_template import require_template_syntax
 from spmoe.serve.address import bind, is_loopback, url_of
 from spmoe.serve.config import DEFAULT_MODEL_NAME, ServeConfig, parse_body_size, require_serve_extra
@@ -38,6 +39,17 @@ def serve(
             help="Web origin whose pages may use the server (CORS), or *; may be given several times. Default: none.",
         ),
     ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run together; others wait.")] = 8,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens that are read between two steps of the sequences that run.")
+    ] = 512,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Start from the KV cache of an earlier request with the same first tokens.",
+        ),
+    ] = True,
     max_queued_requests: Annotated[
         int, typer.Option(help="Longest queue of requests; further ones get status 429.")
     ] = 256,
@@ -58,6 +70,12 @@ def serve(
     extra: pip install 'spmoe[serve]'.
     """
     require_serve_extra()
+    engine |= {
+        "max_num_seqs": max_num_seqs,
+        "prefill_chunk": max_num_batched_tokens,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
+    EngineConfig.make(**{**engine, "model": engine["model"] or ""})  # checked before anything is loaded
     config = ServeConfig(
         served_model_names=tuple(served_model_name or [engine["model"] or DEFAULT_MODEL_NAME]),
         host=host,

@@ -49,10 +49,9 @@ class AsyncLLM:
     @property
     def failure(self) -> str | None:
         """Reason why no request can run any more; None while the engine works."""
-        failed, thread = self.llm.engine._failure, self.llm._thread
-        if failed is not None:
-            return f"the engine failed ({reason(failed)}) and could not be restored"
-        return "the engine is closed" if thread._closing or not thread._thread.is_alive() else None
+        if (failure := self.llm.engine.failure) is not None:
+            return f"the engine failed ({reason(failure)}) and could not be restored"
+        return "the engine is closed" if self.llm.closed else None
 
     def generate(
         self,

@@ -56,7 +56,7 @@ class Engine:
         self.notices = notices  # differences between the options and the engine, and their reasons
         self.recording: RecordedRouting | None = None  # routing of the request that runs next, for the oracle
         self._new_profiles: dict[Path, Profile] = {}  # to be written at `close`
-        self._failure: Exception | None = None  # that could not be recovered from
+        self.failure: Exception | None = None  # that could not be recovered from
         self.prefetching: Prefetching = self._make_prefetching()
         self.loop: Loop = self._make_loop()
 
@@ -123,10 +123,10 @@ class Engine:
     @contextmanager
     def _guarded(self, sequences: abc.Sequence[Sequence]) -> Iterator[None]:
         """Run with the engine's number of threads; bring the engine into order after an unexpected error."""
-        if self._failure is not None:
+        if self.failure is not None:
             raise SpmoeError(
-                f"the engine failed ({reason(self._failure)}) and could not be restored; build another one"
-            ) from self._failure
+                f"the engine failed ({reason(self.failure)}) and could not be restored; build another one"
+            ) from self.failure
         unread = [len(one.tokens) for one in sequences if not self.loop.has_read(one)]
         try:
             with self.parts.threads.in_force(max(unread, default=1)):
@@ -240,7 +240,7 @@ class Engine:
             self.experts.reset(self.learned.evictions[name])
             self.parts.load_residents()
         except Exception as error:  # a device that is broken
-            self._failure = error
+            self.failure = error
 
     def close(self) -> None:
         """Write learned profiles, and release everything. Idempotent."""

@@ -168,6 +168,11 @@ class EngineThread:
         self._send(call)
         return self._value(self._receive(call.answer))  # type: ignore[no-any-return]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls and jobs are taken."""
+        return not self._closing and self._thread.is_alive()
+
     def require_open(self) -> None:
         """Raise EngineClosed if `close` was called; long calls on the thread ask now and then."""
         if self._closing:
@@ -207,7 +212,7 @@ class EngineThread:
                 "an engine does not run in a forked process; build it in that process, and start the process with the "
                 'multiprocessing start method "spawn"'
             )
-        if self._closing or not self._thread.is_alive():
+        if not self.is_open:
             raise EngineClosed
         self._inbox.put(message)
 

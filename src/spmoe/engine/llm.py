@@ -113,6 +113,11 @@ class LLM:
         """Differences between the options and the running engine, and their reasons."""
         return self.engine.notices
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine's thread has ended."""
+        return not self._thread.is_open
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -37,6 +37,11 @@ class KvPool:
         """Free the KV caches of finished sequences."""
         self._drop(self.spare)
 
+    @property
+    def usage(self) -> float | None:
+        """Share of all positions that the KV caches of running sequences have; None if they are not limited."""
+        return None if self._limit is None else sum(kv.capacity for kv in self._used) / self._limit
+
     def has_place(self, capacity: int) -> bool:
         """Return whether one more KV cache of so many positions fits, if kept ones are freed for it."""
         used = sum(kv.capacity for kv in self._used)

@@ -131,6 +131,9 @@ class _EngineCollector:
             ("spmoe_expert_slots_in_use", len(engine.experts.pool.slots_by_key()), "Expert slots that hold an expert."),
             ("spmoe_draft_tokens_mean", mean, "Mean number of draft tokens (K) of the steps that had a draft."),
         ]
+        gauges.append(("spmoe_link_busy_ratio", engine.loop.rates.busy, "Share of recent steps that copies filled."))
+        if (used := engine.target.kv_pool.usage) is not None:
+            gauges.append(("vllm:kv_cache_usage_perc", used, "Share of the planned KV positions in use; 1 is all."))
         if cutoff is not None:  # the prefetch policy has one
             gauges.append(("spmoe_cutoff_layers", cutoff, "Layers that the draft stage prefetches for."))
         for name, value, text in gauges:

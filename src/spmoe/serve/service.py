@@ -31,11 +31,6 @@ RETRY_AFTER_SECONDS = 1
 _MAX_SEED = 2**63
 
 
-def cached_tokens(stats: Stats) -> int:
-    """Return the number of prompt tokens whose KV was taken from an earlier request."""
-    return 0
-
-
 class Service:
     """An engine as the endpoints use it. Methods run on one event loop."""
 
@@ -274,7 +269,7 @@ class Submission:
             "prompt_tokens": prompt,
             "completion_tokens": output_tokens,
             "total_tokens": prompt + output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(cached_tokens(output.stats) for output in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(output.stats.cached_tokens for output in firsts)},
         }
 
     async def close(self) -> None:
