@@ -183,6 +183,11 @@ class _Integers(QuantizedMatrix):
                 f"{self.scheme}"
             )
 
+    def require_contiguous_groups(self, raw: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if the inputs of a group do not follow each other."""
+        if "index" in raw and not is_contiguous_grouping(raw["index"], self.group):
+            raise ValueError(f"{self.sources['index']} is in act-order, which spmoe does not read")
+
     def require_symmetric(self, zeros: Tensor) -> None:
         """Raise ValueError if zero points contradict the declared symmetry."""
         if not zeros_are_middle(zeros, self.scheme.bits):
@@ -217,10 +222,7 @@ class GptqMatrix(_Integers):
 
     def decode(self, raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         bits = self.scheme.bits
-        if "index" in raw and not is_contiguous_grouping(raw["index"], self.group):
-            raise ValueError(
-                f"{self.sources['index']} is in act-order, which spmoe does not read; use an upload without it"
-            )
+        self.require_contiguous_groups(raw)
         zero = None
         if "zeros" in raw:
             codes = unpack_words(raw["zeros"], bits, 1)[:, : self.outs]
@@ -304,10 +306,7 @@ class PackedIntMatrix(_Integers):
                 f"{self.sources['shape']} says {raw['shape'].tolist()}, but {self.sources['codes']} holds "
                 f"{[self.outs, self.ins]}"
             )
-        if "index" in raw and not is_contiguous_grouping(raw["index"], self.group):
-            raise ValueError(
-                f"{self.sources['index']} is in act-order, which spmoe does not read; use an upload without it"
-            )
+        self.require_contiguous_groups(raw)
         scale = raw["scale"].reshape(-1, group_count(self.ins, self.group))
         scale = scale.expand(self.outs, -1).contiguous()
         zero = None
