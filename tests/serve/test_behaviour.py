@@ -180,7 +180,8 @@ def test_stream_ends_when_its_client_leaves(server: RunningServer) -> None:
     for body in (ENDLESS, {**ENDLESS, "n": 2, "temperature": 1}):
         url = f"{server.url}/v1/completions"
         with httpx.stream("POST", url, json={**body, "stream": True}, timeout=PATIENCE) as stream:
-            assert next(stream.iter_lines()).startswith("data: ")
+            lines = stream.iter_lines()  # kept: httpx closes the connection with it
+            assert next(lines).startswith("data: ")
             assert server.llm.load.running > 0
         wait_until(server.idle)
     after = metrics(server)['vllm:request_success_total{finished_reason="abort",model_name="spmoe-pair"}']
@@ -284,7 +285,7 @@ def test_client_sees_an_error_inside_a_stream(llm: AsyncLLM) -> None:
 def test_health_says_that_the_engine_cannot_work(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(llm) as server:
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-        monkeypatch.setattr(llm.llm.engine, "_failure", RuntimeError("device lost"))
+        monkeypatch.setattr(llm.llm.engine, "failure", RuntimeError("device lost"))
         for answer in (httpx.get(f"{server.url}/health"), post(server, SHORT)):
             assert answer.status_code == 503
             assert "device lost" in answer.json()["error"]["message"]
