@@ -60,7 +60,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients in browsers send headers of their own
         )
     return app
 

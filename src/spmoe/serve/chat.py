@@ -32,6 +32,10 @@ class ChatCompletion:
             service.default_params(), service.default_max_tokens(service.max_model_len), request.num_logprobs
         )
         self.num_prompts = 1
+        if service.config.tool_call_parser == "gpt-oss" and self.params.stop_strings:
+            raise UsageError(
+                "stop is not supported with --tool-call-parser gpt-oss, which reads tokens; use stop_token_ids"
+            )
         self._service = service
         self._request = request
         self._created = int(time.time())
@@ -74,7 +78,7 @@ class ChatCompletion:
         for index, result in enumerate(await submission.run_to_end()):
             output = result.outputs[0]
             parser = self._service.reply_parser(self._request.active_tools)
-            reply = parser.read(output.text, output.token_ids, True)
+            reply = parser.read(output.text, _token_ids(output), True)
             choices.append(
                 {
                     "index": index,
@@ -125,7 +129,7 @@ class _Sent:
 
     def choices(self, output: CompletionOutput, finished: bool) -> list[dict[str, Any]]:
         """Return the new parts, each for a chunk; the role comes first, the finish reason alone and last."""
-        reply, logprobs = self._parser.read(output.text, output.token_ids, finished), None
+        reply, logprobs = self._parser.read(output.text, _token_ids(output), finished), None
         if output.logprobs is not None and (positions := output.logprobs[self._tokens :]):
             logprobs = self._chat._logprobs(positions)
         self._tokens = len(output.token_ids)
@@ -159,6 +163,11 @@ class _Sent:
 
     def _choice(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _token_ids(output: CompletionOutput) -> list[int]:
+    """Return the tokens of an answer, without a stop token: it is not part of the text."""
+    return output.token_ids[:-1] if isinstance(output.stop_reason, int) else output.token_ids
 
 
 def _message(reply: Reply) -> dict[str, Any]:
