@@ -180,7 +180,7 @@ def test_stream_ends_when_its_client_leaves(server: RunningServer) -> None:
     for body in (ENDLESS, {**ENDLESS, "n": 2, "temperature": 1}):
         url = f"{server.url}/v1/completions"
         with httpx.stream("POST", url, json={**body, "stream": True}, timeout=PATIENCE) as stream:
-            lines = stream.iter_lines()  # kept: httpx closes the connection with it
+            lines = stream.iter_lines()  # dropping it closes the connection
             assert next(lines).startswith("data: ")
             assert server.llm.load.running > 0
         wait_until(server.idle)

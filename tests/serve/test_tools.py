@@ -243,3 +243,52 @@ def test_server_does_not_start_with_a_parser_that_cannot_work(tiny_llm: AsyncLLM
 
     with pytest.raises(UsageError, match="tool_call_parser gpt-oss needs the token"):
         make_app(tiny_llm, ServeConfig(tool_call_parser="gpt-oss"))
+
+
+class ScriptedTokensLLM(AsyncLLM):
+    """The same engine, whose answers are replaced by tokens that come a few at a time."""
+
+    tokens: tuple[int, ...] = ()
+    stop_reason: int | None = None
+
+    def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        return self._scripted(super().generate(*arguments, **options))
+
+    async def _scripted(self, results: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        async with aclosing(results):
+            last = [result async for result in results][-1]
+        for end in range(1, len(self.tokens), 5):
+            part = replace(last.outputs[0], token_ids=list(self.tokens[:end]), finish_reason="interrupted")
+            yield replace(last, outputs=[part], finished=False)
+        end = replace(last.outputs[0], token_ids=list(self.tokens), finish_reason="stop", stop_reason=self.stop_reason)
+        yield replace(last, outputs=[end])
+
+
+def test_gpt_oss_through_the_api(harmony: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    import openai
+
+    from checkpoints import mixtral, save, seeded
+
+    target = seeded(mixtral, 13, vocab_size=len(harmony))
+    path = save(target, tmp_path_factory.mktemp("harmony"), harmony)
+    call = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"
+    request = {"model": "spmoe-pair", "messages": [{"role": "user", "content": "weather?"}], "max_tokens": 1}
+    with (
+        ScriptedTokensLLM(path, draft="none", progress=False) as llm,
+        running(llm, tool_call_parser="gpt-oss") as server,
+    ):
+        client = server.client()
+        llm.tokens = tuple(harmony(f"{ANALYSIS}{call}")["input_ids"])
+        choice = client.chat.completions.create(**request).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.content, choice.message.reasoning_content) == (None, "The user äsks.")
+        assert [one.function.name for one in choice.message.tool_calls] == ["weather"]
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**request, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "The user äsks."
+        assert [one.function.name for delta in deltas for one in delta.tool_calls or []] == ["weather"]
+        llm.tokens = tuple(harmony("<|channel|>final<|message|>Hello!")["input_ids"])
+        llm.stop_reason = llm.tokens[-1]  # the exclamation mark is a stop token
+        choice = client.chat.completions.create(**request).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
+        with pytest.raises(openai.BadRequestError, match="stop is not supported with --tool-call-parser gpt-oss"):
+            client.chat.completions.create(**request, stop="x")

@@ -40,6 +40,7 @@ from spmoe.serve.responses import (
 from spmoe.serve.service import Service, Submission
 
 _BODY_SECONDS = 60.0  # longest time that a client may take to send a request
+_LARGE_BODY = 2**16  # bytes; parsing more of them would hold up the event loop
 _OPEN_PATHS = ("/health", "/version", "/metrics")  # for probes and Prometheus; no key is needed
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,7 +60,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients in browsers send headers of their own
         )
     return app
 
@@ -182,8 +183,12 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         body = await read_body(request, service.config.max_body_size)
 
         async def work() -> Response:
-            job = await service.in_thread(lambda: make(body))
-            submission = await service.submit(job.id, job.prepare)
+            if len(body) > _LARGE_BODY:
+                job = await service.in_thread(lambda: make(body))
+            else:
+                with service.refusals():
+                    job = make(body)
+            submission = await service.submit(job)
             if job.streams:
                 return await _start_stream(job, submission)
             try:

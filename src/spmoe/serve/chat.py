@@ -8,9 +8,8 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from spmoe.config import SamplingParams
 from spmoe.engine.outputs import CompletionOutput, Logprob
-from spmoe.engine.prompts import Message, ParsedPrompt
+from spmoe.engine.prompts import ParsedPrompt
 from spmoe.errors import UsageError
 from spmoe.serve.completions import LEAST_LOGPROB
 from spmoe.serve.protocol import ChatCompletionRequest
@@ -22,10 +21,21 @@ _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents"
 
 
 class ChatCompletion:
-    """One request to /v1/chat/completions."""
+    """One request to /v1/chat/completions; the constructor checks model and parameters."""
 
     def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
+        service.require_model(request.model)
+        if request.max_completion_tokens is not None:
+            request = request.model_copy(update={"max_tokens": request.max_completion_tokens})
         self.id = f"chatcmpl-{uuid4().hex}"
+        self.params = request.sampling_params(
+            service.default_params(), service.default_max_tokens(service.max_model_len), request.num_logprobs
+        )
+        self.num_prompts = 1
+        if service.config.tool_call_parser == "gpt-oss" and self.params.stop_strings:
+            raise UsageError(
+                "stop is not supported with --tool-call-parser gpt-oss, which reads tokens; use stop_token_ids"
+            )
         self._service = service
         self._request = request
         self._created = int(time.time())
@@ -35,17 +45,10 @@ class ChatCompletion:
         """Whether the client asked for a stream."""
         return self._request.stream
 
-    def prepare(self) -> tuple[list[ParsedPrompt], SamplingParams]:
-        """Return the conversation as a prompt, and the parameters; runs on the thread for prompts."""
-        request, service = self._request, self._service
-        service.require_model(request.model)
-        if request.max_completion_tokens is not None:
-            request = request.model_copy(update={"max_tokens": request.max_completion_tokens})
-        params = request.sampling_params(
-            service.default_params(), service.default_max_tokens(service.max_model_len), request.num_logprobs
-        )
-        messages: list[Message] = [message.to_template() for message in request.messages]
-        return [service.render_chat(messages, **self._template_options())], params
+    def tokenize(self) -> list[ParsedPrompt]:
+        """Return the conversation as a prompt with its token ids."""
+        messages = [message.to_template() for message in self._request.messages]
+        return [self._service.render_chat(messages, **self._template_options())]
 
     def _template_options(self) -> dict[str, Any]:
         """Return the variables of the template; raise UsageError for some that it does not read."""
@@ -75,7 +78,7 @@ class ChatCompletion:
         for index, result in enumerate(await submission.run_to_end()):
             output = result.outputs[0]
             parser = self._service.reply_parser(self._request.active_tools)
-            reply = parser.read(output.text, output.token_ids, True)
+            reply = parser.read(output.text, _token_ids(output), True)
             choices.append(
                 {
                     "index": index,
@@ -126,7 +129,7 @@ class _Sent:
 
     def choices(self, output: CompletionOutput, finished: bool) -> list[dict[str, Any]]:
         """Return the new parts, each for a chunk; the role comes first, the finish reason alone and last."""
-        reply, logprobs = self._parser.read(output.text, output.token_ids, finished), None
+        reply, logprobs = self._parser.read(output.text, _token_ids(output), finished), None
         if output.logprobs is not None and (positions := output.logprobs[self._tokens :]):
             logprobs = self._chat._logprobs(positions)
         self._tokens = len(output.token_ids)
@@ -160,6 +163,11 @@ class _Sent:
 
     def _choice(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _token_ids(output: CompletionOutput) -> list[int]:
+    """Return the tokens of an answer, without a stop token: it is not part of the text."""
+    return output.token_ids[:-1] if isinstance(output.stop_reason, int) else output.token_ids
 
 
 def _message(reply: Reply) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from spmoe.config import SamplingParams
 from spmoe.engine.outputs import CompletionOutput, Logprob
 from spmoe.engine.prompts import ParsedPrompt
 from spmoe.serve.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest
@@ -19,10 +18,15 @@ LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in vL
 
 
 class Completion:
-    """One request to /v1/completions."""
+    """One request to /v1/completions; the constructor checks model and parameters."""
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
+        service.require_model(request.model)
         self.id = f"cmpl-{uuid4().hex}"
+        self.params = request.sampling_params(
+            service.default_params(), service.default_max_tokens(DEFAULT_COMPLETION_TOKENS), request.num_logprobs
+        )
+        self.num_prompts = len(request.prompt)
         self._service = service
         self._request = request
         self._created = int(time.time())
@@ -32,14 +36,9 @@ class Completion:
         """Whether the client asked for a stream."""
         return self._request.stream
 
-    def prepare(self) -> tuple[list[ParsedPrompt], SamplingParams]:
-        """Return prompts with token ids and the parameters; runs on the thread for prompts."""
-        request, service = self._request, self._service
-        service.require_model(request.model)
-        params = request.sampling_params(
-            service.default_params(), service.default_max_tokens(DEFAULT_COMPLETION_TOKENS), request.num_logprobs
-        )
-        return [service.tokenize_prompt(prompt) for prompt in request.prompt], params
+    def tokenize(self) -> list[ParsedPrompt]:
+        """Return the prompts with their token ids."""
+        return [self._service.tokenize_prompt(prompt) for prompt in self._request.prompt]
 
     async def respond(self, submission: Submission) -> dict[str, Any]:
         """Run to the end and return the response."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from spmoe.config import DEFAULT_MAX_TOKENS, SamplingParams
 from spmoe.engine.async_llm import AsyncLLM
@@ -29,6 +29,18 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 _MAX_SEED = 2**63
+
+
+class Job(Protocol):
+    """A request to generate text, checked as far as it can be without tokenizing."""
+
+    id: str
+    params: SamplingParams
+    num_prompts: int
+
+    def tokenize(self) -> list[ParsedPrompt]:
+        """Return the prompts with their token ids."""
+        ...
 
 
 class Service:
@@ -81,8 +93,14 @@ class Service:
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Run a function on the thread for prompts; a refusal of the engine becomes an ApiError."""
-        try:
+        with self.refusals():
             return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Turn refusals of the engine into ApiErrors."""
+        try:
+            yield
         except SpmoeError as error:
             raise engine_error(error) if self.llm.failure is not None else bad_request(error) from error
 
@@ -130,26 +148,21 @@ class Service:
 
     # ---- requests
 
-    async def submit(
-        self, request_id: str, prepare: Callable[[], tuple[list[ParsedPrompt], SamplingParams]]
-    ) -> Submission:
-        """Prepare a request on the thread for prompts, check it, and return it, not started.
+    async def submit(self, job: Job) -> Submission:
+        """Admit a request, tokenize its prompts on the thread for prompts, check it, and return it, not started.
 
         Every completion is a request of its own to the engine: they share its steps.
         """
-        arrival = time.perf_counter()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
         if (failure := self.llm.failure) is not None:
             raise ApiError(503, failure)
-        self._require_room(1)
-        prompts, params = await self.in_thread(prepare)
-        completions = len(prompts) * params.n
+        completions = job.num_prompts * job.params.n
         self._require_room(completions)
         self._accepted += completions
-        submission = Submission(self, params.n, completions, arrival)
+        submission = Submission(self, job.params.n, completions)
         try:
-            await self.in_thread(lambda: submission.create(request_id, prompts, params))
+            await self.in_thread(lambda: submission.create(job.id, job.tokenize(), job.params))
         except BaseException:
             await submission.close()
             raise
@@ -190,11 +203,11 @@ class Progress:
 class Submission:
     """Completions of one HTTP request, in the order of its prompts; `n` for each. Close it in any case."""
 
-    def __init__(self, service: Service, n: int, completions: int, arrival: float) -> None:
+    def __init__(self, service: Service, n: int, completions: int) -> None:
         self.n = n
         self.results: list[RequestOutput | None] = [None] * completions  # newest of each
         self._service = service
-        self._arrival = arrival
+        self._arrival = time.perf_counter()
         self._held = completions  # that count as accepted and not finished
         self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
         self._ids: list[str] = []
