@@ -18,6 +18,7 @@ import tempfile
 from typing import Any
 
 from spmoe import LLM, SamplingParams
+from spmoe.config import ONE_BY_ONE
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.parts import LearnedState
 from spmoe.errors import SpmoeError
@@ -62,6 +63,7 @@ def measure(options: argparse.Namespace, share: str) -> dict[str, object]:
             device=options.device,
             dtype=options.dtype,
             progress=False,
+            **ONE_BY_ONE,
         ) as llm:
             return _run_all(llm, options, share)
 
