@@ -23,7 +23,7 @@ from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.config import ONE_BY_ONE
 from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine import Engine
-from spmoe.engine.llm import Generation
+from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
 from spmoe.errors import TransferError
 from spmoe.experts.store import ExpertFile
@@ -683,3 +683,33 @@ def test_sequences_of_a_step_have_equal_shares(mixtral_pair: Pair, batches: list
     lone = 3 * 2 * (COUNT - 1)  # layers, experts per token, steps after the prompt
     assert sum(asked) < 2 * lone, "four equal sequences need the experts of one, once they are in step"
     assert max(asked) < lone
+
+
+def test_times_of_completions_that_run_together(shared: LLM) -> None:
+    """A request takes as long as its longest completion; its time per token is that of one completion."""
+    outputs = run_together(shared, [PROMPTS[0]] * 3)
+    both = combined_output(outputs).stats
+    stats = [output.stats for output in outputs]
+    assert both.latency_seconds == max(one.latency_seconds for one in stats)
+    assert both.ttft_seconds == stats[0].ttft_seconds
+    assert both.decode_seconds == pytest.approx(sum(one.latency_seconds - one.ttft_seconds for one in stats))
+    assert both.tpot_seconds == pytest.approx(both.decode_seconds / (3 * (COUNT - 1)))
+
+
+def test_time_to_first_token_counts_from_the_arrival(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the prompts of others are read, before a request has its first turn."""
+    clock = shared.engine.parts.clock
+    now = [0.0]
+    step = Loop.step
+
+    def slow(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        now[0] += 100.0
+        return step(self, turns)
+
+    monkeypatch.setattr(type(clock), "now", lambda self: now[0])
+    monkeypatch.setattr(Loop, "step", slow)
+    monkeypatch.setattr(Loop, "read_prompt", lambda self, sequence: False)
+    times = [output.stats.ttft_seconds for output in run_together(shared, PROMPTS[:4])]
+    assert times[0] == 100.0
+    assert times == sorted(times)
+    assert times[-1] >= 400.0

@@ -405,7 +405,7 @@ class Loop:
             kv = None
         if kv is None:
             kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity, sequence.tokens)
-            if not sequence.has_output:
+            if not sequence.has_output and sequence.drafts:  # one whose draft has failed finds its own tokens
                 sequence.cached_tokens = kv.length
         return kv
 
