@@ -59,6 +59,7 @@ from spmoe.formats.base import weight_format
 from spmoe.models import families, runner
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
+from spmoe.models.target import Target
 from spmoe.predict.governor import LENGTHS, Governor
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -959,3 +960,38 @@ def test_kv_caches_of_trials_take_no_place(cuda: FakeCuda, mixtral_pair: Pair) -
             for one in (llm.engine.target, llm.engine.parts.drafter.runner):
                 assert one is not None
                 assert len(one.kv_pool._used) == 0
+
+
+def test_failed_copies_of_a_shared_step_fail_no_other_request(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed step of several sequences each one tries alone; one whose copies still fail gets the error."""
+    prompts, model = [PROMPT, *OTHER_PROMPTS], reference(mixtral_pair.target)
+    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
+    options: dict[str, Any] = {"num_speculative_tokens": 2, "expert_memory": memory_for(2), "prefetch": "on-demand"}
+    run_batch, left = runner.ModelRunner.run_batch, list[int]()  # numbers of copies that fail in the next step
+
+    def break_device(self: Any, *args: Any) -> Any:
+        if left and isinstance(self, Target):
+            cuda.device.failing_copies, cuda.device.failure = left.pop(), TransferError("injected failure")
+        return run_batch(self, *args)
+
+    monkeypatch.setattr(runner.ModelRunner, "run_batch", break_device)
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:
+        for failures in (1, 10**6):
+            left.append(failures)
+            streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+            llm._thread.call(lambda streams=streams: [stream.start() for stream in streams])
+            errors = 0
+            for stream, tokens in zip(streams, expected, strict=True):
+                try:
+                    stream.run()
+                    assert stream.token_ids == tokens
+                except TransferError:
+                    errors += 1
+                    assert stream.token_ids == tokens[: len(stream.token_ids)]
+            assert not left
+            assert errors == (0 if failures == 1 else len(prompts))
+            cuda.device.failing_copies = 0
+            assert together(llm, prompts) == expected
+            assert not llm.engine.parts.target_kv
