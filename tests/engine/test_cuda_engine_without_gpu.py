@@ -56,9 +56,10 @@ from spmoe.errors import TransferError
 from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.formats.base import weight_format
-from spmoe.models import families
+from spmoe.models import families, runner
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
+from spmoe.models.target import Target
 from spmoe.predict.governor import LENGTHS, Governor
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -863,3 +864,134 @@ def test_random_weights_need_no_checkpoint(cuda: FakeCuda, tmp_path: Path) -> No
             texts.append(llm.generate([PROMPT], GREEDY)[0].token_ids)
     assert texts[0] == texts[1] == texts[2]
     assert len({*texts[0]}) > 1
+
+
+# ---- several requests
+
+
+OTHER_PROMPTS = [list(b"class A"), list(b"x"), list(range(40, 66))]  # of unequal lengths
+
+
+@pytest.fixture
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the number of sequences of each forward of several."""
+    found: list[int] = []
+    run_ragged = runner.run_ragged
+
+    def run(model: Any, parts: Any, **options: Any) -> list[Tensor]:
+        found.append(len(parts))
+        return run_ragged(model, parts, **options)
+
+    monkeypatch.setattr(runner, "run_ragged", run)
+    return found
+
+
+def name_of(pair: Pair, draft: str | None) -> str | None:
+    return str(pair.good) if draft == "good" else draft
+
+
+def together(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("family", "draft", "memory"),
+    [
+        ("qwen", None, memory_for(2)),
+        ("mixtral", "good", memory_for(2)),
+        ("qwen", "good", "100%"),
+        ("mixtral", "self:int4", "100%"),
+        ("qwen", "self:int4", memory_for(3)),
+    ],
+)
+def test_requests_together_have_the_text_of_lone_ones(
+    cuda: FakeCuda, request: pytest.FixtureRequest, batch_sizes: list[int], family: str, draft: str | None, memory: Any
+) -> None:
+    """Lone steps before and after replay captured graphs."""
+    pair: Pair = request.getfixturevalue(f"{family}_pair")
+    prompts, model = [PROMPT, *OTHER_PROMPTS], reference(pair.target)
+    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
+    options: dict[str, Any] = {"num_speculative_tokens": 2 if draft else 0, "expert_memory": memory}
+    with LLM(
+        str(pair.target), name_of(pair, draft), dtype="float32", progress=False, prefill_chunk=8, **options
+    ) as llm:
+        notices = list(llm.notices)
+        assert together(llm, prompts[:1]) == expected[:1]
+        assert (before := cuda.recorder.replayed) > 0
+        batch_sizes.clear()
+        assert together(llm, prompts) == expected
+        assert max(batch_sizes) == len(prompts)
+        assert together(llm, prompts[1:2]) == expected[1:2]
+        assert cuda.recorder.replayed > before
+        assert llm.notices == notices
+
+
+@pytest.mark.parametrize("draft", [None, "good", "self:int4"])
+def test_conversations_continue_from_their_kv_caches(cuda: FakeCuda, mixtral_pair: Pair, draft: str | None) -> None:
+    """KV caches are taken from others that graphs were captured over; a notice would say that drafts are not used."""
+    model, name, k = reference(mixtral_pair.target), name_of(mixtral_pair, draft), 2 if draft else 0
+    with LLM(str(mixtral_pair.target), name, dtype="float32", progress=False, num_speculative_tokens=k) as llm:
+        notices, prompts = list(llm.notices), [PROMPT, *OTHER_PROMPTS[:2]]
+        for turn in range(2):
+            outputs = llm.generate(prompts, GREEDY)
+            assert [one.token_ids for one in outputs] == [greedy(model, prompt, COUNT) for prompt in prompts]
+            for one, prompt in zip(outputs, prompts, strict=True):
+                assert one.stats.cached_tokens >= (len(prompt) - 4 if turn else 0)
+            prompts = [[*prompt, *one.token_ids, 7, 8, 9] for prompt, one in zip(prompts, outputs, strict=True)]
+        assert llm.notices == notices
+
+
+def test_completions_of_a_prompt_copy_its_keys(cuda: FakeCuda, mixtral_pair: Pair) -> None:
+    """A completion gets its KV cache from an earlier request, and the prompt from another completion."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True, n=4, temperature=1.0, seed=3)
+    options: dict[str, Any] = {"num_speculative_tokens": 2, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), **options, **ONE_BY_ONE) as llm:
+        expected = [one.token_ids for one in llm.generate(PROMPT, params)[0].outputs]
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), **options) as llm:
+        together(llm, [PROMPT, *OTHER_PROMPTS], replace(params, n=1))
+        (output,) = llm.generate(PROMPT, params)
+        assert [one.token_ids for one in output.outputs] == expected
+
+
+def test_kv_caches_of_trials_take_no_place(cuda: FakeCuda, mixtral_pair: Pair) -> None:
+    """Forwards that are tried while an engine is built do not make sequences wait."""
+    for draft in (str(mixtral_pair.good), "self:int4"):
+        with LLM(str(mixtral_pair.target), draft, dtype="float32", progress=False, num_speculative_tokens=2) as llm:
+            for one in (llm.engine.target, llm.engine.parts.drafter.runner):
+                assert one is not None
+                assert len(one.kv_pool._used) == 0
+
+
+def test_failed_copies_of_a_shared_step_fail_no_other_request(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed step of several sequences each one tries alone; one whose copies still fail gets the error."""
+    prompts, model = [PROMPT, *OTHER_PROMPTS], reference(mixtral_pair.target)
+    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
+    options: dict[str, Any] = {"num_speculative_tokens": 2, "expert_memory": memory_for(2), "prefetch": "on-demand"}
+    run_batch, left = runner.ModelRunner.run_batch, list[int]()  # numbers of copies that fail in the next step
+
+    def break_device(self: Any, *args: Any) -> Any:
+        if left and isinstance(self, Target):
+            cuda.device.failing_copies, cuda.device.failure = left.pop(), TransferError("injected failure")
+        return run_batch(self, *args)
+
+    monkeypatch.setattr(runner.ModelRunner, "run_batch", break_device)
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:
+        for failures in (1, 10**6):
+            left.append(failures)
+            streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+            llm._thread.call(lambda streams=streams: [stream.start() for stream in streams])
+            errors = 0
+            for stream, tokens in zip(streams, expected, strict=True):
+                try:
+                    stream.run()
+                    assert stream.token_ids == tokens
+                except TransferError:
+                    errors += 1
+                    assert stream.token_ids == tokens[: len(stream.token_ids)]
+            assert not left
+            assert errors == (0 if failures == 1 else len(prompts))
+            cuda.device.failing_copies = 0
+            assert together(llm, prompts) == expected
+            assert not llm.engine.parts.target_kv

@@ -101,10 +101,11 @@ class DraftModel(Drafter):
             kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
         elif k == 0:
             return types.Draft([])
-        self._catch_up(sequence, kv)
-        if (tokens := self._launched_tokens(sequence, k, observers)) is not None:
-            return types.Draft(tokens)
-        stage = types.Stage.PREFILL if kv.length == 0 else types.Stage.DRAFT
+        if k:
+            self._catch_up(sequence, kv)
+            if (tokens := self._launched_tokens(sequence, k, observers)) is not None:
+                return types.Draft(tokens)
+        stage = types.Stage.DRAFT if k and kv.length else types.Stage.PREFILL
         logits = self._read(sequence.tokens[kv.length :], kv, self._observer(stage, observers, FIRST_PASS_CHUNKS))
         tokens = []
         for position in range(k):

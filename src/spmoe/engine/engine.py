@@ -146,9 +146,9 @@ class Engine:
             self.recover()
             raise
 
-    def undo_step(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Take back a step that has failed: its sequences are as they were before."""
-        self.loop.undo_step(sequences)
+    def undo_step(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
+        """Take back a step that has failed; `lengths`: tokens of each sequence before it."""
+        self.loop.undo_step(sequences, lengths)
 
     def has_kv_place(self, sequence: Sequence) -> bool:
         """Return whether the KV caches of another sequence fit into the memory that is planned for them."""

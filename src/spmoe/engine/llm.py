@@ -276,6 +276,7 @@ class Generation:
     def start(self) -> None:
         """Start now instead of with the first iteration."""
         if self._job is None:
+            self.request.arrive()
             self._job = self._llm._thread.job(self.request.steps)
 
     def stop(self) -> None:
@@ -297,6 +298,7 @@ class Generation:
 
         Use this, or iterate, but not both.
         """
+        self.request.arrive()
         return self._llm._thread.send_job(self.request.results, sink)
 
     def run(self) -> RequestOutput:

@@ -240,14 +240,15 @@ class Loop:
             self.target.prepare(k + 1, k + 1, observer if k else self._step_observer(0))
         self.drafter.prepare(self.max_draft_tokens, self._observers)
 
-    def undo_step(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Forget what a failed step has appended to the KV caches of these sequences."""
-        for sequence in sequences:
-            length = len(sequence.tokens) - 1
+    def undo_step(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
+        """Forget what a failed step has appended to sequences that had so many tokens before, and to KV caches."""
+        for sequence, length in zip(sequences, lengths, strict=True):
+            del sequence.tokens[length:]
+            del sequence.logprobs[length - sequence.prompt_length :]
             if (kv := self._target_kv.get(sequence.id)) is not None:
-                kv.cut(length)
+                kv.cut(length - 1)
             if sequence.drafts:
-                self._tell_drafter(sequence, partial(self.drafter.rewind, {sequence.id: length}))
+                self._tell_drafter(sequence, partial(self.drafter.rewind, {sequence.id: length - 1}))
 
     def distrust(self, sequences: abc.Sequence[Sequence]) -> None:
         """Let no other sequence reuse the KV caches of these, whose step has failed."""
@@ -404,7 +405,7 @@ class Loop:
             kv = None
         if kv is None:
             kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity, sequence.tokens)
-            if not sequence.has_output:
+            if not sequence.has_output and sequence.drafts:  # one whose draft has failed finds its own tokens
                 sequence.cached_tokens = kv.length
         return kv
 

@@ -62,11 +62,14 @@ class Request:
         """End after the current step."""
         self.stopped = True
 
+    def arrive(self) -> None:
+        """Count latency from now on; callable from any thread, before the steps begin."""
+        self._started = self._first = self._ended = self._engine.parts.clock.now()
+
     def steps(self) -> Generator[str | None, None, None]:
         """Run the steps; yield the text of each step, which may be empty, and None while others have their turn."""
         clock = self._engine.parts.clock
         self._engine.learn_cutoff()
-        self._started = self._first = self._ended = clock.now()
         sequence = self._sequence = self._new_sequence()
         self._raw_logprobs = sequence.logprobs
         self._speculation = sequence.speculation

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from spmoe.engine.engine import Engine
+from spmoe.engine.loop import MAX_BATCH_ROWS
 from spmoe.types import Sequence, Turn
 
 
@@ -84,13 +86,14 @@ class Scheduler:
         engine, sequence = self._engine, entry.sequence
         if not engine.loop.has_read(sequence) and self.running > 1 and engine.read_prompt(sequence):
             return False
-        batch = [entry, *self._companions(entry)]
+        batch = [entry, *islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
         if len(batch) > 1:
+            lengths = [len(one.sequence.tokens) for one in batch]
             try:
                 self._run(batch)
                 return True
             except Exception:  # of one sequence, or of all: each one tries alone, and fails alone
-                engine.undo_step([one.sequence for one in batch])
+                engine.undo_step([one.sequence for one in batch], lengths)
                 for one in batch:
                     one.alone = True
         self._run([entry])

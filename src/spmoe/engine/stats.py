@@ -36,12 +36,13 @@ class Stats:
     expert_format: str | None = None  # None: not known, of a run that was restored from a file
     lossless: bool = True  # whether experts have the checkpoint's weights, in the run's dtype
     cached_tokens: int = 0  # of the prompt, that were taken from the KV cache of an earlier sequence
-    reread_seconds: float = 0.0  # part of the latency: the prompt was read again for the completions after the first
+    overlap_seconds: float = 0.0  # that completions decoded while others of the request did
 
     @classmethod
     def combined(cls, parts: Sequence[Stats]) -> Stats:
-        """Return the statistics of completions of one prompt that ran one after the other."""
+        """Return the statistics of the completions of one request, which began together."""
         first, *others = parts
+        latency = max(one.latency_seconds for one in parts)
         counters, prompt_counters = first.counters, first.prompt_counters
         for one in others:
             counters, prompt_counters = counters.plus(one.counters), prompt_counters.plus(one.prompt_counters)
@@ -49,12 +50,13 @@ class Stats:
             parts[-1],
             output_tokens=sum(one.output_tokens for one in parts),
             ttft_seconds=first.ttft_seconds,
-            latency_seconds=sum(one.latency_seconds for one in parts),
+            latency_seconds=latency,
             counters=counters,
             prompt_counters=prompt_counters,
             speculation=reduce(_sum, (one.speculation for one in parts)),
             completions=sum(one.output_tokens > 0 for one in parts),
-            reread_seconds=sum(one.ttft_seconds for one in others),
+            cached_tokens=first.cached_tokens,
+            overlap_seconds=sum(one.decode_seconds for one in parts) - (latency - first.ttft_seconds),
         )
 
     @property
@@ -65,8 +67,8 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
-        """Time after the first token of each completion."""
-        return self.latency_seconds - self.ttft_seconds - self.reread_seconds
+        """Time after the first token of each completion; what several decode at once counts for each."""
+        return self.latency_seconds - self.ttft_seconds + self.overlap_seconds
 
     @property
     def decode_counters(self) -> Counters:

@@ -122,6 +122,7 @@ class KvState:
         for layer in self.cache.layers:
             layer.length = self.length
 
+    @torch.inference_mode()  # as the forwards that have allocated both
     def copy_prefix(self, source: KvState, length: int) -> None:
         """Copy the first positions of another cache of the same model; both must hold keys and values alone."""
         for layer, other in zip(self.cache.layers, source.cache.layers, strict=True):

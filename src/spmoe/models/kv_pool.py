@@ -54,18 +54,22 @@ class KvPool:
         """
         tokens = [] if tokens is None else tokens
         source, common = self._longest_prefix(tokens)
-        if source is None or source.capacity < capacity or source not in self.spare:
+        if source in self.spare and source.capacity >= capacity and source.length <= 2 * common:
+            kv = source
+        else:  # the source keeps its other tokens, for a sequence that continues them
             kv = self._unused(capacity)
             if source is not None:
                 kv.copy_prefix(source, common)
-        else:
-            kv = source
         if kv in self.spare:
             self.spare.remove(kv)
         kv.cut(common)
         kv.tokens = tokens
         self._used.add(kv)
         return kv
+
+    def discard(self, kv: KvState) -> None:
+        """Free a KV cache whose contents nobody needs."""
+        self._used.discard(kv)
 
     def give_back(self, kv: KvState) -> None:
         """Keep a finished sequence's KV cache for others, or free it."""

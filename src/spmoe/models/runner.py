@@ -195,6 +195,9 @@ class ModelRunner:
             alone = [self.forward(tokens, kv, len(tokens)).clone() for tokens, kv in zip(new, states, strict=True)]
         except Exception as error:  # whatever a model's own code raises
             return str(error) or type(error).__name__
+        finally:
+            for kv in states:
+                self.kv_pool.discard(kv)
         expected = torch.cat(alone)
         if not torch.allclose(together.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
             return "several sequences at once do not give the result of each alone"
@@ -281,9 +284,12 @@ class ModelRunner:
 
     def _try(self, chunks: list[list[int]]) -> Tensor:
         kv = self.new_kv(64)
-        for tokens in chunks:
-            logits = self.forward(tokens, kv, len(tokens))
-        return logits.clone()
+        try:
+            for tokens in chunks:
+                logits = self.forward(tokens, kv, len(tokens))
+            return logits.clone()
+        finally:
+            self.kv_pool.discard(kv)
 
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
         """Return the captured forwards if they can run this many rows; None also while the KV cache is empty."""

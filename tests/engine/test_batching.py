@@ -1,0 +1,740 @@
+"""Continuous batching: requests that run together have the text, results and statistics of lone ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoints import Pair, greedy, memory_for, reference
+from recovery import SECONDS, Resources, within
+from spmoe import LLM, RequestOutput, SamplingParams
+from spmoe.config import ONE_BY_ONE
+from spmoe.engine.async_llm import AsyncLLM
+from spmoe.engine.engine import Engine
+from spmoe.engine.llm import Generation, combined_output
+from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
+from spmoe.errors import TransferError
+from spmoe.experts.store import ExpertFile
+from spmoe.models.runner import ModelRunner
+from spmoe.observe.ledger import Counters
+from spmoe.types import Sequence as TokenSequence
+from spmoe.types import Turn
+
+COUNT = 9
+GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+LENGTHS = (4, 1, 23, 9, 2, 14, 6, 3, 30)
+PROMPTS = [[(37 * number + 11 * place + 5) % 250 for place in range(length)] for number, length in enumerate(LENGTHS)]
+
+
+@cache
+def expected_tokens(target: Path) -> list[list[int]]:
+    """Return the tokens of transformers for every prompt, computed once per checkpoint."""
+    model = reference(target)
+    return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+
+
+def draft_name(pair: Pair, draft: str | None) -> str | None:
+    return str(getattr(pair, draft)) if draft in ("good", "random") else draft
+
+
+def build(pair: Pair, draft: str | None = "good", **options: Any) -> LLM:
+    options = {"num_speculative_tokens": 3, "expert_memory": "50%", "prefill_chunk": 8, **options}
+    return LLM(str(pair.target), draft_name(pair, draft), dtype="float32", progress=False, **options)
+
+
+def start_together(llm: LLM, generations: Sequence[Generation]) -> None:
+    """Start generations so that all of them arrive, in this order, before any of them has a step."""
+    llm._thread.call(lambda: [generation.start() for generation in generations])
+
+
+def run_together(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    generations = [llm.stream(prompt, params) for prompt in prompts]
+    start_together(llm, generations)
+    return [generation.run() for generation in generations]
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def left_over(llm: LLM) -> list[str]:
+    """Return a line for each thing that ended requests have left in the engine."""
+
+    def look() -> list[str]:
+        found, states = [], getattr(llm.engine.parts.drafter, "_states", {})
+        if llm._scheduler.running or llm._scheduler.waiting:
+            found.append(f"{llm._scheduler.running} sequences run, {llm._scheduler.waiting} wait")
+        if states or llm.engine.parts.target_kv:
+            found.append("a KV cache is not released")
+        if llm.engine.target.kv_pool._used:
+            found.append("a KV cache counts as used")
+        if llm.engine.experts.ledger._accounts:
+            found.append("a request is still charged")
+        return found
+
+    return list(within(SECONDS, lambda: llm._thread.call(look)))
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the number of sequences of each step."""
+    found: list[int] = []
+    step = Loop.step
+
+    def counted(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        found.append(len(turns))
+        return step(self, turns)
+
+    monkeypatch.setattr(Loop, "step", counted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(mixtral_pair: Pair) -> Iterator[LLM]:
+    """One engine for tests that leave nothing in it."""
+    with build(mixtral_pair, expert_memory=memory_for(3)) as llm:
+        run_together(llm, PROMPTS)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(mixtral_pair: Pair) -> list[list[int]]:
+    return expected_tokens(mixtral_pair.target)
+
+
+# ---- greedy text
+
+MINIMUM = memory_for(2)
+COMBINATIONS = [  # prefetch, draft, K, expert memory, max_num_seqs, number of prompts, prefill chunk
+    ("auto", "good", "auto", "50%", 8, 9, 8),
+    ("auto", "random", 3, MINIMUM, 8, 5, 512),
+    ("auto", None, 0, MINIMUM, 8, 9, 3),
+    ("auto", "self:int4", 3, "50%", 2, 4, 8),
+    ("on-demand", "good", 3, "100%", 8, 9, 512),
+    ("on-demand", "ngram", "auto", MINIMUM, 2, 3, 8),
+    ("draft-gate", "good", 3, MINIMUM, 2, 5, 8),
+    ("draft-gate", "random", "auto", "50%", 8, 8, 4),
+    ("next-gate", "ngram", 3, "50%", 8, 9, 5),
+    ("next-gate", "self:int4", "auto", MINIMUM, 8, 6, 512),
+    ("adaptive", "good", 3, "50%", 1, 3, 8),
+    ("adaptive", None, 0, "50%", 8, 7, 4),
+    ("activation", "random", 3, "100%", 2, 2, 3),
+    ("activation", "ngram", 0, "50%", 8, 4, 8),
+    ("draft-gate+next-gate", "good", 3, "50%", 8, 9, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "combination"),
+    [(("mixtral", "qwen")[number % 2], one) for number, one in enumerate(COMBINATIONS)],
+    ids=str,
+)
+def test_greedy_text_equals_that_of_transformers(
+    family: str, combination: tuple[Any, ...], request: pytest.FixtureRequest, batches: list[int]
+) -> None:
+    pair: Pair = request.getfixturevalue(f"{family}_pair")
+    prefetch, draft, k, memory, max_num_seqs, count, chunk = combination
+    options = {"prefetch": prefetch, "num_speculative_tokens": k, "expert_memory": memory, "prefill_chunk": chunk}
+    with build(pair, draft, max_num_seqs=max_num_seqs, **options) as llm:
+        for prompts in (slice(count), slice(count - 1, None, -1)):  # again with caches that are warm, in another order
+            assert tokens_of(run_together(llm, PROMPTS[prompts])) == expected_tokens(pair.target)[prompts]
+        assert max(batches) == min(max_num_seqs, count)
+        assert llm.engine.experts.pool.peak_slots <= llm.engine.slots
+        assert left_over(llm) == []
+
+
+def test_text_beyond_the_sliding_window(windowed_pair: Pair, batches: list[int]) -> None:
+    model, params = reference(windowed_pair.target), replace(GREEDY, max_tokens=20)
+    with build(windowed_pair) as llm:
+        found = tokens_of(run_together(llm, PROMPTS[:4], params))
+    assert found == [greedy(model, prompt, 20) for prompt in PROMPTS[:4]]
+    assert max(batches) == 4
+
+
+def test_state_that_cannot_roll_back_runs_in_turns(recurrent_target: Path, batches: list[int]) -> None:
+    model = reference(recurrent_target)
+    with LLM(str(recurrent_target), "ngram", progress=False, num_speculative_tokens=3) as llm:
+        found = tokens_of(run_together(llm, PROMPTS[:4]))
+        assert found == [greedy(model, prompt, COUNT) for prompt in PROMPTS[:4]]
+        assert left_over(llm) == []
+        assert [one for one in llm.notices if "run in turns, not together (the model keeps other state" in one]
+    assert max(batches) == 1
+
+
+def test_max_tokens_is_exact_in_company(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step adds more tokens than its sequence may have, also if others may have more."""
+    step, wrong = Loop.step, list[str]()  # an error in a shared step would only make its sequences try again alone
+
+    def checked(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        found = step(self, turns)
+        for (sequence, most), new in zip(turns, found, strict=True):
+            if not 1 <= len(new) <= most:
+                wrong.append(f"{len(new)} tokens instead of at most {most}")
+            if len(sequence.tokens) > sequence.capacity:
+                wrong.append(f"{len(sequence.tokens)} tokens, but {sequence.capacity} positions")
+        return found
+
+    monkeypatch.setattr(Loop, "step", checked)
+    for counts in ((1, 9, 2, 8, 3, 7, 4, 6), (9, 5, 1, 1, 2, 9, 3, 2), (2, 3, 2, 3)):
+        prompts = PROMPTS[: len(counts)]
+        generations = [
+            shared.stream(prompt, replace(GREEDY, max_tokens=count))
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        start_together(shared, generations)
+        found = tokens_of([generation.run() for generation in generations])
+        assert found == [tokens[:count] for tokens, count in zip(expected, counts, strict=False)]
+    assert wrong == []
+
+
+# ---- options of requests
+
+OPTIONS = [
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.2, "seed": 9, "min_p": 0.05, "n": 3},
+    {"logprobs": 4},
+    {"temperature": 1.0, "seed": 3, "logprobs": 2, "n": 2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "logit_bias": {65: 4.0}, "logprobs": 0},
+    {"min_tokens": 6, "ignore_eos": False, "logit_bias": {256: 30.0}},
+    {"stop": ["STOP"]},
+    {},
+]
+
+
+def same_results(found: RequestOutput, alone: RequestOutput) -> bool:
+    """Return whether two results are equal, log-probabilities within rounding."""
+    for one, other in zip(found.outputs, alone.outputs, strict=True):
+        exact = [(o.index, o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in (one, other)]
+        if exact[0] != exact[1] or (one.logprobs is None) != (other.logprobs is None):
+            return False
+        for ours, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            if ours.keys() != theirs.keys():
+                return False
+            if not all(math.isclose(ours[t].logprob, theirs[t].logprob, abs_tol=1e-4) for t in ours):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("draft", [None, "good", "self:int4"])
+def test_results_do_not_depend_on_company(mixtral_pair: Pair, draft: str | None, batches: list[int]) -> None:
+    """Seeded samples, log-probabilities, penalties, stop strings, `n` and `min_tokens`."""
+    prompts, k = [[*b"abc"], [*b"defghi"], *PROMPTS], 2 if draft else 0
+    with build(mixtral_pair, None, num_speculative_tokens=0, **ONE_BY_ONE) as llm:
+        stop = llm.generate(prompts[8], GREEDY)[0].text[4:6]
+        params = [
+            SamplingParams(
+                **{"max_tokens": COUNT, "ignore_eos": True, **one, **({"stop": [stop]} if "stop" in one else {})}
+            )
+            for one in OPTIONS
+        ]
+        alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=False)]
+    assert alone[8].finish_reason == "stop"
+    assert len(alone[7].token_ids) == 7, "the end of text is the most likely token, from the seventh on"
+    assert max(batches) == 1
+    with build(mixtral_pair, draft, num_speculative_tokens=k) as llm:
+        found = llm.generate(prompts[: len(params)], params)
+        for one, other, options in zip(found, alone, OPTIONS, strict=True):
+            assert same_results(one, other), options
+    assert max(batches) == 8
+
+
+# ---- arrivals and cancellations
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """Draw events: requests that start, streams that are read on, and four ways to end one early."""
+    kinds = ("start", "start", "start", "read", "read", "drop", "stop", "cancel", "close")
+    return draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 8)), min_size=4, max_size=24))
+
+
+@settings(max_examples=12, deadline=None)
+@given(histories())
+def test_arrivals_and_cancellations_do_not_change_texts(
+    shared: LLM, expected: list[list[int]], history: list[tuple[str, int]]
+) -> None:
+    live: dict[int, tuple[Generation, Iterator[str]]] = {}  # by number of the prompt
+    ended: list[tuple[int, Generation]] = []
+    for event, number in history:
+        if event == "start" and number not in live:
+            generation = shared.stream(PROMPTS[number], GREEDY)
+            generation.start()
+            live[number] = generation, iter(generation)
+        elif number in live:
+            generation, pieces = live[number]
+            if event == "read":
+                next(pieces, None)
+            elif event in ("stop", "cancel"):
+                getattr(generation, event)()
+                ended.append((number, live.pop(number)[0]))
+            elif event == "close":
+                pieces.close()  # type: ignore[attr-defined]
+                ended.append((number, live.pop(number)[0]))
+            elif event == "drop":
+                del live[number], generation, pieces
+                gc.collect()
+    for number, (generation, pieces) in live.items():
+        for _ in pieces:
+            pass
+        assert generation.token_ids == expected[number]
+    for number, generation in ended:
+        generation.run()  # waits for its end
+        assert generation.token_ids == expected[number][: len(generation.token_ids)]
+    assert_idle(shared)
+
+
+def assert_idle(llm: LLM) -> None:
+    """Check that nothing is left of requests that have ended, or are about to: a cancelled one ends at its turn."""
+    llm._thread.job(lambda: iter(())).cancel()
+    within(SECONDS, lambda: [None for _ in iter(lambda: llm._thread.call(lambda: len(llm._thread._jobs)), 0)])
+    assert left_over(llm) == []
+
+
+def test_abort_and_cancelled_tasks_end_their_requests_only(shared: LLM, expected: list[list[int]]) -> None:
+    engine = AsyncLLM(llm=shared)
+    long = replace(GREEDY, max_tokens=200)
+
+    async def run(number: int) -> list[int]:
+        async for output in engine.generate(PROMPTS[number], GREEDY):
+            result = output
+        assert result.finished
+        return result.token_ids
+
+    async def run_aborted(number: int) -> list[int]:
+        async for output in engine.generate(PROMPTS[number], long, request_id="aborted"):
+            await engine.abort("aborted")
+            result = output
+        assert not result.finished
+        return result.token_ids
+
+    async def run_forever(number: int, started: asyncio.Event) -> None:
+        async for _ in engine.generate(PROMPTS[number], long):
+            started.set()
+
+    async def main() -> list[list[int]]:
+        started = asyncio.Event()
+        cancelled = asyncio.create_task(run_forever(2, started))
+        others = [asyncio.create_task(run(number)) for number in (0, 1, 3, 4)]
+        aborted = asyncio.create_task(run_aborted(5))
+        await started.wait()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        results = [await task for task in others]
+        results.append(await aborted)
+        assert engine.load == (0, 0)
+        return results
+
+    *others, aborted = asyncio.run(main())
+    assert others == [expected[number] for number in (0, 1, 3, 4)]
+    assert aborted[:COUNT] == expected[5][: len(aborted)]
+    assert len(aborted) < 200
+    assert_idle(shared)
+
+
+# ---- failures
+
+
+@contextmanager
+def failing_step(
+    monkeypatch: pytest.MonkeyPatch, point: str, fails: Callable[[Sequence[TokenSequence]], bool], error: Exception
+) -> Iterator[list[int]]:
+    """Raise an error at a point of a step if `fails` says so of its sequences; yield their numbers at each failure."""
+    failed: list[int] = []
+    step, now = Loop.step, list[TokenSequence]()
+
+    def remembered(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        now[:] = [turn.sequence for turn in turns]
+        return step(self, turns)
+
+    own = getattr(Loop, point)
+
+    def maybe_fail(*args: Any) -> Any:
+        result = own(*args)
+        last = point not in ("_judge", "_accept") or args[1] is now[-1]  # they get one sequence after the other
+        if last and fails(now):
+            failed.append(len(now))
+            raise error
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", remembered)
+        patch.setattr(Loop, point, maybe_fail)
+        yield failed
+
+
+POINTS = ("_draft", "_verify", "_judge", "_learn", "_accept", "_account", "_num_draft_tokens")
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("error", [RuntimeError("injected"), TransferError("injected")], ids=["unexpected", "own"])
+def test_a_step_that_fails_once_costs_nothing(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, point: str, error: Exception
+) -> None:
+    resources, params = Resources(shared), replace(GREEDY, logprobs=1)
+    alone = [shared.generate(prompt, params)[0] for prompt in PROMPTS[:4]]
+    left = [2]
+
+    def fails(sequences: Sequence[TokenSequence]) -> bool:
+        left[0] -= len(sequences) > 2
+        return left[0] == 0 and len(sequences) > 2
+
+    with failing_step(monkeypatch, point, fails, error) as failed:
+        found = run_together(shared, PROMPTS[:4], params)
+    assert len(failed) == 1
+    assert tokens_of(found) == expected[:4]
+    for one, other in zip(found, alone, strict=True):
+        assert same_results(one, other)
+    assert_idle(shared)
+    assert resources.lost() == []
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_sequence_that_always_fails_fails_alone(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    resources, bad = Resources(shared), PROMPTS[2]
+
+    def fails(sequences: Sequence[TokenSequence]) -> bool:
+        return any(one.tokens[: len(bad)] == bad and len(one.tokens) > len(bad) + 2 for one in sequences)
+
+    with failing_step(monkeypatch, point, fails, ZeroDivisionError("always")) as failed:
+        generations = [shared.stream(prompt, GREEDY) for prompt in PROMPTS[:5]]
+        start_together(shared, generations)
+        for number, generation in enumerate(generations):
+            if number == 2:
+                with pytest.raises(ZeroDivisionError, match="always"):
+                    generation.run()
+                assert generation.token_ids == expected[2][: len(generation.token_ids)]
+            else:
+                assert generation.run().token_ids == expected[number]
+    assert failed[-1] == 1
+    assert_idle(shared)
+    assert resources.lost() == []
+    assert tokens_of(run_together(shared, PROMPTS[:5])) == expected[:5]
+
+
+def test_failed_expert_reads_fail_the_requests_that_need_them(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read fails once, and then the disk is gone for a while."""
+    resources, read = Resources(shared), ExpertFile.read
+    left = [0, 1]  # reads that succeed, and then fail
+
+    def failing(self: ExpertFile, *args: Any) -> None:
+        left[0] -= 1
+        if -left[1] <= left[0] < 0:
+            raise OSError("the disk is gone")
+        read(self, *args)
+
+    monkeypatch.setattr(ExpertFile, "read", failing)
+    for succeeding, failing_reads in ((40, 1), (60, 1), (30, 10**6)):
+        left[:] = succeeding, failing_reads
+        generations = [shared.stream(prompt, GREEDY) for prompt in PROMPTS[:5]]
+        start_together(shared, generations)
+        errors = []
+        for number, generation in enumerate(generations):
+            try:
+                generation.run()
+                assert generation.token_ids == expected[number]
+            except TransferError as error:
+                errors.append(str(error))
+                assert generation.token_ids == expected[number][: len(generation.token_ids)]
+        assert left[0] < 0
+        assert len(errors) <= (1 if failing_reads == 1 else 5)
+        assert (failing_reads == 1) or errors
+        left[:] = 10**6, 0
+        assert_idle(shared)
+        assert resources.lost() == []
+        assert tokens_of(run_together(shared, PROMPTS[:5])) == expected[:5]
+
+
+@pytest.mark.parametrize("draft", ["good", "self:int4", "ngram"])
+def test_a_draft_that_fails_in_company_costs_drafts_only(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    with build(mixtral_pair, draft) as llm:
+        drafter, failed = llm.engine.parts.drafter, list[int]()
+        own = drafter.propose
+
+        def propose(sequences: Any, k: int, observers: Any) -> Any:
+            if k and len(sequences) > 2 and not failed:
+                failed.append(len(sequences))
+                if drafter.runner is not None:  # in the middle of a forward: layers have different lengths
+                    layer = drafter.runner.model.model.layers[1]
+                    with monkeypatch.context() as patch:
+                        patch.setattr(layer, "forward", lambda *args, **kwargs: 1 // 0)
+                        return own(sequences, k, observers)
+                raise ZeroDivisionError
+            return own(sequences, k, observers)
+
+        monkeypatch.setattr(drafter, "propose", propose)
+        outputs = run_together(llm, PROMPTS[:6])
+        assert tokens_of(outputs) == expected[:6]
+        assert failed
+        assert [notice for notice in llm.notices if "the draft failed" in notice]
+        assert_idle(llm)
+        again = run_together(llm, PROMPTS[:6])
+        assert tokens_of(again) == expected[:6]
+        if draft != "ngram":
+            assert all(one.stats.counters.drafted > 0 for one in again), "later requests draft again"
+
+
+def test_a_failure_after_a_failed_draft_loses_no_tokens(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed draft, sequences have the step one by one; then the step of the third one fails."""
+    resources, failed = Resources(shared), list[int]()
+    drafter, step = shared.engine.parts.drafter, Loop.step
+    own = drafter.propose
+
+    def propose(sequences: Any, k: int, observers: Any) -> Any:
+        if k and len(sequences) > 3 and not failed:
+            failed.append(sequences[2].id)
+            raise ZeroDivisionError
+        return own(sequences, k, observers)
+
+    def fail_once(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        if len(failed) == 1 and [turn.sequence.id for turn in turns] == failed:
+            failed.append(0)
+            raise RuntimeError("injected")
+        return step(self, turns)
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(Loop, "step", fail_once)
+    assert tokens_of(run_together(shared, PROMPTS[:5])) == expected[:5]
+    assert len(failed) == 2
+    assert_idle(shared)
+    assert resources.lost() == []
+
+
+# ---- fairness
+
+
+class Events:
+    """Steps and chunks of prompts, in order, by sequence id; the largest number of sequences that ran."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[int, ...]] = []  # a chunk of a prompt is negative
+        self.most = 0
+        step, read = Loop.step, Loop.read_prompt
+
+        def note_step(loop: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+            self._note(llm, tuple(turn.sequence.id for turn in turns))
+            return step(loop, turns)
+
+        def note_read(loop: Loop, sequence: TokenSequence) -> bool:
+            if done := read(loop, sequence):
+                self._note(llm, (-sequence.id,))
+            return done
+
+        monkeypatch.setattr(Loop, "step", note_step)
+        monkeypatch.setattr(Loop, "read_prompt", note_read)
+
+    def _note(self, llm: LLM, ids: tuple[int, ...]) -> None:
+        self.steps.append(ids)
+        self.most = max(self.most, llm._scheduler.running)
+
+    def first_of(self, sequence_id: int) -> int:
+        """Return when a sequence had its first step or chunk."""
+        return next(n for n, ids in enumerate(self.steps) if sequence_id in map(abs, ids))
+
+
+def ids_of(generations: Sequence[Generation]) -> list[int]:
+    return [generation.request._sequence_id for generation in generations]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_waiting_requests_are_admitted_in_order_of_arrival(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    with build(mixtral_pair, max_num_seqs=most) as llm:
+        events = Events(llm, monkeypatch)
+        generations = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+        start_together(llm, generations)
+        assert tokens_of([generation.run() for generation in generations]) == expected
+    firsts = [events.first_of(one) for one in ids_of(generations)]
+    assert firsts == sorted(firsts)
+    assert events.most == most == max(len(ids) for ids in events.steps)
+
+
+def test_a_later_request_does_not_overtake_one_that_waits(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last request arrives during the first step of the first one, so that its turn comes right after that one."""
+    counts = (2, COUNT, 2, 2)
+    with build(mixtral_pair, None, num_speculative_tokens=0, max_num_seqs=2) as llm:
+        *generations, late = [
+            llm.stream(prompt, replace(GREEDY, max_tokens=count))
+            for prompt, count in zip(PROMPTS, counts, strict=False)
+        ]
+        events, step = Events(llm, monkeypatch), Loop.step
+
+        def start_late(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+            late.start()
+            return step(self, turns)
+
+        monkeypatch.setattr(Loop, "step", start_late)
+        start_together(llm, generations)
+        for generation in (*generations, late):
+            generation.run()
+    firsts = [events.first_of(one) for one in ids_of([*generations, late])]
+    assert firsts == sorted(firsts)
+
+
+def test_others_have_steps_while_a_long_prompt_is_read(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, chunk = [(7 * place) % 250 for place in range(60)], 8
+    with build(mixtral_pair, None, num_speculative_tokens=0, prefill_chunk=chunk) as llm:
+        events = Events(llm, monkeypatch)
+        generations = [llm.stream(prompt, replace(GREEDY, max_tokens=30)) for prompt in (PROMPTS[0], PROMPTS[1], long)]
+        start_together(llm, generations)
+        found = tokens_of([generation.run() for generation in generations])
+        first, second, last = ids_of(generations)
+    model = reference(mixtral_pair.target)
+    assert found == [greedy(model, prompt, 30) for prompt in (PROMPTS[0], PROMPTS[1], long)]
+    chunks = [n for n, ids in enumerate(events.steps) if ids == (-last,)]
+    assert len(chunks) == (len(long) - 1) // chunk
+    chunks.append(next(n for n, ids in enumerate(events.steps) if ids == (last,)))  # the rest of the prompt
+    for begin, end in pairwise(chunks):
+        between = {one for ids in events.steps[begin + 1 : end] for one in ids}
+        assert between == {first, second}, "a step of both, and nothing else, between two chunks"
+    assert any(len(ids) == 3 for ids in events.steps[chunks[-1] :])
+
+
+def test_sequences_wait_for_a_place_in_kv_memory(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = max(LENGTHS) + COUNT
+    with build(mixtral_pair) as llm:
+        runner = llm.engine.parts.drafter.runner
+        assert runner is not None
+        for one in (llm.engine.target, runner):
+            one.kv_pool.plan(2 * need, 2 * need, reuse_prefixes=True)
+        events = Events(llm, monkeypatch)
+        usage: list[int] = []
+        step = Engine.step
+
+        def checked(self: Engine, turns: Sequence[Turn]) -> list[list[int]]:
+            found = step(self, turns)
+            usage.append(max(sum(kv.capacity for kv in one.kv_pool._used) for one in (llm.engine.target, runner)))
+            return found
+
+        monkeypatch.setattr(Engine, "step", checked)
+        assert tokens_of(run_together(llm, PROMPTS * 2)) == expected * 2
+        assert max(usage) <= 2 * need
+        assert 1 < events.most < 8
+        assert left_over(llm) == []
+        huge = [(3 * place) % 250 for place in range(3 * need)]  # more than there is: it runs alone
+        found = tokens_of(run_together(llm, [PROMPTS[0], huge, PROMPTS[1]]))
+        assert found == [expected[0], greedy(reference(mixtral_pair.target), huge, COUNT), expected[1]]
+        assert left_over(llm) == []
+
+
+def test_no_step_has_more_rows_than_results_allow(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are batch-invariant up to a number of rows."""
+    rows: list[int] = []
+    run_batch = ModelRunner.run_batch
+
+    def counted(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        rows.append(sum(len(part.tokens) for part in parts))
+        return run_batch(self, parts, *args)
+
+    monkeypatch.setattr(ModelRunner, "run_batch", counted)
+    with build(mixtral_pair, max_num_seqs=20) as llm:
+        rows.clear()
+        assert tokens_of(run_together(llm, PROMPTS * 2)) == expected * 2
+    assert 8 < max(rows) <= MAX_BATCH_ROWS
+
+
+# ---- statistics
+
+
+def difference(later: Counters, earlier: Counters) -> dict[str, Any]:
+    return {f.name: getattr(later.minus(earlier), f.name) for f in fields(Counters)}
+
+
+@pytest.mark.parametrize(
+    ("draft", "prefetch"), [("good", "draft-gate"), ("self:int4", "auto"), ("ngram", "next-gate"), (None, "adaptive")]
+)
+def test_counters_of_requests_add_up_to_those_of_the_process(
+    mixtral_pair: Pair, draft: str | None, prefetch: str
+) -> None:
+    k = 3 if draft else 0
+    with build(mixtral_pair, draft, prefetch=prefetch, num_speculative_tokens=k, expert_memory=memory_for(4)) as llm:
+        before, counts = llm.engine.counters, (9, 1, 5, 7, 3, 8, 2, 6, 4)
+        generations = [llm.stream(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, counts, strict=True)]
+        start_together(llm, generations)
+        parts = [generation.run().stats.counters for generation in generations]
+        total = difference(llm.engine.counters, before)
+    whole = parts[0]
+    for one in parts[1:]:
+        whole = whole.plus(one)
+    for name, value in total.items():
+        found = getattr(whole, name)
+        assert found == pytest.approx(value) if isinstance(value, float) else found == value, name
+    assert total["tokens"] == 45
+    assert total["hits"] > 0
+    assert total["demand_loads"] > 0
+    assert all(one.asked > 0 for one in parts), "shared steps are shared by all"
+
+
+def test_sequences_of_a_step_have_equal_shares(mixtral_pair: Pair, batches: list[int]) -> None:
+    """Requests with equal prompts, without reuse, that share all steps but those of their prompts."""
+    prompts = [[*PROMPTS[3]] for _ in range(4)]
+    with build(
+        mixtral_pair, None, num_speculative_tokens=0, prefetch="on-demand", enable_prefix_caching=False,
+        expert_memory="100%", prefill_chunk=512,
+    ) as llm:  # fmt: skip
+        run_together(llm, prompts)  # loads the experts
+        stats = [output.stats for output in run_together(llm, prompts)]
+    assert {one.counters.steps for one in stats} == {COUNT}
+    asked = [one.decode_counters.asked for one in stats]
+    lone = 3 * 2 * (COUNT - 1)  # layers, experts per token, steps after the prompt
+    assert sum(asked) < 2 * lone, "four equal sequences need the experts of one, once they are in step"
+    assert max(asked) < lone
+
+
+def test_times_of_completions_that_run_together(shared: LLM) -> None:
+    """A request takes as long as its longest completion; its time per token is that of one completion."""
+    outputs = run_together(shared, [PROMPTS[0]] * 3)
+    both = combined_output(outputs).stats
+    stats = [output.stats for output in outputs]
+    assert both.latency_seconds == max(one.latency_seconds for one in stats)
+    assert both.ttft_seconds == stats[0].ttft_seconds
+    assert both.decode_seconds == pytest.approx(sum(one.latency_seconds - one.ttft_seconds for one in stats))
+    assert both.tpot_seconds == pytest.approx(both.decode_seconds / (3 * (COUNT - 1)))
+
+
+def test_time_to_first_token_counts_from_the_arrival(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the prompts of others are read, before a request has its first turn."""
+    clock = shared.engine.parts.clock
+    now = [0.0]
+    step = Loop.step
+
+    def slow(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        now[0] += 100.0
+        return step(self, turns)
+
+    monkeypatch.setattr(type(clock), "now", lambda self: now[0])
+    monkeypatch.setattr(Loop, "step", slow)
+    monkeypatch.setattr(Loop, "read_prompt", lambda self, sequence: False)
+    times = [output.stats.ttft_seconds for output in run_together(shared, PROMPTS[:4])]
+    assert times[0] == 100.0
+    assert times == sorted(times)
+    assert times[-1] >= 400.0
