@@ -87,6 +87,7 @@ class Scheduler:
         if not engine.loop.has_read(sequence) and self.running > 1 and engine.read_prompt(sequence):
             return False
         batch = [entry, *islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
+        batch.sort(key=lambda one: one.sequence.id)  # a step of the same sequences is the same, whichever has its turn
         if len(batch) > 1:
             lengths = [len(one.sequence.tokens) for one in batch]
             try:
