@@ -16,6 +16,7 @@ from spmoe.experts.slots import Slots
 from spmoe.experts.step import ExpertStep
 from spmoe.experts.transfer import Transfer
 from spmoe.observe.clock import Clock
+from spmoe.observe.expert_uses import ExpertUses
 from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Timeline
 
@@ -31,6 +32,7 @@ class Experts:
     access: ExpertAccess
     ledger: Ledger
     timeline: Timeline
+    uses: ExpertUses
 
     @classmethod
     def build(
@@ -50,9 +52,10 @@ class Experts:
         pool = ExpertPool(slots, transfer, eviction, blob_bytes, clock, ledger, timeline, lock)
         scheduler = PrefetchScheduler(pool, lock, ledger, clock, timeline, threaded)
         run_ahead = RunAhead(transfer, scheduler)
-        step = ExpertStep(pool, scheduler, run_ahead, transfer, ledger)
+        uses = ExpertUses(*eviction.shape)
+        step = ExpertStep(pool, scheduler, run_ahead, transfer, ledger, uses)
         access = ExpertAccess(pool, scheduler, step, run_ahead, transfer, clock, ledger, timeline)
-        return cls(pool, scheduler, run_ahead, step, access, ledger, timeline)
+        return cls(pool, scheduler, run_ahead, step, access, ledger, timeline, uses)
 
     def load_all(self, experts_per_layer: Sequence[int]) -> None:
         """Load every expert into a slot, without counting that as demand."""

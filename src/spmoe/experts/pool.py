@@ -95,6 +95,11 @@ class ExpertPool:
         with self._lock:
             return {entry.key: entry.slot for entry in self._cache.entries()}
 
+    def present(self) -> np.ndarray:
+        """Return which experts have a slot, READY or LOADING."""  # bool [layers, experts]
+        with self._lock:
+            return self._cache.present.copy()
+
     def handles(self) -> list[CopyHandle]:
         """Return a handle for each copy in flight."""
         with self._lock:

@@ -8,6 +8,7 @@ from spmoe.experts.pool import ExpertPool
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.transfer import Transfer
+from spmoe.observe.expert_uses import ExpertUses
 from spmoe.observe.ledger import Ledger
 from spmoe.types import PrefetchRequests
 
@@ -18,13 +19,20 @@ class ExpertStep:
     """The step under way: begins, reaches one layer after the other, and ends."""
 
     def __init__(
-        self, pool: ExpertPool, scheduler: PrefetchScheduler, run_ahead: RunAhead, transfer: Transfer, ledger: Ledger
+        self,
+        pool: ExpertPool,
+        scheduler: PrefetchScheduler,
+        run_ahead: RunAhead,
+        transfer: Transfer,
+        ledger: Ledger,
+        uses: ExpertUses,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
         self._run_ahead = run_ahead
         self._transfer = transfer
         self._ledger = ledger
+        self._uses = uses
         self._on_routed: OnRouted | None = None
 
     def begin(self, sequence_id: int = 0, on_routed: OnRouted | None = None) -> None:
@@ -36,8 +44,9 @@ class ExpertStep:
         self._on_routed = on_routed
 
     def routed(self, layer: int, experts: Sequence[int]) -> None:
-        """Report a layer's routed experts to the prefetch policy, and queue the requests that it returns."""
-        if self._on_routed is not None:
+        """Count a layer's routed experts; report them to the prefetch policy, and queue the requests it returns."""
+        if self._on_routed is not None:  # a step of a request, not a warm-up
+            self._uses.add(layer, experts)
             self._scheduler.request(self._on_routed(layer, experts))
 
     def end(self) -> None:

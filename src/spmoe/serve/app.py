@@ -20,6 +20,7 @@ from spmoe.errors import PromptError
 from spmoe.serve.chat import ChatCompletion
 from spmoe.serve.completions import Completion
 from spmoe.serve.config import ServeConfig
+from spmoe.serve.dashboard import Dashboard, dashboard_page
 from spmoe.serve.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -41,7 +42,8 @@ from spmoe.serve.service import Service, Submission
 
 _BODY_SECONDS = 60.0  # longest time that a client may take to send a request
 _LARGE_BODY = 2**16  # bytes; parsing more of them would hold up the event loop
-_OPEN_PATHS = ("/health", "/version", "/metrics")  # for probes and Prometheus; no key is needed
+# for probes, Prometheus and browsers, which send no key; the dashboard page is static and asks for the key
+_OPEN_PATHS = ("/health", "/version", "/metrics", "/dashboard")
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -54,6 +56,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> FastAPI:
     _add_generation_routes(app, service)
     _add_tokenizer_routes(app, service)
     _add_information_routes(app, service)
+    _add_dashboard_routes(app, service)
     app.add_middleware(AccessMiddleware, service=service)
     if config.allowed_origins:  # outermost: preflight requests have no key
         app.add_middleware(
@@ -289,3 +292,16 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=_PROMETHEUS_TEXT)
+
+
+def _add_dashboard_routes(app: FastAPI, service: Service) -> None:
+    page, headers = dashboard_page()
+    dashboard = Dashboard(service)
+
+    @app.get("/dashboard")
+    async def show_dashboard() -> Response:
+        return Response(page, headers=headers, media_type="text/html; charset=utf-8")
+
+    @app.get("/dashboard/data")
+    async def dashboard_data() -> Response:
+        return json_response(dashboard.data(), headers={"Cache-Control": "no-store"})

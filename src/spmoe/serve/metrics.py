@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from spmoe.engine.async_llm import AsyncLLM
+from spmoe.engine.engine import Engine
 from spmoe.engine.outputs import RequestOutput
 from spmoe.observe.ledger import Counters
 
@@ -37,6 +41,11 @@ _TOTALS = (
 )
 
 
+_RECENT_SECONDS = 60.0  # age up to which a value counts for a recent median
+_MAX_RECENT = 512  # values that a recent median is of, at most
+_KV_ATTEMPTS = 10
+
+
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
@@ -52,17 +61,24 @@ class Metrics:
             return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(model_name)
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.").labels(model_name)
-        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.").labels(model_name)
+        self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.").labels(model_name)
+        self.generated = 0  # value of that counter, which does not show it
         self._ended = counter("vllm:request_success", "Ended completions, by reason.", "finished_reason")
         self._responses = counter("spmoe_http_responses", "HTTP responses, by status.", "status")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
         self.tpot = histogram("vllm:time_per_output_token_seconds", "Time per output token.", _TPOT_BUCKETS)
         self.latency = histogram("vllm:e2e_request_latency_seconds", "Time of a whole request.", _LATENCY_BUCKETS)
+        self.recent_ttft, self.recent_tpot = RecentValues(), RecentValues()  # seconds
         self.registry.register(_EngineCollector(llm, model_name, waiting))
 
     def start(self, arrival: float) -> RequestTimes:
         """Return the recorder of one completion, whose request arrived then (`time.perf_counter`)."""
         return RequestTimes(self, arrival)
+
+    def count_tokens(self, new: int) -> None:
+        """Count generated tokens."""
+        self._generation_tokens.inc(new)
+        self.generated += new
 
     def count_end(self, reason: str) -> None:
         """Count a completion that has ended."""
@@ -75,6 +91,23 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+
+class RecentValues:
+    """Newest values of a quantity, each with its time."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)  # time.monotonic, value
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self._values.append((time.monotonic(), value))
+
+    def median(self) -> float | None:
+        """Return the median of the last minute's newest values; None if there is none."""
+        start = time.monotonic() - _RECENT_SECONDS
+        recent = [value for added, value in self._values if added >= start]
+        return median(recent) if recent else None
 
 
 class RequestTimes:
@@ -93,11 +126,13 @@ class RequestTimes:
             return
         if self._last is None:
             self._metrics.ttft.observe(now - self._arrival)
+            self._metrics.recent_ttft.add(now - self._arrival)
             if first_of_prompt:
                 self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
         else:
             self._metrics.tpot.observe((now - self._last) / new)
-        self._metrics.generation_tokens.inc(new)
+            self._metrics.recent_tpot.add((now - self._last) / new)
+        self._metrics.count_tokens(new)
         self._last, self._tokens = now, self._tokens + new
 
     def end(self, output: RequestOutput | None) -> None:
@@ -132,7 +167,7 @@ class _EngineCollector:
             ("spmoe_draft_tokens_mean", mean, "Mean number of draft tokens (K) of the steps that had a draft."),
         ]
         gauges.append(("spmoe_link_busy_ratio", engine.loop.rates.busy, "Share of recent steps that copies filled."))
-        if (used := engine.target.kv_pool.usage) is not None:
+        if (used := kv_usage(engine)) is not None:
             gauges.append(("vllm:kv_cache_usage_perc", used, "Share of the planned KV positions in use; 1 is all."))
         if cutoff is not None:  # the prefetch policy has one
             gauges.append(("spmoe_cutoff_layers", cutoff, "Layers that the draft stage prefetches for."))
@@ -142,3 +177,11 @@ class _EngineCollector:
     def _with_value(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric(self._labels[1], value)
         return family
+
+
+def kv_usage(engine: Engine) -> float | None:
+    """Return the share of the planned KV positions in use; None if they are not limited."""
+    for _ in range(_KV_ATTEMPTS):
+        with suppress(RuntimeError):  # the engine's thread has added a KV cache while they were summed up
+            return engine.target.kv_pool.usage
+    return None

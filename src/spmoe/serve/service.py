@@ -54,6 +54,7 @@ class Service:
         self.draining = False  # the server ends: requests under way go on, new ones are refused
         self._accepted = 0  # completions that are not finished
         self._active: set[str] = set()  # ids of requests in the engine
+        self._submissions: dict[Submission, None] = {}  # not closed, in order of arrival
         # Tokenizers and templates take long for long prompts, so that they do not run on the event loop. One thread:
         # tokenizers are not made for several.
         self._executor = ThreadPoolExecutor(1, "spmoe-serve")
@@ -160,9 +161,10 @@ class Service:
         completions = job.num_prompts * job.params.n
         self._require_room(completions)
         self._accepted += completions
-        submission = Submission(self, job.params.n, completions)
+        submission = Submission(self, job.id, job.params.n, completions)
+        self._submissions[submission] = None
         try:
-            await self.in_thread(lambda: submission.create(job.id, job.tokenize(), job.params))
+            await self.in_thread(lambda: submission.create(job.tokenize(), job.params))
         except BaseException:
             await submission.close()
             raise
@@ -186,6 +188,10 @@ class Service:
         for request_id in list(self._active):
             await self.llm.abort(request_id)
 
+    def requests(self) -> list[RequestProgress]:
+        """Return the completions that run or wait, in order of arrival."""
+        return [one for submission in self._submissions for one in submission.unfinished()]
+
     def close(self) -> None:
         """End the thread for prompts."""
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -200,25 +206,40 @@ class Progress:
     finished: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """One completion that runs or waits."""
+
+    id: str
+    running: bool  # whether it has tokens
+    age_seconds: float  # since the request arrived
+    prompt_tokens: int | None  # None: not tokenized yet
+    cached_tokens: int | None  # of the prompt; None: not known before the first token
+    output_tokens: int
+
+
 class Submission:
     """Completions of one HTTP request, in the order of its prompts; `n` for each. Close it in any case."""
 
-    def __init__(self, service: Service, n: int, completions: int) -> None:
+    def __init__(self, service: Service, request_id: str, n: int, completions: int) -> None:
         self.n = n
         self.results: list[RequestOutput | None] = [None] * completions  # newest of each
         self._service = service
+        self._request_id = request_id
+        self._prompt_lengths: list[int | None] = []  # tokens, by prompt
         self._arrival = time.perf_counter()
         self._held = completions  # that count as accepted and not finished
         self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
         self._ids: list[str] = []
 
-    def create(self, request_id: str, prompts: list[ParsedPrompt], params: SamplingParams) -> None:
+    def create(self, prompts: list[ParsedPrompt], params: SamplingParams) -> None:
         """Check the request and create its completions in the engine; seeds count up from the given one."""
+        self._prompt_lengths = [None if prompt.token_ids is None else len(prompt.token_ids) for prompt in prompts]
         for prompt in prompts:
             given: Any = prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
             for index in range(params.n):
                 seed = None if params.seed is None else (params.seed + index) % _MAX_SEED
-                name = f"{request_id}-{len(self._iterators)}"
+                name = f"{self._request_id}-{len(self._iterators)}"
                 one = self._service.llm.generate(given, replace(params, n=1, seed=seed), name)
                 self._iterators.append(one)
                 self._ids.append(name)
@@ -263,6 +284,22 @@ class Submission:
                 pass
         return self.outputs
 
+    def unfinished(self) -> list[RequestProgress]:
+        """Return the completions that run or wait."""
+        age, lengths = time.perf_counter() - self._arrival, self._prompt_lengths
+        return [
+            RequestProgress(
+                f"{self._request_id}-{number}",
+                output is not None,
+                age,
+                lengths[number // self.n] if lengths else None,
+                None if output is None else output.stats.cached_tokens,
+                0 if output is None else output.stats.output_tokens,
+            )
+            for number, output in enumerate(self.results)
+            if output is None or not output.finished
+        ]
+
     @property
     def outputs(self) -> list[RequestOutput]:
         """Results of all completions that have one."""
@@ -287,6 +324,7 @@ class Submission:
 
     async def close(self) -> None:
         """Cancel what runs and leave the queue. Idempotent."""
+        self._service._submissions.pop(self, None)
         self._release(self._held)
         for one in self._iterators:
             with suppress(RuntimeError):  # it is being iterated: its task is cancelled, and ends it
