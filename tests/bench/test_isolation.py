@@ -10,7 +10,7 @@ import pytest
 from checkpoints import Pair
 from spmoe import LLM, SamplingParams
 from spmoe.bench.runs import IsolatedConfigs
-from spmoe.config import Cutoff, CutoffMode
+from spmoe.config import ONE_BY_ONE, Cutoff, CutoffMode
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.eviction import ScoredEviction
 from spmoe.experts.transfer import FileTransfer, FutureHandle
@@ -27,7 +27,7 @@ Select = Callable[[int], None]
 
 
 def engine(pair: Pair, **options: Any) -> LLM:
-    given = {"expert_memory": "50%", "num_speculative_tokens": 3, "prefetch": "on-demand", **options}
+    given = {"expert_memory": "50%", "num_speculative_tokens": 3, "prefetch": "on-demand", **ONE_BY_ONE, **options}
     return LLM(str(pair.target), str(pair.good), progress=False, **given)
 
 
