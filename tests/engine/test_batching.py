@@ -398,8 +398,13 @@ def failing_step(
 POINTS = ("_draft", "_verify", "_judge", "_learn", "_accept", "_account", "_num_draft_tokens")
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("error", [RuntimeError("injected"), TransferError("injected")], ids=["unexpected", "own"])
+@pytest.mark.parametrize(
+    ("point", "error"),
+    [
+        *((point, RuntimeError("injected")) for point in POINTS),
+        *((point, TransferError("injected")) for point in ("_verify", "_judge")),  # after which slots are kept
+    ],
+)
 def test_a_step_that_fails_once_costs_nothing(
     shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, point: str, error: Exception
 ) -> None:
