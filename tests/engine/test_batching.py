@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -306,9 +307,21 @@ def assert_idle(llm: LLM) -> None:
     assert left_over(llm) == []
 
 
-def test_abort_and_cancelled_tasks_end_their_requests_only(shared: LLM, expected: list[list[int]]) -> None:
-    engine = AsyncLLM(llm=shared)
-    long = replace(GREEDY, max_tokens=200)
+def test_abort_and_cancelled_tasks_end_their_requests_only(
+    shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, long = AsyncLLM(llm=shared), replace(GREEDY, max_tokens=200)
+    step = Loop.step
+    ended = {5: threading.Event(), 2: threading.Event()}  # an aborted and a cancelled request, by number of the prompt
+
+    def wait_for_ends(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+        for sequence, _ in turns:
+            for number, event in ended.items():
+                if sequence.has_output and sequence.tokens[: len(PROMPTS[number])] == PROMPTS[number]:
+                    event.wait(SECONDS)
+        return step(self, turns)
+
+    monkeypatch.setattr(Loop, "step", wait_for_ends)
 
     async def run(number: int) -> list[int]:
         async for output in engine.generate(PROMPTS[number], GREEDY):
@@ -316,36 +329,39 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(shared: LLM, expected
         assert result.finished
         return result.token_ids
 
-    async def run_aborted(number: int) -> list[int]:
-        async for output in engine.generate(PROMPTS[number], long, request_id="aborted"):
+    async def run_aborted() -> list[int]:
+        async for output in engine.generate(PROMPTS[5], long, request_id="aborted"):
             await engine.abort("aborted")
+            ended[5].set()
             result = output
         assert not result.finished
         return result.token_ids
 
-    async def run_forever(number: int, started: asyncio.Event) -> None:
-        async for _ in engine.generate(PROMPTS[number], long):
-            started.set()
+    async def run_long(started: asyncio.Future[Generation]) -> None:
+        async for _ in engine.generate(PROMPTS[2], long, request_id="cancelled"):
+            if not started.done():
+                started.set_result(engine._active["cancelled"]._generations[0])
 
-    async def main() -> list[list[int]]:
-        started = asyncio.Event()
-        cancelled = asyncio.create_task(run_forever(2, started))
+    async def main() -> tuple[list[list[int]], list[int], Generation]:
+        started: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(run_long(started))
         others = [asyncio.create_task(run(number)) for number in (0, 1, 3, 4)]
-        aborted = asyncio.create_task(run_aborted(5))
-        await started.wait()
-        cancelled.cancel()
+        aborted = asyncio.create_task(run_aborted())
+        generation = await started
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        results = [await task for task in others]
-        results.append(await aborted)
+            await task
+        ended[2].set()
+        results = [await other for other in others], await aborted, generation
         assert engine.load == (0, 0)
         return results
 
-    *others, aborted = asyncio.run(main())
+    others, aborted, cancelled = asyncio.run(main())
     assert others == [expected[number] for number in (0, 1, 3, 4)]
-    assert aborted[:COUNT] == expected[5][: len(aborted)]
-    assert len(aborted) < 200
     assert_idle(shared)
+    for number, tokens in ((5, aborted), (2, cancelled.token_ids)):
+        assert tokens[:COUNT] == expected[number][: len(tokens)]
+        assert len(tokens) < 200
 
 
 # ---- failures
@@ -382,8 +398,13 @@ def failing_step(
 POINTS = ("_draft", "_verify", "_judge", "_learn", "_accept", "_account", "_num_draft_tokens")
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("error", [RuntimeError("injected"), TransferError("injected")], ids=["unexpected", "own"])
+@pytest.mark.parametrize(
+    ("point", "error"),
+    [
+        *((point, RuntimeError("injected")) for point in POINTS),
+        *((point, TransferError("injected")) for point in ("_verify", "_judge")),  # after which slots are kept
+    ],
+)
 def test_a_step_that_fails_once_costs_nothing(
     shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, point: str, error: Exception
 ) -> None:

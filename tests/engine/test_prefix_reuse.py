@@ -51,8 +51,10 @@ def talk(llm: LLM, prompt: list[int], turns: int, params: SamplingParams = GREED
     return answers, cached
 
 
-@pytest.mark.parametrize("draft", [None, "good", "random", "ngram", "self:int4"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("draft", "params"),
+    [(None, GREEDY), ("good", GREEDY), ("random", SAMPLED), ("ngram", GREEDY), ("self:int4", SAMPLED)],
+)
 def test_a_conversation_reads_only_what_is_new(mixtral_pair: Pair, draft: str | None, params: SamplingParams) -> None:
     with build(mixtral_pair, None, **ONE_BY_ONE) as llm:
         expected, cached = talk(llm, FIRST, 3, params)
@@ -136,8 +138,9 @@ def test_cached_tokens_of_several_completions_are_those_of_the_first(mixtral_pai
 # ---- caches that must not be reused
 
 
-@pytest.mark.parametrize("point", ["_judge", "_verify", "_accept"])
-@pytest.mark.parametrize("draft", [None, "good", "self:int4"])
+@pytest.mark.parametrize(
+    ("draft", "point"), [(None, "_verify"), ("good", "_judge"), ("good", "_accept"), ("self:int4", "_verify")]
+)
 def test_the_cache_of_a_failed_step_is_not_reused(
     mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft: str | None, point: str
 ) -> None:

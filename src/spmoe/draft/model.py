@@ -101,6 +101,11 @@ class DraftModel(Drafter):
             kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
         elif k == 0:
             return types.Draft([])
+        if k == 0 and kv.length and self._reads_captured(len(sequence.tokens) - kv.length):
+            self._catch_up(
+                sequence, kv
+            )  # the end of a prompt with a cached prefix; the next draft reads its last token
+            return types.Draft([])
         if k:
             self._catch_up(sequence, kv)
             if (tokens := self._launched_tokens(sequence, k, observers)) is not None:
@@ -140,13 +145,17 @@ class DraftModel(Drafter):
         pending = self._known_tokens(sequence.tokens[kv.length : -1])
         if not kv.length or len(pending) < 2:
             return
-        if not self.runner.captures or len(pending) > min(_MAX_CATCH_UP, self._prefill_chunk):
+        if not self._reads_captured(len(pending)):
             self._read(pending, kv, None)
             return
         while pending:  # in forwards that are captured
             rows = next(rows for rows in CATCH_UP_ROWS if rows <= len(pending))
             self.runner.forward(pending[:rows], kv, 1)
             pending = pending[rows:]
+
+    def _reads_captured(self, count: int) -> bool:
+        """Return whether so many pending tokens are read in captured forwards."""
+        return self.runner.captures and count <= min(_MAX_CATCH_UP, self._prefill_chunk)
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
         """Return the tokens of the launched draft; launch it now if it was not. None if it cannot be launched."""
