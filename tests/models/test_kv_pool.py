@@ -96,7 +96,7 @@ def test_tokens_that_were_rolled_back_are_not_reused() -> None:
     assert run(pool, [1, 2, 3, 8, 8]) == 3
 
 
-def test_tokens_of_a_distrusted_cache_are_not_reused() -> None:
+def test_tokens_of_a_cache_whose_step_failed_are_not_reused() -> None:
     pool = new_pool()
     kv = pool.take(20, [1, 2, 3, 4])
     fill(kv)

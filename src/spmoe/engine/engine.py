@@ -132,17 +132,17 @@ class Engine:
             with self.parts.threads.in_force(max(unread, default=1)):
                 yield
         except SpmoeError:
-            self.loop.distrust(sequences)
+            self.loop.forbid_kv_reuse(sequences)
             raise
         except torch.OutOfMemoryError as error:
-            self.loop.distrust(sequences)
+            self.loop.forbid_kv_reuse(sequences)
             self.recover()
             raise BudgetError(
                 f"a context of {max(one.capacity for one in sequences)} tokens does not fit in the device's memory "
                 "beside the weights and the experts; lower --max-model-len or --expert-memory"
             ) from error
         except BaseException:
-            self.loop.distrust(sequences)
+            self.loop.forbid_kv_reuse(sequences)
             self.recover()
             raise
 
@@ -159,6 +159,11 @@ class Engine:
         """Add a notice if requests that run at the same time cannot share their steps."""
         if (reason := self.target.batching_failure) is not None:
             self._add_notice(f"requests of {self.config.model} run in turns, not together ({reason})")
+
+    def stop_batching(self, failure: str) -> None:
+        """Run requests in turns from now on: steps of several sequences fail again and again."""
+        self.target.batches, self.target.batching_failure = False, failure
+        self.note_batching()
 
     def release(self, sequence: Sequence) -> None:
         """Drop a request's state, however it ended."""

@@ -250,7 +250,7 @@ class Loop:
             if sequence.drafts:
                 self._tell_drafter(sequence, partial(self.drafter.rewind, {sequence.id: length - 1}))
 
-    def distrust(self, sequences: abc.Sequence[Sequence]) -> None:
+    def forbid_kv_reuse(self, sequences: abc.Sequence[Sequence]) -> None:
         """Let no other sequence reuse the KV caches of these, whose step has failed."""
         for sequence in sequences:
             if (kv := self._target_kv.get(sequence.id)) is not None:

@@ -13,7 +13,10 @@ from itertools import islice
 
 from spmoe.engine.engine import Engine
 from spmoe.engine.loop import MAX_BATCH_ROWS
+from spmoe.errors import reason
 from spmoe.types import Sequence, Turn
+
+_MAX_FAILURES = 8  # in a row, of steps of several sequences; then sequences run in turns
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._waiting: dict[int, Sequence] = {}  # by sequence id, in order of arrival
         self._running: dict[int, _Running] = {}
+        self._failures = 0  # of steps of several sequences, since the last that succeeded
 
     @property
     def running(self) -> int:
@@ -84,7 +88,8 @@ class Scheduler:
     def _step(self, entry: _Running) -> bool:
         """Run a step of a sequence and of all others that can join; return False if only a part of it was read."""
         engine, sequence = self._engine, entry.sequence
-        if not engine.loop.has_read(sequence) and self.running > 1 and engine.read_prompt(sequence):
+        # between the chunks of a prompt others run and join, and requests can be cancelled
+        if self._max_num_seqs > 1 and not engine.loop.has_read(sequence) and engine.read_prompt(sequence):
             return False
         batch = [entry, *islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
         batch.sort(key=lambda one: one.sequence.id)  # a step of the same sequences is the same, whichever has its turn
@@ -92,11 +97,15 @@ class Scheduler:
             lengths = [len(one.sequence.tokens) for one in batch]
             try:
                 self._run(batch)
+                self._failures = 0
                 return True
-            except Exception:  # of one sequence, or of all: each one tries alone, and fails alone
+            except Exception as error:  # of one sequence, or of all: each one tries alone, and fails alone
                 engine.undo_step([one.sequence for one in batch], lengths)
                 for one in batch:
                     one.alone = True
+                self._failures += 1
+                if self._failures == _MAX_FAILURES:
+                    engine.stop_batching(reason(error))
         self._run([entry])
         entry.alone = False
         return True
