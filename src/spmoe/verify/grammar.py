@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 MAX_SOURCE_LENGTH = 2**16  # characters of a constraint
 MAX_GBNF_LENGTH = 2**14  # the time of its conversion grows with the square of its length
 MAX_LEXER_FUEL = 300_000  # effort of building a regular expression; llguidance's unit
-MAX_LEXER_STATES = 50_000  # of one request, 1 to 2 kB each
+MAX_LEXER_STATES = 20_000  # of a grammar, 1 to 2 kB each
+MAX_REBUILDS = 8  # of a grammar for one request: each takes up to a second, and others wait
 # llguidance recurses along references and rules, and a stack overflow would end the process. A constraint of
 # MAX_SOURCE_LENGTH needs about 120 MiB. Pages that are not touched take no memory.
 _STACK_BYTES = 2**29
 _LARK = re.compile(r"^[ \t]*(start\s{0,9}:|%llguidance\b)", re.MULTILINE)  # what a grammar in Lark's syntax must have
-_CACHED = 32  # compiled grammars
+_CACHED = 16  # compiled grammars
 T = TypeVar("T")
 # At most one space or line break with indentation between two JSON tokens: with any white space, a model that prefers
 # it would write nothing else until max_tokens.
@@ -41,11 +42,20 @@ JSON_WHITESPACE = r" |\n[ \t]{0,20}"
 
 
 class Grammar:
-    """A compiled constraint."""
+    """A compiled constraint.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher  # in its initial state
+    Its matchers share the states of one lexer, which are built as they are needed. So a limit that one matcher exceeds
+    concerns all of them, until the grammar is built again.
+    """
+
+    def __init__(self, build: Callable[[], LLMatcher], vocab_size: int) -> None:
+        self._build = build
+        self.rebuild()
         self.vocab_size = vocab_size  # width of the logits, which may exceed the tokenizer's vocabulary
+
+    def rebuild(self) -> None:
+        """Start again without lexer states, for new matchers."""
+        self._matcher = _run_with_large_stack(self._build)
 
     def new_matcher(self) -> LLMatcher:
         """Return a matcher in its initial state."""
@@ -90,21 +100,20 @@ class GrammarCompiler:
             initial_lexer_fuel=MAX_LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
         )
 
-        def build() -> tuple[LLMatcher, str]:
+        def build() -> LLMatcher:
             with panics_as_errors():
                 made = _to_llguidance(llguidance, kind, source)
-                matcher = llguidance.LLMatcher(tokenizer, made, log_level=0, limits=limits)
+                matcher: LLMatcher = llguidance.LLMatcher(tokenizer, made, log_level=0, limits=limits)
                 trial = matcher.deep_copy()
                 trial.compute_bitmask()  # finds constraints that no text fulfils
-                return matcher, trial.get_error()
+                if failure := trial.get_error():
+                    raise ValueError(failure)
+                return matcher
 
         try:
-            matcher, failure = _run_with_large_stack(build)
-        except (ValueError, RuntimeError, RecursionError) as error:
+            return Grammar(build, self._vocab_size)
+        except (ValueError, RuntimeError) as error:
             raise UsageError(f"{name} cannot be used ({reason(error)}); change it") from error
-        if failure:
-            raise UsageError(f"{name} cannot be used ({reason(ValueError(failure))}); change it")
-        return Grammar(matcher, self._vocab_size)
 
     def _load_tokenizer(self, llguidance: Any) -> LLTokenizer:
         if not self._eos_tokens:
@@ -124,6 +133,10 @@ class GrammarCompiler:
         return found
 
 
+class _LimitError(Exception):
+    """llguidance gave up: a limit is exceeded."""
+
+
 class GrammarMask:
     """Position of one sequence in its grammar.
 
@@ -132,12 +145,13 @@ class GrammarMask:
 
     def __init__(self, grammar: Grammar, end_tokens: Collection[int]) -> None:
         self._grammar = grammar
-        self._matcher = grammar.new_matcher()
         self._end_tokens = sorted(token for token in end_tokens if token < grammar.vocab_size)
+        self._matcher = grammar.new_matcher()
         self._path: list[int] = []  # tokens that the matcher has consumed
         self._forbidden: dict[int, Tensor] = {}  # bool [vocabulary] by number of tokens of the path
         self._failed: list[int] | None = None  # output after which llguidance gave up
         self._failure = ""
+        self._rebuilds = 0
 
     def apply(self, scores: Tensor, output: list[int], draft: list[int]) -> None:
         """Set the scores of forbidden tokens to minus infinity, in place.
@@ -148,7 +162,7 @@ class GrammarMask:
         self._forbidden = {length: mask for length, mask in self._forbidden.items() if length >= len(output)}
         tokens = [*output, *draft]
         for row in range(len(scores)):
-            forbidden = self._forbidden_after(tokens[: len(tokens) - len(scores) + 1 + row])
+            forbidden = self._forbidden_after(tokens[: len(tokens) - len(scores) + 1 + row], len(output))
             if forbidden is None:
                 return
             scores[row].masked_fill_(forbidden, float("-inf"))
@@ -161,22 +175,33 @@ class GrammarMask:
                 f"({self._failure}); simplify the constraint"
             )
 
-    def _forbidden_after(self, tokens: list[int]) -> Tensor | None:
-        """Return the forbidden tokens after some; None if these already violate the grammar, or end the output."""
+    def _forbidden_after(self, tokens: list[int], certain: int) -> Tensor | None:
+        """Return the forbidden tokens after some, of which the first `certain` are part of the output.
+
+        None if these already violate the grammar, or end the output.
+        """
         # -> bool [vocabulary]
         if self._failed is not None and self._continues(tokens, self._failed):
             return self._all_but_end_tokens() if len(tokens) == len(self._failed) else None
-        reached = self._move_to(tokens)
-        if reached and len(tokens) not in self._forbidden:
-            self._forbidden[len(tokens)] = self._compute()
-        if self._matcher.is_error():  # a matcher does not leave this state
-            self._failed, self._failure = tokens, reason(ValueError(self._matcher.get_error()))
-            self._matcher, self._path, self._forbidden = self._grammar.new_matcher(), [], {}
-            return self._all_but_end_tokens()
-        return self._forbidden[len(tokens)] if reached else None
+        for rebuilt in (False, True):
+            try:
+                return self._follow(tokens, certain)
+            except _LimitError as error:
+                self._failure = reason(error)
+            if rebuilt or self._rebuilds == MAX_REBUILDS:
+                break
+            self._rebuilds += 1  # other sequences and rejected drafts share the lexer: count only this one's states
+            self._grammar.rebuild()
+            self._restart()
+        self._failed = tokens
+        self._restart()
+        return self._all_but_end_tokens()
 
-    def _move_to(self, tokens: list[int]) -> bool:
-        """Let the matcher consume exactly these tokens; return False if it does not accept one of them."""
+    def _restart(self) -> None:
+        self._matcher, self._path, self._forbidden = self._grammar.new_matcher(), [], {}
+
+    def _follow(self, tokens: list[int], certain: int) -> Tensor | None:
+        """Let the matcher consume exactly these tokens; return those that are forbidden then, None as above."""
         common = len(self._path)
         if not self._continues(tokens, self._path):
             pairs = zip(self._path, tokens, strict=False)
@@ -185,13 +210,25 @@ class GrammarMask:
             self._matcher.rollback(len(self._path) - common)
             del self._path[common:]
             self._forbidden = {length: mask for length, mask in self._forbidden.items() if length <= common}
-        for token in tokens[common:]:
-            if token in self._end_tokens or not self._matcher.validate_tokens([token]):
-                return False
-            if not self._matcher.consume_token(token):
-                return False
+        for number in range(common, len(tokens)):
+            token = tokens[number]
+            if number >= certain and (token in self._end_tokens or self._current()[token]):
+                return None
+            self._matcher.consume_token(token)
+            self._check_limits()
             self._path.append(token)
-        return True
+        return self._current()
+
+    def _current(self) -> Tensor:
+        """Return the tokens that are forbidden after the path."""  # bool [vocabulary]
+        if (length := len(self._path)) not in self._forbidden:
+            self._forbidden[length] = self._compute()
+            self._check_limits()
+        return self._forbidden[length]
+
+    def _check_limits(self) -> None:
+        if self._matcher.is_error():  # a matcher does not leave this state
+            raise _LimitError(self._matcher.get_error())
 
     def _compute(self) -> Tensor:
         """Return the tokens that are forbidden now."""  # bool [vocabulary]
