@@ -109,7 +109,7 @@ def test_output_equals_plain_decoding(plain: list[list[int]], draft: str, k: int
 
 def test_options_of_requests() -> None:
     sampled = SamplingParams(
-        max_tokens=120, temperature=1.2, seed=3, n=3, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+        max_tokens=80, temperature=0.8, seed=3, n=3, structured_outputs=StructuredOutputsParams(json=SCHEMA)
     )
     with build("auto", 3) as llm:
         outputs = llm.generate(PROMPT, sampled)[0].outputs
