@@ -174,6 +174,7 @@ def references(count: int) -> dict[str, Any]:
         ({"grammar": 'root ::= "a'}, "structured_outputs.grammar cannot be used"),
         ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "structured_outputs.grammar cannot be used"),
         ({"grammar": "root ::= " + '"a" ' * 5000}, "characters, and the limit is"),
+        ({"grammar": 'start: "a"\n' + "\n" * 500}, "has 501 lines, and the limit is 500"),
         ({"grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(60)) + '\nA60: "x"'}, "big"),
     ],
 )

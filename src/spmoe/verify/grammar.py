@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SOURCE_LENGTH = 2**16  # characters of a constraint
 MAX_GBNF_LENGTH = 2**14  # the time of its conversion grows with the square of its length
+MAX_GRAMMAR_LINES = 500  # rules are on lines of their own; the time of an error in one grows with their number
 MAX_LEXER_FUEL = 300_000  # effort of building a regular expression; llguidance's unit
 MAX_LEXER_STATES = 20_000  # of a grammar, 1 to 2 kB each
 MAX_REBUILDS = 8  # of a grammar for one request: each takes up to a second, and others wait
@@ -95,6 +96,8 @@ class GrammarCompiler:
         kind, source = _source(params)
         if len(source) > (limit := MAX_GBNF_LENGTH if kind == "gbnf" else MAX_SOURCE_LENGTH):
             raise UsageError(f"{name} has {len(source)} characters, and the limit is {limit}; shorten it")
+        if params.grammar is not None and (lines := len(source.splitlines())) > MAX_GRAMMAR_LINES:
+            raise UsageError(f"{name} has {lines} lines, and the limit is {MAX_GRAMMAR_LINES}; shorten it")
         tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer(llguidance)
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=MAX_LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
