@@ -30,7 +30,7 @@ from spmoe.errors import BudgetError, CheckpointError, PromptError, SpmoeError, 
 from spmoe.predict.policies import require_no_recording
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
-SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False, 1, None, 0.0, 0.0, 1.0, (), 0, None)  # one per field
+SAMPLING_VALUES = (16, 0.0, 0, 1.0, 0.0, None, (), False, 1, None, 0.0, 0.0, 1.0, (), 0, None, None)  # one per field
 
 
 def refusal(make: Any, *args: Any, **options: Any) -> str:
@@ -467,7 +467,7 @@ def test_drafts_with_and_without_a_checkpoint() -> None:
 def test_positional_and_missing_values_are_named_in_errors() -> None:
     assert refusal(SamplingParams, 16, -1.0) == "temperature must be 0 or more, not -1.0"
     assert refusal(EngineConfig) == "model is missing; give it"
-    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 16 options, and more values were given: ")
+    assert refusal(SamplingParams, *SAMPLING_VALUES, 1).startswith("there are 17 options, and more values were given: ")
 
 
 def test_the_first_of_several_problems_is_reported() -> None:

@@ -6,14 +6,22 @@ TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of t
 if TYPE_CHECKING:
     from typing import Any
 
-    from spmoe.config import SamplingParams
+    from spmoe.config import SamplingParams, StructuredOutputsParams
     from spmoe.engine.async_llm import AsyncLLM
     from spmoe.engine.llm import LLM
     from spmoe.engine.outputs import CompletionOutput, RequestOutput
 
     __version__: str
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,10 +40,10 @@ def __getattr__(name: str) -> Any:
         from spmoe.engine import outputs
 
         return getattr(outputs, name)
-    if name == "SamplingParams":
-        from spmoe.config import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputsParams"):
+        from spmoe import config
 
-        return SamplingParams
+        return getattr(config, name)
     raise AttributeError(f"module 'spmoe' has no attribute '{name}'")
 
 

@@ -5,6 +5,7 @@ Every value that cannot be used raises `UsageError` in one line: the option, the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, reason
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, WEIGHT_FORMATS
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -282,6 +283,46 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     return biases
 
 
+def _json_schema(value: Any) -> str | None:
+    """Return a JSON schema as text; it may be given as text or as a mapping."""
+    if value is None:
+        return None
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"structured_outputs.json is not JSON ({reason(error)}); give a JSON schema") from error
+    if not isinstance(found, Mapping):
+        raise UsageError("structured_outputs.json must be a JSON schema: a mapping, or its JSON text")
+    return text
+
+
+def _choices(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or not value or not all(isinstance(text, str) and text for text in value):
+        raise UsageError("structured_outputs.choice must be a list of texts that are not empty")
+    return tuple(value)
+
+
+def _json_object(value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(f"structured_outputs.json_object must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _constraint_text(value: Any, info: ValidationInfo) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise UsageError(f"structured_outputs.{info.field_name} must be text that is not empty, not {value!r}")
+    return value
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        raise UsageError(f"structured_outputs must be a StructuredOutputsParams, not {type(value).__name__}")
+    return value
+
+
 def _path_or_name(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
@@ -351,6 +392,29 @@ def _explain(cls: Any, names: list[str], error: ValidationError) -> str:
 
 
 @_validated
+class StructuredOutputsParams:
+    """A constraint on the output, with the names of vLLM's; exactly one field is set. It needs `spmoe[guidance]`."""
+
+    json: Annotated[str | Mapping[str, Any] | None, PlainValidator(_json_schema)] = None  # a JSON schema
+    regex: Annotated[str | None, PlainValidator(_constraint_text)] = None  # matches the whole output
+    choice: Annotated[tuple[str, ...] | list[str] | None, PlainValidator(_choices)] = None  # the output is one of these
+    grammar: Annotated[str | None, PlainValidator(_constraint_text)] = None  # Lark, or GBNF of llama.cpp
+    json_object: Annotated[bool | None, PlainValidator(_json_object)] = False  # any JSON object
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(type(self))]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            raise UsageError(f"structured_outputs must have exactly one of {', '.join(names)}, not {found}")
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is set."""
+        return next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name))
+
+
+@_validated
 class SamplingParams:
     """Sampling and stop options, with the names and meanings of vLLM's. `temperature=0` is greedy."""
 
@@ -371,6 +435,7 @@ class SamplingParams:
     stop_token_ids: Annotated[tuple[int, ...] | list[int] | None, PlainValidator(_stop_tokens)] = ()
     min_tokens: Annotated[Whole, Field(ge=0, description="0 or more")] = 0
     logit_bias: Annotated[Mapping[int, float] | None, PlainValidator(_logit_bias)] = field(default=None, hash=False)
+    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(_structured_outputs)] = None
 
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -378,6 +443,11 @@ class SamplingParams:
         if self.n > 1 and self.greedy:
             raise UsageError(
                 f"n must be 1 with temperature 0, not {self.n}: all completions would be equal; raise the temperature"
+            )
+
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise UsageError(
+                "structured_outputs needs ignore_eos false: only the end-of-text token may follow a complete output"
             )
 
     @property

@@ -55,6 +55,15 @@ def test_run_prints_only_text_to_standard_output(checkpoints: Path, greedy: list
     assert "emulated" not in result.err
 
 
+def test_run_with_a_json_schema(checkpoints: Path, invoke: Invoke, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [12, "ab"]}')
+    command = ("run", checkpoints / "target", "--prompt", "hello", "--json-schema", schema)
+    assert json.loads(answer(invoke, *command)["text"]) in (12, "ab")
+    schema.write_text('{"type": "objekt"}')
+    invoke(*command).refused(2, "structured_outputs.json cannot be used", "objekt")
+
+
 @pytest.mark.parametrize("draft", ["none", "draft", "padded"])
 def test_run_with_json(draft: str, checkpoints: Path, greedy: list[int], invoke: Invoke) -> None:
     name = draft if draft == "none" else checkpoints / draft

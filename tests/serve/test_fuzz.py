@@ -85,6 +85,9 @@ REQUESTS = {
             "tools": TOOLS,
             "tool_choice": st.sampled_from(["none", "auto", "required"]),
             "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+            "structured_outputs": st.dictionaries(
+                st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]), ANYTHING, max_size=1
+            ),
             "chat_template_kwargs": st.dictionaries(st.sampled_from(["style", "messages", "x"]), ANYTHING, max_size=1),
             "reasoning_effort": st.sampled_from(["low", "high"]),
         },

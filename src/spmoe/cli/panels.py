@@ -41,7 +41,7 @@ _BY_PANEL = {
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
         prompt prompt_token_ids max_tokens min_tokens temperature top_k top_p min_p presence_penalty frequency_penalty
-        repetition_penalty seed stop stop_token_ids ignore_eos""",
+        repetition_penalty seed stop stop_token_ids ignore_eos json_schema""",
     "Server": """
         host port api_key served_model_name allowed_origins max_num_seqs max_num_batched_tokens enable_prefix_caching
         max_queued_requests max_body_size shutdown_timeout

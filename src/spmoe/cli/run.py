@@ -15,13 +15,14 @@ from spmoe.cli.options import (
     ctrl_c_stops,
     load,
     read_text,
+    read_text_file,
     require_writable,
     sampling_params,
     stderr,
     stream_text,
     takes_shared_options,
 )
-from spmoe.config import format_bytes
+from spmoe.config import StructuredOutputsParams, format_bytes
 
 if TYPE_CHECKING:
     from spmoe.engine.stats import Stats
@@ -35,10 +36,16 @@ def run(
     chrome: Annotated[
         Path | None, typer.Option(help="Write a timeline to this file, as Chrome trace events (for Perfetto).")
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="Generate JSON that fulfils the JSON schema in this file; needs spmoe[guidance]."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Complete a prompt, from --prompt or standard input, and print statistics. Ctrl-C stops and keeps the text."""
     require_writable(chrome)
+    if json_schema is not None:
+        params = {**params, "structured_outputs": StructuredOutputsParams(json=read_text_file(json_schema))}
     text = read_text(prompt)
     with load(engine) as llm:
         generation = llm.stream(text, sampling_params(llm, params))

@@ -73,6 +73,8 @@ class DraftModel(Drafter):
         pending = sequence.tokens[kv.length :]
         if not sequence.sampling.greedy or kv.length == 0 or len(pending) > self._prefill_chunk:
             return
+        if sequence.sampling.structured_outputs is not None:  # passes on the device know no grammar
+            return
         passes, choices = self._greedy_passes(k, observers)
         launcher = self.runner.greedy_launcher(self._known_tokens(pending), kv, passes, choices)
         if launcher is not None:

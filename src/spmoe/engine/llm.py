@@ -6,11 +6,12 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
-from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size
+from spmoe.config import Cutoff, EngineConfig, SamplingParams, Size, StructuredOutputsParams
 from spmoe.engine.build import build
 from spmoe.engine.engine import Engine
 from spmoe.engine.engine_thread import EngineClosed, EngineThread, Job, Sink
@@ -25,7 +26,7 @@ from spmoe.engine.prompts import (
     parse_prompt,
     parse_prompts,
 )
-from spmoe.engine.request import Request
+from spmoe.engine.request import Request, eos_tokens
 from spmoe.engine.sampling import default_sampling_params
 from spmoe.engine.scheduler import Scheduler
 from spmoe.engine.stats import Stats
@@ -33,7 +34,8 @@ from spmoe.errors import PromptError, UsageError
 from spmoe.files import config_directory, model_directory
 from spmoe.models.chat_template import render_chat
 from spmoe.models.shipped import shipped_pair
-from spmoe.models.tokenizer import encode
+from spmoe.models.tokenizer import encode, tokenizer_json
+from spmoe.verify.grammar import Grammar, GrammarCompiler
 
 if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
@@ -99,6 +101,9 @@ class LLM:
             self.close()
             raise
         self._scheduler = Scheduler(self.engine, config.max_num_seqs)  # used on the engine's thread alone
+        self._grammars = GrammarCompiler(
+            partial(tokenizer_json, self.engine.parts.tokenizer), eos_tokens(self.engine), self.engine.target.vocab_size
+        )
         self._default_params, notices = defaults
         self.engine.notices.extend(notices)
 
@@ -186,6 +191,8 @@ class LLM:
         """Check a request and return its `n` completions, not started; seeds count up from the given one."""
         token_ids = self._token_ids(prompt)
         self._check_params(params)
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.compile_grammar(structured)
         request_id = str(next(self._request_ids)) if request_id is None else request_id
         seeds = [None if params.seed is None else (params.seed + index) % _MAX_SEED for index in range(params.n)]
         return [
@@ -200,6 +207,7 @@ class LLM:
                     prompt.text,
                     request_id,
                     index,
+                    grammar,
                 ),
             )
             for index, seed in enumerate(seeds)
@@ -234,6 +242,15 @@ class LLM:
             raise UsageError(
                 f"{self.engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
             )
+
+    def compile_grammar(self, params: StructuredOutputsParams, name: str | None = None) -> Grammar:
+        """Compile a constraint on the output, or return it from the cache; raise UsageError if that cannot be done.
+
+        `name`: what to call the constraint in errors.
+        """
+        if self.engine.parts.tokenizer is None:
+            raise UsageError(f"{self.engine.config.model} ships no tokenizer, which structured_outputs needs; add one")
+        return self._grammars.compile(params, name)
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> ParsedPrompt:
         """Render a conversation as a prompt; `options`, such as `tools`, go to the model's template."""

@@ -204,8 +204,8 @@ class Loop:
 
         So a long prompt is read between the steps of other sequences; `step` reads the rest.
         """
-        if self.has_read(sequence) or not self.target.inspection.resumes:
-            return False
+        if self.has_read(sequence) or not self.target.inspection.resumes or self.target.longrope.switches:
+            return False  # LongRoPE may have to read a prompt again from its start
         kv, length = self._kv_of(sequence), len(sequence.tokens)
         chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
         if kv.length + len(chunk) >= length:

@@ -13,6 +13,7 @@ from spmoe.engine.scheduler import Scheduler
 from spmoe.engine.stats import Stats
 from spmoe.engine.text import TextStream
 from spmoe.observe.ledger import Counters
+from spmoe.verify.grammar import Grammar, GrammarMask
 from spmoe.verify.logits import LogitsProcessors
 from spmoe.verify.sampling import PositionNoise
 
@@ -30,6 +31,7 @@ class Request:
         prompt_text: str | None = None,
         request_id: str = "0",
         index: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = INTERRUPTED
@@ -44,6 +46,8 @@ class Request:
         self._prompt_text = prompt_text
         self._request_id = request_id
         self._index = index
+        self._grammar = grammar
+        self._grammar_mask: GrammarMask | None = None  # of the sequence
         self._eos = frozenset() if params.ignore_eos else eos_tokens(engine)
         self._stop_tokens = frozenset(params.stop_token_ids or ())
         tokenizer = engine.parts.tokenizer
@@ -80,6 +84,8 @@ class Request:
                     yield None
                     continue
                 self._ended = clock.now()
+                if self._grammar_mask is not None:
+                    self._grammar_mask.require_within_limits([*self.token_ids, *new])
                 if not self.token_ids:
                     self._first = self._ended
                     self._prompt_counters = self._engine.experts.ledger.snapshot(self._counters)
@@ -140,6 +146,8 @@ class Request:
     def _new_sequence(self) -> types.Sequence:
         params = self._params
         ends = eos_tokens(self._engine) | {*(params.stop_token_ids or ())}
+        if self._grammar is not None:
+            self._grammar_mask = GrammarMask(self._grammar, ends)
         return types.Sequence(
             self._sequence_id,
             list(self._prompt),
@@ -147,7 +155,9 @@ class Request:
             params,
             PositionNoise(params.seed),
             capacity=len(self._prompt) + self._max_new_tokens,
-            processors=LogitsProcessors.of(params, ends, len(self._prompt), self._engine.target.vocab_size),
+            processors=LogitsProcessors.of(
+                params, ends, len(self._prompt), self._engine.target.vocab_size, self._grammar_mask
+            ),
             counters=self._counters,
             speculation=types.Speculation() if self._engine.loop.governor is not None else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,17 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
         raise
     except Exception as error:
         raise PromptError(f"the tokenizer fails on this text ({reason(error)}); change the text") from error
+
+
+def tokenizer_json(tokenizer: Any) -> str:
+    """Return a tokenizer in the format of tokenizer.json; raise UsageError if it is not one of `tokenizers`."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        raise UsageError(
+            f"structured_outputs needs a tokenizer that has a tokenizer.json; {type(tokenizer).__name__} is in Python"
+        )
+    found = json.loads(core.to_str())
+    return json.dumps({**found, "padding": None, "truncation": None})  # they are for batches, not for the vocabulary
 
 
 def require_same_tokenizer(target: Any | None, draft: Any | None, checkpoint: Checkpoint, other: Checkpoint) -> None:

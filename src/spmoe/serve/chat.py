@@ -36,6 +36,8 @@ class ChatCompletion:
             raise UsageError(
                 "stop is not supported with --tool-call-parser gpt-oss, which reads tokens; use stop_token_ids"
             )
+        if (constraint := request.constraint) is not None:
+            _check_parser(service.config.tool_call_parser, constraint.field, request.requires_call)
         self._service = service
         self._request = request
         self._created = int(time.time())
@@ -48,7 +50,9 @@ class ChatCompletion:
     def tokenize(self) -> list[ParsedPrompt]:
         """Return the conversation as a prompt with its token ids."""
         messages = [message.to_template() for message in self._request.messages]
-        return [self._service.render_chat(messages, **self._template_options())]
+        prompt = self._service.render_chat(messages, **self._template_options())
+        self._service.check_constraint(self._request.constraint)
+        return [prompt]
 
     def _template_options(self) -> dict[str, Any]:
         """Return the variables of the template; raise UsageError for some that it does not read."""
@@ -114,6 +118,16 @@ class ChatCompletion:
 
     def _logprobs(self, positions: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
         return chat_logprobs(positions, self._request.num_logprobs or 0)
+
+
+def _check_parser(parser: str | None, field: str, requires_call: bool) -> None:
+    """Raise UsageError if a constraint does not fit the format of answers."""
+    if parser == "gpt-oss":
+        field = "tool_choice" if requires_call else field
+        raise UsageError(
+            f"{field} is not supported with --tool-call-parser gpt-oss: a grammar would leave no place for the format "
+            "of its messages; leave it out"
+        )
 
 
 class _Sent:

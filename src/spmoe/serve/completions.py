@@ -38,6 +38,7 @@ class Completion:
 
     def tokenize(self) -> list[ParsedPrompt]:
         """Return the prompts with their token ids."""
+        self._service.check_constraint(self._request.constraint)
         return [self._service.tokenize_prompt(prompt) for prompt in self._request.prompt]
 
     async def respond(self, submission: Submission) -> dict[str, Any]:

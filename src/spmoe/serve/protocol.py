@@ -6,17 +6,19 @@ A field that the server does not know, or does not support, is refused by its na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from spmoe.config import SamplingParams
+from spmoe.config import SamplingParams, StructuredOutputsParams
 from spmoe.engine.prompts import ParsedPrompt, parse_prompts
 from spmoe.errors import SpmoeError, UsageError
+from spmoe.serve.tools import hermes_grammar
 
 MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
 MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
@@ -75,7 +77,7 @@ class ApiError(Exception):
 
 def bad_request(error: SpmoeError) -> ApiError:
     """Return the answer to a request that was refused before it ran; its message often begins with the field."""
-    first = str(error).partition(" ")[0].partition("[")[0]
+    first = re.split(r"\W", str(error), maxsplit=1)[0]
     known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
     return ApiError(400, str(error), param=first if first in known else None)
 
@@ -185,6 +187,52 @@ class StreamOptions(_Model):
     include_usage: bool = False
 
 
+class JsonSchema(_Model):
+    """Schema of answers; a grammar enforces it, also if it is not strict."""
+
+    name: str
+    description: str | None = None
+    definition: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(_Model):
+    """Format of answers."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            problem = "must be left out" if self.json_schema is not None else "is missing; give it"
+            raise UsageError(f"response_format.json_schema {problem} with the type {self.type!r}")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Return the constraint; None for text."""
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.definition)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+class Constraint(NamedTuple):
+    """A constraint on the output, and the field of the request that asks for it."""
+
+    params: StructuredOutputsParams
+    field: str
+
+
+def _structured_outputs(given: Any) -> StructuredOutputsParams:
+    if not isinstance(given, dict):
+        raise UsageError("structured_outputs must be an object")
+    try:
+        return StructuredOutputsParams(**{name: value for name, value in given.items() if value is not None})
+    except UsageError as error:
+        text = str(error)
+        raise UsageError(text if text.startswith("structured_outputs") else f"structured_outputs: {text}") from error
+
+
 Sampling = Any  # checked by SamplingParams
 
 
@@ -207,6 +255,8 @@ class GenerationRequest(_Model):
     repetition_penalty: Sampling = None
     logit_bias: Sampling = None
     ignore_eos: Sampling = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, PlainValidator(_structured_outputs)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # names the client's user; no effect, as in OpenAI's API
@@ -222,6 +272,16 @@ class GenerationRequest(_Model):
         """Whether a stream ends with a chunk that has the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """Constraint on the output; None if there is none."""
+        formatted = None if self.response_format is None else self.response_format.structured_outputs()
+        if self.structured_outputs is None:
+            return None if formatted is None else Constraint(formatted, "response_format")
+        if formatted is not None:
+            raise UsageError("response_format and structured_outputs both constrain the output; give one of them")
+        return Constraint(self.structured_outputs, f"structured_outputs.{self.structured_outputs.kind}")
+
     def sampling_params(self, defaults: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return the parameters of the request: `defaults` for fields that it lacks, and this `max_tokens`."""
         given = {
@@ -230,6 +290,8 @@ class GenerationRequest(_Model):
             if field.name != "logprobs" and (value := getattr(self, field.name)) is not None
         }
         _check_bounds(given)
+        if (constraint := self.constraint) is not None:
+            given["structured_outputs"] = constraint.params
         given = {"max_tokens": max_tokens, **given, "logprobs": logprobs}
         limit = given["max_tokens"]
         if isinstance(limit, int):  # the model's minimum must not contradict the request's maximum
@@ -269,11 +331,29 @@ class CompletionRequest(GenerationRequest):
         return None if self.logprobs is None else _check_logprobs("logprobs", self.logprobs)
 
 
-class ResponseFormat(_Model):
-    """Format of answers."""
+class NamedFunction(_Model):
+    """Name of a function."""
 
-    type: str
-    json_schema: Any = None
+    name: str
+
+
+class NamedToolChoice(_Model):
+    """The function that an answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _tool_choice(given: Any) -> str | NamedToolChoice:
+    if isinstance(given, dict):
+        try:
+            return NamedToolChoice.model_validate(given)
+        except ValidationError as error:
+            form = '{"type": "function", "function": {"name": NAME}}'
+            raise UsageError(f"tool_choice must have the form {form} to name a function") from error
+    if given not in ("none", "auto", "required"):
+        raise UsageError("tool_choice must be 'none', 'auto', 'required' or an object that names a function")
+    return str(given)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -284,35 +364,52 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: Any = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[str | NamedToolChoice | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None  # for chat templates that read it
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the chat template, as in vLLM
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.response_format is not None and self.response_format.type != "text":
-            raise UsageError(
-                f"response_format {self.response_format.type!r} is not supported: output cannot be constrained to a "
-                "grammar yet; use 'text' and check the answer"
-            )
-        if self.response_format is not None and self.response_format.json_schema is not None:
-            raise UsageError("response_format 'text' takes no json_schema; leave it out")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise UsageError("max_tokens and max_completion_tokens mean the same; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs; set logprobs to true or leave top_logprobs out")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise UsageError(
-                "tool_choice must be 'none' or 'auto': a call cannot be enforced, since output cannot be constrained "
-                "to a grammar yet"
-            )
         if self.tool_choice is not None and not self.tools:
             raise UsageError("tool_choice needs tools; give tools or leave it out")
-        if not self.parallel_tool_calls and self.tools:
-            raise UsageError("parallel_tool_calls must be true: the number of calls cannot be limited")
+        if not self.parallel_tool_calls and self.active_tools and not self.requires_call:
+            raise UsageError(
+                "parallel_tool_calls must be true unless tool_choice is 'required' or names a function: otherwise the "
+                "number of calls cannot be limited"
+            )
         return self
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Constraint on the output; None if there is none."""
+        found = super().constraint
+        if found is not None and self.active_tools:
+            raise UsageError(
+                f"{found.field} leaves no place for tool calls; leave tools out, or set tool_choice to 'none'"
+            )
+        if self.requires_call:
+            return Constraint(StructuredOutputsParams(grammar=self._call_grammar()), "tools")
+        return found
+
+    def _call_grammar(self) -> str:
+        """Return a grammar of the tool calls that `tool_choice` requires."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name][:1]
+            if not tools:
+                raise UsageError(f"tool_choice names the function {choice.function.name!r}, which tools does not have")
+        several = self.parallel_tool_calls and choice == "required"
+        return hermes_grammar([(tool.function.name, tool.function.parameters) for tool in tools], several=several)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -17,11 +17,11 @@ from spmoe.engine.engine_thread import EngineClosed
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.prompts import Message, ParsedPrompt
 from spmoe.engine.stats import Stats
-from spmoe.errors import PromptError, SpmoeError, reason
+from spmoe.errors import PromptError, SpmoeError, UsageError, reason
 from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
 from spmoe.serve.metrics import Metrics
-from spmoe.serve.protocol import ApiError, bad_request
+from spmoe.serve.protocol import ApiError, Constraint, bad_request
 from spmoe.serve.tools import ReplyParser, make_reply_parser
 
 T = TypeVar("T")
@@ -128,6 +128,11 @@ class Service:
         """Return a conversation as a prompt."""
         self._require_fitting(sum(len(message["content"]) for message in messages))
         return self.llm.llm.apply_chat_template(list(messages), **options)
+
+    def check_constraint(self, constraint: Constraint | None) -> None:
+        """Compile a constraint on the output, which the engine then has in its cache; an error names the field."""
+        if constraint is not None:
+            self.llm.llm.compile_grammar(*constraint)
 
     def chat_template(self) -> str:
         """Return the source of the chat template; empty if there is none."""
@@ -366,6 +371,8 @@ def engine_error(error: BaseException) -> ApiError:
     """Return the answer to a request whose engine failed; the traceback goes to the log only."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, UsageError):  # a constraint on the output that turned out to be too complex
+        return bad_request(error)
     log.error("a request failed: %s", reason(error), exc_info=error)
     if isinstance(error, EngineClosed):
         return ApiError(503, "the engine is closed")

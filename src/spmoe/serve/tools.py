@@ -16,6 +16,7 @@ from pydantic_core import from_json, to_json
 
 from spmoe.engine.text import TextStream
 from spmoe.errors import UsageError
+from spmoe.verify.grammar import JSON_WHITESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,26 @@ class HermesParser:
         if text:
             reply.content += text
             self._after_call = False
+
+
+def hermes_grammar(functions: Sequence[tuple[str, dict[str, Any] | None]], *, several: bool) -> str:
+    """Return a grammar in Lark's syntax for one call of one of these functions, or for one call and more.
+
+    A function is a name and the JSON schema of its arguments; None: it has no arguments.
+    """
+    rules = ["start: call" + (' ("\\n" call)*' if several else "")]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, (name, schema) in enumerate(functions):
+        before, after = f'{_OPEN}\n{{"name": {_json(name)}, "arguments": ', f"}}\n{_CLOSE}"
+        schema = {"type": "object", "additionalProperties": False} if schema is None else schema
+        schema = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}
+        rules.append(f"call_{number}: {_json(before)} arguments_{number} {_json(after)}")
+        rules.append(f"arguments_{number}: %json {_json(schema)}")
+    return "\n".join(rules)
+
+
+def _json(value: Any) -> str:
+    return to_json(value).decode()
 
 
 def _certain(text: str) -> int:

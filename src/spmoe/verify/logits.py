@@ -14,19 +14,26 @@ from torch import Tensor
 
 from spmoe.config import SamplingParams
 from spmoe.types import Sequence, TokenLogprobs
+from spmoe.verify.grammar import GrammarMask
 
 
 class LogitsProcessors:
-    """Minimum length, biases and penalties of one sequence, applied in this order, in float32 in host memory.
+    """Grammar, minimum length, biases and penalties of one sequence, applied in this order, in float32 in host memory.
 
-    `end_tokens` are masked until `min_tokens` tokens are generated. Presence and frequency penalties count the output's
-    tokens, the repetition penalty also the prompt's.
+    `end_tokens` are masked until `min_tokens` tokens are generated, unless the grammar allows nothing else. Presence
+    and frequency penalties count the output's tokens, the repetition penalty also the prompt's.
     """
 
     def __init__(
-        self, sampling: SamplingParams, end_tokens: Collection[int], prompt_length: int, vocab_size: int
+        self,
+        sampling: SamplingParams,
+        end_tokens: Collection[int],
+        prompt_length: int,
+        vocab_size: int,
+        grammar: GrammarMask | None = None,
     ) -> None:
         self._sampling = sampling
+        self._grammar = grammar
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)  # others are never generated
         self._prompt_length = prompt_length
         bias = sampling.logit_bias or {}
@@ -41,16 +48,21 @@ class LogitsProcessors:
 
     @classmethod
     def of(
-        cls, sampling: SamplingParams, end_tokens: Collection[int], prompt_length: int, vocab_size: int
+        cls,
+        sampling: SamplingParams,
+        end_tokens: Collection[int],
+        prompt_length: int,
+        vocab_size: int,
+        grammar: GrammarMask | None = None,
     ) -> Self | None:
         """Return the processors that the parameters ask for; None if they change no logits."""
-        made = cls(sampling, end_tokens, prompt_length, vocab_size)
+        made = cls(sampling, end_tokens, prompt_length, vocab_size, grammar)
         return made if made.applies(prompt_length) else None
 
     def applies(self, length: int) -> bool:
         """Return whether the logits after `length` tokens of prompt and output are changed."""
         masks = bool(self._end_tokens) and length - self._prompt_length < self._sampling.min_tokens
-        return self._penalizes or bool(self._biased) or masks
+        return self._grammar is not None or self._penalizes or bool(self._biased) or masks
 
     def process(self, logits: Tensor, tokens: list[int], draft: list[int]) -> Tensor:
         """Return processed logits. The last row follows `tokens` and `draft`, each earlier row one draft token less."""
@@ -58,8 +70,11 @@ class LogitsProcessors:
         scores = logits.to("cpu", torch.float32, copy=True)
         first = len(draft) + 1 - len(scores)  # draft tokens before the first row
         generated = len(tokens) - self._prompt_length + first
-        masked = max(0, min(len(scores), self._sampling.min_tokens - generated))
-        scores[:masked, self._end_tokens] = float("-inf")
+        if self._grammar is not None:
+            self._grammar.apply(scores, tokens[self._prompt_length :], draft)
+        for row in range(min(len(scores), self._sampling.min_tokens - generated)):
+            if self._grammar is None or self._can_go_on(scores[row]):
+                scores[row, self._end_tokens] = float("-inf")
         if self._biased:
             scores[:, self._biased] += self._biases
         if self._penalizes:
@@ -72,6 +87,12 @@ class LogitsProcessors:
                     seen[draft[place]] = True
                     counts[draft[place]] += 1
         return scores
+
+    def _can_go_on(self, scores: Tensor) -> bool:
+        """Return whether the grammar allows another token than an end token."""  # scores: [vocabulary]
+        others = torch.ones(len(scores), dtype=torch.bool)
+        others[self._end_tokens] = False
+        return bool(scores[others].max() > float("-inf"))
 
     def _count(self, tokens: list[int]) -> None:
         """Count the tokens that are new since the last call."""
