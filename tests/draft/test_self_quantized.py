@@ -146,7 +146,7 @@ def test_drafting_does_not_change_the_targets_kv_cache(pair: Pair, temperature: 
             before = kv_tensors(kv) if kv is not None else []
             drafts = original(sequences, k, observers)
             if kv is not None:
-                assert kv.length == len(sequences[0].tokens) - 1
+                assert not k or kv.length == len(sequences[0].tokens) - 1  # with K = 0, a part of the prompt is read
                 assert all(map(torch.equal, kv_tensors(kv), before))
                 compared += k > 0
             return drafts
