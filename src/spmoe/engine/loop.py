@@ -206,6 +206,8 @@ class Loop:
         """
         if self.has_read(sequence) or not self.target.inspection.resumes or self.target.longrope.switches:
             return False  # LongRoPE may have to read a prompt again from its start
+        if len(sequence.tokens) <= self._prefill_chunk:
+            return False
         kv, length = self._kv_of(sequence), len(sequence.tokens)
         chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
         if kv.length + len(chunk) >= length:
