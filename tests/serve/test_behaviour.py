@@ -39,7 +39,7 @@ def metrics(server: RunningServer) -> dict[str, float]:
 
 
 class ChangedLLM(AsyncLLM):
-    """The same engine; subclasses change what its requests do."""
+    """An engine whose requests subclasses change."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         super().__init__(llm=llm.llm)

@@ -140,7 +140,7 @@ def test_gpt_oss_needs_its_tokens() -> None:
 
 
 class ScriptedLLM(AsyncLLM):
-    """The same engine, whose answers are replaced by a text that comes in pieces."""
+    """An engine whose answers are replaced by a text that comes in pieces."""
 
     answer = ""
 
@@ -244,7 +244,7 @@ def test_server_does_not_start_with_a_parser_that_cannot_work(tiny_llm: AsyncLLM
 
 
 class ScriptedTokensLLM(AsyncLLM):
-    """The same engine, whose answers are replaced by tokens that come a few at a time."""
+    """An engine whose answers are replaced by tokens that come a few at a time."""
 
     tokens: tuple[int, ...] = ()
     stop_reason: int | None = None

@@ -1,4 +1,4 @@
-"""What endpoints share: admission of requests, their preparation on a thread, results, and the end of the server."""
+"""Shared parts of the endpoints: admission of requests, preparation on a thread, results, and the end of the server."""
 
 from __future__ import annotations
 
