@@ -6,8 +6,10 @@ each expert its feed-forward plus a little noise. A *random* draft shares nothin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ from transformers import (
 )
 
 from spmoe.experts.store import BlobLayout
+from spmoe.formats.base import weight_format
+from spmoe.formats.expert import ExpertFormat
+from spmoe.models.experts_seam import experts_modules
 
 HIDDEN = 32
 FEED_FORWARD = 48
@@ -238,6 +243,11 @@ def save_pair(
     )
 
 
+def expert_count(directory: Path) -> int:
+    """Return the number of experts per layer of a checkpoint that `save_pair` wrote."""
+    return EXPERTS[json.loads((directory / "config.json").read_text())["model_type"]]
+
+
 # ---- reference results of transformers
 
 
@@ -260,6 +270,19 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+def greedy_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the tokens of `greedy` for a checkpoint in float32; the same request is computed once per process."""
+    files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(directory.iterdir()))
+    return list(_greedy_tokens(directory, files, tuple(prompt), count))
+
+
+@cache
+def _greedy_tokens(
+    directory: Path, files: tuple[tuple[str, int], ...], prompt: tuple[int, ...], count: int
+) -> list[int]:
+    return greedy(reference(directory), prompt, count)
+
+
 def submodules_with(model: nn.Module, attribute: str) -> list[Any]:
     """Return the modules that have this attribute, in order."""
     return [module for module in model.modules() if hasattr(module, attribute)]
@@ -280,3 +303,16 @@ def memory_for(slots: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of expert memory that hold exactly this many of the experts above."""
     shapes = {"gate_up_proj": (2 * FEED_FORWARD, HIDDEN), "down_proj": (HIDDEN, FEED_FORWARD)}
     return slots * BlobLayout.of(shapes, dtype).nbytes
+
+
+def dense_model(directory: Path, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a checkpoint with transformers and replace every expert by its dequantized conversion."""
+    model = reference(directory, dtype)
+    for _, module in experts_modules(model):
+        format = ExpertFormat(weight_format(name), dtype, bool(module.is_transposed))
+        parameters = dict(module.named_parameters(recurse=False))
+        for expert in range(len(next(iter(parameters.values())))):
+            found = format.round_trip({key: tensor.data[expert] for key, tensor in parameters.items()})
+            for key, tensor in found.items():
+                parameters[key].data[expert] = tensor
+    return model

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+# one thread per worker is fastest, in this process and in those that tests start; numpy reads it when it is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the hub client reads it once, when it is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start; one per worker is fastest
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; tests interrupt themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 with torch.device("cpu"):  # torch caches the functions that such a context applies to: before a test patches one
     torch.empty(0)
 
 if TYPE_CHECKING:
     from checkpoints import Pair
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With -n, run a file on one worker, so that its fixtures are made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # keep the order below
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with slow tests first, so that no worker is left with one when the others have finished."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

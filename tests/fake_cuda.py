@@ -39,6 +39,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from spmoe.backends.cuda_runtime import CopyRange, CudaCallError
@@ -284,6 +285,9 @@ class FakeCudaDevice:
     def take_stall_seconds(self) -> float:
         return 0.0
 
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        return []
+
     def synchronize(self) -> None:
         with self.changed:
             while self.runs_when_synchronized and self._copies:
@@ -465,6 +469,40 @@ class FakeCudaDevice:
 
 def _can_step(stream: deque[_Work]) -> bool:
     return bool(stream) and not (isinstance(stream[0], _WaitEvent) and not stream[0].event.passed)
+
+
+class _Call:
+    """A kernel or copy that does everything at once, when its turn comes."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def step(self) -> bool:
+        with torch.inference_mode():  # which a device does not know of
+            self._call()
+        return True
+
+
+class FakeRowStream:
+    """Implements `RowStream`: copies to the host and kernels that place results run when the compute stream does.
+
+    So work on the CPU that starts before the event behind a copy reads old rows, and results that are overwritten
+    before the event behind their kernel are placed wrongly.
+    """
+
+    def __init__(self, device: FakeCudaDevice) -> None:
+        self._device = device
+
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        self._device.add_compute(_Call(lambda: target.copy_(source)))
+
+    def record_event(self) -> FakeEvent:
+        return self._device.record_compute_event()
+
+    def place_results(self, values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+        from spmoe.backends.kernels.experts import place_results_plain
+
+        self._device.add_compute(_Call(lambda: place_results_plain(values, pairs, first, sums)))
 
 
 class CheckedTransfer(CudaTransfer):

@@ -428,6 +428,9 @@ def test_only_policies_that_need_recorded_routing_are_refused_without_a_recordin
         ({"device_memory": "lots"}, "'lots' is not a size; write it as"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number, not True"),
         ({"pin_memory": 1}, "pin_memory must be true or false, not 1"),
+        ({"cpu_experts": "on"}, "cpu_experts must be off, auto or a number of threads from 1 to 1024, not 'on'"),
+        ({"cpu_experts": 0}, "cpu_experts must be off, auto or a number of threads from 1 to 1024, not 0"),
+        ({"cpu_experts": True}, "cpu_experts must be off, auto or a number of threads from 1 to 1024, not True"),
         ({"verify_experts": "never"}, "verify_experts must be one of once, sample, always, not 'never'"),
         ({"overlap": "yes"}, "overlap must be true or false, not 'yes'"),
         ({"draft": 3}, "draft must be a directory, hub id or name, not 3"),
@@ -527,3 +530,8 @@ def test_usage_errors_exit_with_2_and_others_with_1() -> None:
     assert {e.exit_code for e in (UsageError, BudgetError, PromptError)} == {2}
     assert {e.exit_code for e in (SpmoeError, CheckpointError)} == {1}
     assert issubclass(UsageError, SpmoeError)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("off", "off"), (" AUTO ", "auto"), ("12", 12), (3, 3)])
+def test_cpu_experts_are_threads_or_a_word(value: object, expected: object) -> None:
+    assert EngineConfig.make(model="m", cpu_experts=value).cpu_experts == expected

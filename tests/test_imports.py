@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ LEAVES = {  # importable from anywhere, each with the packages that it may impor
     "system": {"config", "errors", "files"},
 }
 MODEL_LIBRARIES = {"transformers", "tokenizers", "safetensors", "huggingface_hub"}  # only models/ may import these
-SERVER_LIBRARIES = {"fastapi", "starlette", "uvicorn", "prometheus_client"}  # only serve/ may import these
+SERVER_LIBRARIES = {"fastapi", "starlette", "uvicorn", "prometheus_client", "ray"}  # only serve/ may import these
 TIER = {package: tier for tier, packages in enumerate(TIERS) for package in packages}
 
 
@@ -65,10 +66,16 @@ def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[Import]:
     """Yield every import of a file, including imports inside functions and for type checkers only."""
 
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +149,7 @@ def test_only_serve_imports_server_libraries(file: Path) -> None:
 
 
 def test_only_backends_use_torch_cuda(file: Path) -> None:
-    tree = ast.parse(file.read_text())
+    tree = parse(file)
     named = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     named |= {found.name for found in imports(file)}
     named |= {
@@ -174,7 +181,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_every_module_has_a_docstring(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text()))
+    assert ast.get_docstring(parse(file))
 
 
 def test_architecture_page_lists_every_file_and_no_other() -> None:

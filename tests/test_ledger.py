@@ -142,9 +142,28 @@ def test_every_ledger_event_writes_its_counters() -> None:
     ledger.prefetch_failed()
     ledger.stalled(0.25)
     ledger.stalled(0.5)
+    ledger.computed(0.5)
+    ledger.computed(0.25)
+    ledger.waited_for_cpu(0.125)
+    ledger.expert_copied(0.5)
+    ledger.computing_failed(2)
+    ledger.path_chosen(wrong=True)
+    ledger.path_chosen(wrong=False)
+    ledger.timed_copies(10 * BLOB, 2.0)
     ledger.step(tokens=3, drafted=4, accepted=2, missing=5, draft_seconds=0.125, verify_seconds=1.0)
     assert ledger.counters == Counters(
         steps=1,
+        cpu_experts=2,
+        cpu_bytes=2 * BLOB,
+        cpu_seconds=0.75,
+        cpu_wait_seconds=0.125,
+        cpu_copies=1,
+        cpu_copy_seconds=0.5,
+        cpu_failures=2,
+        path_choices=2,
+        wrong_path_choices=1,
+        timed_bytes=10 * BLOB,
+        timed_seconds=2.0,
         tokens=3,
         drafted=4,
         accepted=2,
@@ -171,6 +190,9 @@ def test_every_ledger_event_writes_its_counters() -> None:
         draft_seconds=0.125,
         verify_seconds=1.0,
     )
+    assert ledger.counters.asked == 6 + 2 + 3 + 2
+    assert ledger.counters.cpu_gbps == pytest.approx(2 * BLOB / 0.75 / 1e9)
+    assert ledger.counters.link_gbps == pytest.approx(10 * BLOB / 2 / 1e9)
     assert ledger.counters.held_bytes == BLOB, "issued 7, used 3, wasted 2, failed 1"
     assert all(getattr(ledger.counters, f.name) for f in fields(Counters)), "an event writes every counter"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -196,6 +197,17 @@ def test_entry_points_are_found_without_importing_them(distribution: Path) -> No
     assert "toy_policies" not in sys.modules
     assert PREFETCH_POLICIES.load("first-experts").name == "first-experts"
     assert "toy_policies" in sys.modules
+
+
+def test_distribution_that_is_installed_later_is_found(distribution: Path) -> None:
+    assert "installed-later" not in PREFETCH_POLICIES
+    later = distribution / "later-1.0.dist-info"
+    later.mkdir()
+    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (later / "entry_points.txt").write_text("[spmoe.prefetch_policies]\ninstalled-later = later:Policy\n")
+    assert "installed-later" in PREFETCH_POLICIES
+    shutil.rmtree(later)
+    assert "installed-later" not in PREFETCH_POLICIES
 
 
 def test_policies_of_entry_points_run_and_keep_the_output(

@@ -27,6 +27,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO_DRAFT = "auto"  # the shipped draft for the shipped target, else n-grams
 SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with experts quantized to these bits
 DraftTokens = int | Literal["auto"]  # K
+CpuThreads = int | Literal["off", "auto"]  # that compute missing experts
+MAX_CPU_THREADS = 1024
 MAX_SPECULATIVE_TOKENS = 64  # largest K
 DEFAULT_DRAFT_TOKENS: DraftTokens = "auto"
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
@@ -340,6 +342,17 @@ def _memory_limit(value: Any) -> Any:
     return "auto" if value is None or str(value).strip().lower() == "auto" else Size.parse(value)
 
 
+def parse_cpu_experts(value: Any) -> CpuThreads:
+    """Read the threads that compute missing experts: off, auto or a number, also as text."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in ("off", "auto"):
+        return "off" if word == "off" else "auto"
+    number: Any = int(word) if isinstance(word, str) and word.isdecimal() else word
+    if not _is_whole(number) or not 1 <= number <= MAX_CPU_THREADS:
+        raise UsageError(f"cpu_experts must be off, auto or a number of threads from 1 to 1024, not {value!r}")
+    return int(number)
+
+
 def _optional_size(value: Any) -> Size | None:
     return None if value is None else Size.parse(value)
 
@@ -494,6 +507,8 @@ class EngineConfig:
     device_memory: Annotated[Size | Literal["auto"], PlainValidator(_memory_limit)] = "auto"
     pin_memory: Switch = True  # keep experts in pinned host memory
     verify_experts: Annotated[str, _one_of(lambda: VERIFY_EXPERTS)] = "once"  # CPU: checksums of experts read from disk
+    # CUDA: threads that compute missing experts on the CPU while others move; auto: of most cores
+    cpu_experts: Annotated[CpuThreads, PlainValidator(parse_cpu_experts)] = "off"
     batching: Switch = True  # submit copies that are ready together in one call; off for measuring
     overlap: Switch = True  # overlap copies with compute; off for measuring
     enforce_eager: Switch = False  # no CUDA graphs

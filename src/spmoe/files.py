@@ -140,3 +140,13 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> int:
     while done < len(buffer) and (count := os.preadv(fd, [buffer[done:]], offset + done)):
         done += count
     return done
+
+
+def read_text_file(path: Path) -> str:
+    """Return the contents of a UTF-8 text file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error

@@ -9,10 +9,12 @@ that the command line can check an option before it imports torch.
 from __future__ import annotations
 
 import ast
+import os
+import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -38,7 +40,6 @@ class Registry(Generic[T]):
         return tuple(sorted({*self._module_names, *self._entry_point_names(), *self._classes}))
 
     def __contains__(self, name: object) -> bool:
-        # entry points last: finding them reads the metadata of every installed distribution
         return name in self._classes or name in self._module_names or name in self._entry_point_names()
 
     def require(self, name: str) -> str:
@@ -54,7 +55,7 @@ class Registry(Generic[T]):
                 import_module(f"{self._package}.{self._module_names[name]}")
             else:
                 self.require(name)
-                (point, *_) = entry_points(group=self._group, name=name)
+                point = next(point for point in _find_entry_points(self._group) if point.name == name)
                 self.register(name)(point.load())
         return self._classes[name]
 
@@ -69,7 +70,7 @@ class Registry(Generic[T]):
         return add
 
     def _entry_point_names(self) -> set[str]:
-        return {point.name for point in entry_points(group=self._group)}
+        return {point.name for point in _find_entry_points(self._group)}
 
     @cached_property
     def _module_names(self) -> Mapping[str, str]:
@@ -101,6 +102,24 @@ class FamilyRegistry(Registry[T]):
     @cached_property
     def _module_names(self) -> Mapping[str, str]:
         return {name: path.stem for path in self._modules() for name in _literal_names(path)}
+
+
+def _find_entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group, also of distributions that were installed since the last call."""
+    return _read_entry_points(group, tuple((folder, _modified(folder)) for folder in sys.path))
+
+
+@lru_cache(maxsize=16)  # reading the metadata of every distribution takes longer than checking all other options
+def _read_entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _modified(folder: str) -> int:
+    """Return the time when a folder of `sys.path` changed, in nanoseconds; 0 if there is no such folder."""
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns  # noqa: PTH116  # called for every folder, at every look-up
+    except OSError:
+        return 0
 
 
 def _literal_names(path: Path) -> tuple[str, ...]:

@@ -76,25 +76,28 @@ def compile_dense() -> None:
 def compile_attention() -> None:
     from spmoe.backends.kernels import attention, rotary
 
-    length = zeros(1, dtype=torch.int64)
+    ranges, rows = zeros(3, 1, dtype=torch.int64), zeros(3, 5, dtype=torch.int64)
     query, key, angles = zeros(1, 5, 32, 128).transpose(1, 2), zeros(1, 5, 8, 128).transpose(1, 2), zeros(1, 5, 128)
     rotary.apply_rotary(query, key, angles, angles)
     cache = zeros(1, 8, 4096, 128)
-    attention.append_kv(cache, cache, key, key, length)
-    attention.decode_attention(query, cache, cache, length, 0.1, 1024)
+    for kind in (ranges, rows):  # one sequence, and a sequence per row
+        attention.append_kv(cache, cache, key, key, kind)
+        attention.decode_attention(query, cache, cache, kind, 0.1, 1024)
     for dim, value_dim in ((64, 64), (192, 128), (256, 256), (512, 512)):
         for dtype in (torch.bfloat16, torch.float32):
             heads = zeros(1, 8, 5, dim, dtype=dtype)
             keys, values = zeros(1, 1, 4096, dim, dtype=dtype), zeros(1, 1, 4096, value_dim, dtype=dtype)
-            attention.decode_attention(heads, keys, values, length, 0.1)
+            attention.decode_attention(heads, keys, values, ranges, 0.1)
 
 
 def compile_inputs() -> None:
     from spmoe.backends.kernels import inputs
 
     chain, ids, one = inputs.new_token_chain(torch.device("cpu")), zeros(1, 5, dtype=torch.int64), zeros(1).long()
-    inputs.load_inputs(zeros(6, dtype=torch.int64), chain, chain, ids, ids, one)
-    inputs.load_chained_inputs(chain, one, one, one)
+    for sequences in (1, 5):
+        ranges = zeros(3, sequences, dtype=torch.int64)
+        inputs.load_inputs(zeros(5 + 3 * sequences, dtype=torch.int64), chain, chain, ids, ids, ranges)
+    inputs.load_chained_inputs(chain, one, one, zeros(3, 1, dtype=torch.int64))
     inputs.append_token(chain, one[0], 1)
     inputs.take_batch(zeros(8, 60, dtype=torch.int32), one, zeros(60, dtype=torch.int32))
 
@@ -124,6 +127,7 @@ def compile_experts() -> None:
         scratch = experts.ScratchBuffer(top_k, found.shape, "cpu").scratch(rows)
         experts.run_expert_batch(states, index, index.float(), table, found, gate, scratch)
         experts.reduce_experts(scratch, states)
+        experts.place_results(zeros(3, hidden, dtype=torch.float32), index.view(-1), 0, scratch.partial_sums)
         if rows == 1:
             packed.dequantize_matrix(found.down, 0, zeros(hidden, ffn))
 

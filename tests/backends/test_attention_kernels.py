@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, KERNEL_MARKS, close, dtypes, needs_cuda, prepare_kernel_test
+from kernel_helpers import DEVICE, INTERPRETED, KERNEL_MARKS, close, dtypes, needs_cuda, prepare_kernel_test
 from torch import Tensor
 
 from spmoe.backends.kernels import attention
@@ -18,10 +18,15 @@ pytestmark = KERNEL_MARKS
 @pytest.fixture(autouse=True)
 def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_kernel_test(monkeypatch)
+    if INTERPRETED:  # programs run one after the other
+        monkeypatch.setattr(attention, "_MAX_SPLITS", 4)
+
+
+START = 21  # of the sequence's range in the arena
 
 
 class Context:
-    """KV cache with NaN beyond its length, and the queries, keys and values of new rows."""
+    """KV arena with NaN outside of one sequence's positions, and the queries, keys and values of new rows."""
 
     def __init__(
         self,
@@ -39,25 +44,26 @@ class Context:
 
         self.query, self.new_keys = random_rows(heads, dim), random_rows(kv_heads, dim)
         self.new_values = random_rows(kv_heads, value_dim)
-        self.keys = torch.full((1, kv_heads, capacity, dim), math.nan, dtype=dtype, device=DEVICE)
-        self.values = torch.full((1, kv_heads, capacity, value_dim), math.nan, dtype=dtype, device=DEVICE)
-        self.keys[:, :, :length].normal_()
-        self.values[:, :, :length].normal_()
-        self.length = torch.tensor([length], device=DEVICE, dtype=torch.int32 if length % 2 else torch.int64)
+        positions = START + capacity + 9
+        self.keys = torch.full((1, kv_heads, positions, dim), math.nan, dtype=dtype, device=DEVICE)
+        self.values = torch.full((1, kv_heads, positions, value_dim), math.nan, dtype=dtype, device=DEVICE)
+        self.keys[:, :, START : START + length].normal_()
+        self.values[:, :, START : START + length].normal_()
+        self.ranges = torch.tensor([[START], [length], [capacity]], device=DEVICE)
         self.scaling = 1.5 / math.sqrt(dim)
 
     def append(self) -> None:
         """Append the new rows to the cache."""
-        attention.append_kv(self.keys, self.values, self.new_keys, self.new_values, self.length)
+        attention.append_kv(self.keys, self.values, self.new_keys, self.new_values, self.ranges)
 
     def attend(self, window: int | None = None) -> Tensor:
         """Run the kernel."""
-        return attention.decode_attention(self.query, self.keys, self.values, self.length, self.scaling, window)
+        return attention.decode_attention(self.query, self.keys, self.values, self.ranges, self.scaling, window)
 
     def reference(self, window: int | None = None) -> Tensor:
         """Compute attention in float64, row by row and head by head."""
-        query, keys, values = self.query.double(), self.keys.double(), self.values.double()
-        (_, heads, rows, _), start = query.shape, int(self.length)
+        query, keys, values = (t.double() for t in (self.query, self.keys[:, :, START:], self.values[:, :, START:]))
+        (_, heads, rows, _), start = query.shape, int(self.ranges[1])
         out = query.new_full((1, rows, heads, values.shape[-1]), math.nan)
         for row in range(rows):
             end = start + row + 1
@@ -107,7 +113,7 @@ def check_attention(context: Context, window: int | None) -> None:
     context.append()
     out, want = context.attend(window), context.reference(window)
     plain = attention.decode_attention_plain(
-        context.query, context.keys, context.values, context.length, context.scaling, window
+        context.query, context.keys, context.values, context.ranges, context.scaling, window
     )
     assert out.shape == plain.shape == want.shape
     assert close(out, want)
@@ -143,8 +149,44 @@ def test_attention_is_batch_invariant(dtype: torch.dtype, window: int | None, ro
     full, query = context.attend(window), context.query
     for row in (0, 1, 2, 3, rows - 1):
         context.query = query[:, :, row : row + 1]
-        context.length.fill_(126 + row)
+        context.ranges[1] = 126 + row
         assert torch.equal(context.attend(window), full[:, row : row + 1])
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 65])
+def test_rows_of_several_sequences_are_those_of_each_alone(dtype: torch.dtype, window: int | None) -> None:
+    """In every bit, wherever the sequences lie; a repeated row changes nothing."""
+    contexts = [Context(dtype, rows, length, 6, 2, 16, 16, 160) for rows, length in ((1, 70), (3, 126), (1, 5))]
+    alone = []
+    for context in contexts:
+        context.append()
+        alone.append(context.attend(window))
+    starts = [0]
+    for context in contexts[:-1]:
+        starts.append(starts[-1] + context.keys.shape[2])
+    ranges = [
+        (start + START, int(one.ranges[1]) + row, 160)
+        for start, one in zip(starts, contexts, strict=True)
+        for row in range(one.query.shape[2])
+    ]
+    merged = Context(dtype, 1, 0, 6, 2, 16, 16)
+    for name in ("query", "new_keys", "new_values"):
+        parts = [getattr(one, name) for one in contexts]
+        setattr(merged, name, torch.cat([*parts, parts[-1]], dim=2))
+    merged.keys, merged.values = (torch.cat([getattr(one, name) for one in contexts], 2) for name in ("keys", "values"))
+    before = merged.keys.clone()
+    for start, context in zip(starts, contexts, strict=True):
+        first = start + START + int(context.ranges[1])
+        merged.keys[:, :, first : first + context.query.shape[2]] = math.nan
+    merged.ranges = torch.tensor([*ranges, ranges[-1]], device=DEVICE).T.contiguous()
+    merged.append()
+    assert torch.equal(merged.keys.nan_to_num(), before.nan_to_num())
+    assert torch.equal(merged.attend(window)[:, :-1], torch.cat(alone, dim=1))
+    plain = attention.decode_attention_plain(
+        merged.query, merged.keys, merged.values, merged.ranges, merged.scaling, window
+    )
+    assert close(plain[:, :-1], torch.cat(alone, dim=1))
 
 
 @dtypes
@@ -152,27 +194,29 @@ def test_attention_is_batch_invariant(dtype: torch.dtype, window: int | None, ro
 def test_append_writes_the_new_rows_only(dtype: torch.dtype, rows: int, length: int) -> None:
     context = Context(dtype, rows, length, 4, 2, 80, 32)
     keys, values = context.keys.clone(), context.values.clone()
-    attention.append_kv_plain(keys, values, context.new_keys, context.new_values, context.length)
+    attention.append_kv_plain(keys, values, context.new_keys, context.new_values, context.ranges)
     context.append()
     for got, want in ((context.keys, keys), (context.values, values)):
-        assert torch.equal(got[:, :, : length + rows], want[:, :, : length + rows])
-        assert got[:, :, length + rows :].isnan().all()
+        own = slice(START, START + length + rows)
+        assert torch.equal(got[:, :, own], want[:, :, own])
+        assert not got[:, :, own].isnan().any()
+        assert got[:, :, : own.start].isnan().all()
+        assert got[:, :, own.stop :].isnan().all()
 
 
 def test_append_drops_rows_beyond_the_capacity() -> None:
     context = Context(torch.float32, 4, 574, 1, 1, 32, 32)
-    heads = torch.full((1, 2, 576, 32), math.nan, device=DEVICE)
-    context.keys = heads[:, :1]  # rows written past the end would show up in the second head
+    plain = context.keys.clone(), context.values.clone()
+    attention.append_kv_plain(*plain, context.new_keys, context.new_values, context.ranges)
     context.append()
-    assert context.keys[0, 0, 574:].equal(context.new_keys[0, 0, :2])
-    assert heads[:, 1].isnan().all()
+    for keys in (context.keys, plain[0]):
+        assert keys[0, 0, START + 574 : START + 576].equal(context.new_keys[0, 0, :2])
+        assert keys[:, :, START + 576 :].isnan().all(), "of another sequence"
 
 
-def test_number_of_splits_follows_from_the_shape() -> None:
-    assert attention.num_kv_splits(8, 8192, 64) == 32
-    assert attention.num_kv_splits(16, 8192, 64) == 16
-    assert attention.num_kv_splits(1, 64, 64) == 1
-    assert attention.num_kv_splits(1000, 8192, 64) == 1
+def test_number_of_splits_follows_from_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MAX_SPLITS", 64)
+    assert [attention.num_kv_splits(kv_heads) for kv_heads in (1, 8, 16, 1000)] == [64, 32, 16, 1]
 
 
 @needs_cuda
@@ -185,7 +229,7 @@ def test_one_captured_graph_serves_every_length() -> None:
         context.append()
         out = context.attend()
     for start in range(0, 570, 5):
-        context.length.fill_(start)
+        context.ranges[1] = start
         context.query.normal_()
         context.new_keys.normal_()
         graph.replay()

@@ -443,3 +443,16 @@ def test_captured_layer_reads_its_inputs_at_replay() -> None:
         layer.index.copy_(torch.stack([torch.randperm(8)[:2] for _ in range(5)]))
         graph.replay()
         assert close(out, layer.reference(), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("first", "hidden"), [(0, 70), (4, 33)])
+def test_results_of_the_cpu_are_placed_in_their_pairs_and_nowhere_else(first: int, hidden: int) -> None:
+    """Pairs outside of the pass are left to the others; splits but the first one are zero."""
+    values, pairs = torch.randn(5, hidden, device=DEVICE), torch.tensor([1, 4, 6, 9, 12], device=DEVICE)
+    found, expected = (torch.full((3, 6, hidden), 7.0, device=DEVICE) for _ in range(2))
+    experts.place_results(values, pairs, first, found)
+    experts.place_results_plain(values, pairs, first, expected)
+    assert torch.equal(found, expected)
+    inside = [pair - first for pair in pairs.tolist() if 0 <= pair - first < 6]
+    assert torch.equal((found != 7.0).all(-1).all(0).nonzero().flatten().cpu(), torch.tensor(inside))
+    assert not found[1:, inside].any()

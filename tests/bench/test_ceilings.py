@@ -45,13 +45,19 @@ def test_machine_record_has_hardware_and_versions() -> None:
     assert timedelta(0) <= age < timedelta(minutes=5)
 
 
-def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = ceilings._commit()
+def test_commit_only_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
+    commit = ceilings._commit(Path(ceilings.__file__).resolve())
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "installed.py").touch()
-    monkeypatch.setattr(ceilings, "__file__", str(tmp_path / "installed.py"))
-    assert ceilings._commit() is None
+    assert ceilings._commit(tmp_path / "installed.py") is None
+
+
+def test_machine_record_keeps_the_commit_that_the_process_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark that runs while the checkout changes can be resumed."""
+    before = machine(CPU)["commit"]
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("asked again"))
+    assert machine(CPU)["commit"] == before
 
 
 @pytest.mark.gpu

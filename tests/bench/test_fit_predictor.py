@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,24 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from checkpoints import HIDDEN, TOP_K, Pair, byte_tokenizer, greedy, qwen3, qwen3_moe, reference, save, seeded, upcycle
+from checkpoints import (
+    HIDDEN,
+    TOP_K,
+    Pair,
+    byte_tokenizer,
+    greedy_tokens,
+    qwen3,
+    qwen3_moe,
+    reference,
+    save,
+    seeded,
+    upcycle,
+)
 from spmoe import LLM, SamplingParams
 from spmoe.bench.fit_predictor import Fit, fit_predictor
 from spmoe.bench.predictability import measure_predictability
 from spmoe.errors import PromptError, UsageError
+from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.predictors import predictor_path, write_predictor
 from spmoe.predict.policies.draft_gate import DraftGate
 from spmoe.predict.policies.next_gate import NextGate
@@ -82,17 +97,24 @@ def build(pair: Pair, **options: Any) -> LLM:
     )
 
 
-def fit(pair: Pair, write: bool = True) -> Fit:
+@cache
+def _fit(pair: Pair) -> Fit:
     with build(pair, prefetch="on-demand", projection=False) as llm:
         reports: list[tuple[int, int]] = []
         found = fit_predictor(llm.engine, TEXT, 96, 20, lambda done, total: reports.append((done, total)))
         assert [done for done, _ in reports] == list(range(reports[0][1] + 1)), "progress counts up to the total"
-        if write:
-            assert llm.engine.parts.draft_checkpoint is not None
-            write_predictor(
-                llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint, found.projection, found.to_dict()
-            )
     return found
+
+
+def fit(pair: Pair) -> Fit:
+    """Return the projection of a pair, fitted once per process, and write its file to the home of the test."""
+    found = deepcopy(_fit(pair))
+    write_predictor(*checkpoints_of(pair), found.projection, found.to_dict())
+    return found
+
+
+def checkpoints_of(pair: Pair) -> tuple[Checkpoint, Checkpoint]:
+    return Checkpoint.find(str(pair.target)), Checkpoint.find(str(pair.good))
 
 
 def recall(pair: Pair, **options: Any) -> float:
@@ -121,14 +143,14 @@ def test_projection_is_recovered_and_works_on_other_text(pair: Pair) -> None:
 
 
 def test_fit_never_lowers_recall(qwen_pair: Pair) -> None:
-    found = fit(qwen_pair, write=False)
+    found = _fit(qwen_pair)
     for layer in found.layers:
         assert layer.before is not None
         assert layer.after >= layer.before > CHANCE
 
 
 def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
-    expected = greedy(reference(pair.target), [84, 104], 14)
+    expected = greedy_tokens(pair.target, [84, 104], 14)
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     same_width = reference(pair.good).config.hidden_size == HIDDEN
     with build(pair, prefetch="draft-gate") as llm:
@@ -154,9 +176,7 @@ def test_engine_loads_projection_and_output_stays_exact(pair: Pair) -> None:
 @pytest.mark.parametrize("damage", ["other target", "other draft", "truncated", "not finite", "shape"])
 def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
     found = fit(pair)
-    with build(pair, prefetch="on-demand") as llm:
-        checkpoint, draft = llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint
-        assert draft is not None
+    checkpoint, draft = checkpoints_of(pair)
     path = predictor_path(checkpoint, draft)
     if damage == "other target":
         shutil.move(write_predictor(replace(checkpoint, fingerprint="another"), draft, found.projection, {}), path)
@@ -178,9 +198,7 @@ def test_damaged_or_foreign_file_is_not_used(pair: Pair, damage: str) -> None:
 
 def test_file_has_metadata(pair: Pair) -> None:
     fit(pair)
-    with build(pair) as llm:
-        assert llm.engine.parts.draft_checkpoint is not None
-        path = predictor_path(llm.engine.parts.models.checkpoint, llm.engine.parts.draft_checkpoint)
+    path = predictor_path(*checkpoints_of(pair))
     assert path.parent.name == "predictors"
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with safe_open(path, framework="pt") as file:

@@ -222,7 +222,7 @@ def test_oracle_records_each_request_once(mixtral_pair: Pair, monkeypatch: pytes
 
     monkeypatch.setattr(Engine, "record", record)
     configs = configs_of([HALF, Size(share=0.75)], ["oracle", "on-demand"], [0, 3])
-    runner = BenchRunner(make_job(mixtral_pair, configs), lambda words: None)
+    runner = BenchRunner(make_job(mixtral_pair, configs, resident={0: 0.1, 3: 0.1}), lambda words: None)
     runner.run()
     assert sorted(recorded) == [(slots, "on-demand", k) for slots in (6, 9) for k in (0, 3) for _ in PROMPTS]
     assert find_differences(runner.runs, runner.runs) == []

@@ -105,6 +105,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         models = "model"
         drafts = ["none", "self:int4", "shipped", "owner/name"]
         expert_formats = ["auto", "int4-g128"]
+        cpu_experts = ["off", "auto", 8]
         links = ["own", 16, 2.5]
         prompts = ["prompts.txt", "sample", "gsm8k"]
         budgets = ["25%", "6GiB"]
@@ -132,6 +133,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         "models": (str(tmp_path / "model"),),
         "drafts": ("none", "self:int4", "shipped", "owner/name"),
         "expert_formats": ("auto", "int4-g128"),
+        "cpu_experts": ("off", "auto", 8),
         "links": (None, 16.0, 2.5),
         "prompts": (str(tmp_path / "prompts.txt"), "sample", "gsm8k"),
         "budgets": (QUARTER, Size(bytes=6 * 2**30)),
@@ -160,7 +162,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
     assert [(one.prefetch, one.draft_tokens) for one in make_configs([HALF], second.policy_pairs, [1, 2])] == [
         ("draft-gate", 1), ("draft-gate", 2), ("on-demand", 0)
     ]  # fmt: skip
-    assert len(make_workloads(first)) == 4 * 2 * 3 * 3
+    assert len(make_workloads(first)) == 4 * 2 * 3 * 3 * 3
     assert len(make_workloads(second)) == 2
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from conftest import Invoke
 
 DESKTOP = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--link-gbps", "25", "--device-gbps", "1000")
+DESKTOP += ("--host-gbps", "60")
 NAME, DRAFT = "acme/target", "acme/draft"
 
 
@@ -53,6 +54,7 @@ def test_output_says_what_fits_how_fast_and_what_to_run(mixtral: Path, invoke: I
     assert "self:int4 - - does not fit on the device" in text
     (none,) = (line.split() for line in lines if line.split()[:2] == ["none", "0"])
     assert none[-1] == "link"
+    assert "advice --cpu-experts auto also computes missing experts on the CPU: about" in text
     assert lines[-2].startswith("recommended, once it fits:")
     assert lines[-1].split()[:3] == ["spmoe", "run", str(mixtral)]
 
@@ -60,7 +62,7 @@ def test_output_says_what_fits_how_fast_and_what_to_run(mixtral: Path, invoke: I
 def test_json_is_one_object_with_the_same_values(mixtral: Path, invoke: Invoke) -> None:
     found = answer(invoke, "plan", mixtral, *DESKTOP, "--draft", "ngram", "-k", "4")
     assert found["hardware"]["sources"] == dict.fromkeys(
-        ("device_memory", "host_memory", "link_gbps", "device_gbps"), "given"
+        ("device_memory", "host_memory", "link_gbps", "device_gbps", "host_gbps"), "given"
     )
     assert [(one["draft"], one["num_speculative_tokens"]) for one in found["cases"]] == [(None, 0), ("ngram", 4)]
     best = found["cases"][found["best"]]

@@ -27,7 +27,7 @@ class CountingRunner:
         self.launched: list[tuple[int, int]] = []  # length and K
         self.read: list[int] = []  # numbers of launched drafts
 
-    def new_kv(self, capacity: int, tokens: list[int]) -> Any:
+    def new_kv(self, capacity: int, tokens: list[int], preferred: int) -> Any:
         kv = SimpleNamespace(length=0)
         kv.rewind = lambda length: setattr(kv, "length", min(kv.length, length))
         return kv

@@ -12,7 +12,7 @@ from checkpoints import (
     VOCABULARY,
     Pair,
     byte_tokenizer,
-    greedy,
+    greedy_tokens,
     mixtral,
     qwen3_moe,
     reference,
@@ -61,7 +61,7 @@ def test_greedy_output_equals_transformers(
 ) -> None:
     directory: Path = request.getfixturevalue(draft)
     with build(mixtral_pair.target, directory, prefetch=prefetch, cutoff="all", expert_memory="50%") as llm:
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
         assert llm.notices == []
         counters = llm.engine.counters
         assert counters.drafted > 0
@@ -92,7 +92,7 @@ def test_draft_is_resident_and_runs_its_own_experts(mixtral_pair: Pair, near: Pa
 def test_padded_vocabulary_is_accepted(mixtral_pair: Pair, tmp_path: Path) -> None:
     draft = save(seeded(mixtral, 3, vocab_size=VOCABULARY + 31), tmp_path / "draft", byte_tokenizer())
     with build(mixtral_pair.target, draft) as llm:
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
 
 
 def test_another_tokenizer_is_rejected_with_the_first_difference(mixtral_pair: Pair, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints import EXPERTS, LAYERS, TOP_K, VOCABULARY, Pair, greedy, memory_for, reference
+from checkpoints import LAYERS, TOP_K, VOCABULARY, Pair, expert_count, greedy, greedy_tokens, memory_for, reference
 from spmoe import LLM, SamplingParams
 from spmoe.draft import ngram
 from spmoe.draft.ngram import MAX_NGRAM, MIN_NGRAM, NgramDraft
@@ -112,12 +112,11 @@ def build(target: Path, **options: object) -> LLM:
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("share", [0, 1])
 def test_greedy_output_equals_transformers(pair: Pair, k: int, share: int) -> None:
-    model = reference(pair.target)
-    slots = TOP_K if share == 0 else LAYERS * EXPERTS[model.config.model_type]
+    slots = TOP_K if share == 0 else LAYERS * expert_count(pair.target)
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     with build(pair.target, num_speculative_tokens=k, expert_memory=memory_for(slots), prefill_chunk=3) as llm:
         for prompt in (REPEATING * 3, DISTINCT, [84]):
-            assert llm.generate(prompt, params)[0].token_ids == greedy(model, prompt, COUNT)
+            assert llm.generate(prompt, params)[0].token_ids == greedy_tokens(pair.target, prompt, COUNT)
         assert llm.engine.counters.drafted > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import EXPERTS, LAYERS, TOP_K, Pair, greedy, memory_for, reference, submodules_with
+from checkpoints import LAYERS, TOP_K, Pair, expert_count, greedy, memory_for, reference, submodules_with
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
 from spmoe.draft.none import NoDraft
@@ -94,7 +94,7 @@ def dequantized(llm: LLM, target: Path) -> Any:
 def test_greedy_output_equals_transformers(
     pair: Pair, expected: Any, name: str, prefetch: str, cutoff: str, k: int, slots: str
 ) -> None:
-    experts = EXPERTS[reference(pair.target).config.model_type]
+    experts = expert_count(pair.target)
     count = {"least": TOP_K, "half": LAYERS * experts // 2, "all": LAYERS * experts}[slots]
     with build(
         pair.target, name, prefetch=prefetch, cutoff=cutoff, num_speculative_tokens=k, prefill_chunk=3,

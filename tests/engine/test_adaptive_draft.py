@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import Pair, greedy, memory_for, reference
+from checkpoints import Pair, greedy_tokens, memory_for
 from spmoe import LLM, SamplingParams
 from spmoe.bench.runs import IsolatedConfigs
 from spmoe.engine.loop import Loop
@@ -42,7 +42,7 @@ def test_changing_k_at_every_step_changes_no_token(
     with load(mixtral_pair, draft) as llm:
         found = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0]
         assert found.stats.draft_tokens == "auto"
-    assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 60)
+    assert found.token_ids == greedy_tokens(mixtral_pair.target, PROMPT, 60)
     assert len(drafted) > (1 if draft == "ngram" else 3), "K did change"
 
 
@@ -132,7 +132,7 @@ def test_auto_without_a_draft_decodes_plainly(mixtral_pair: Pair) -> None:
     with load(mixtral_pair, draft=None) as llm:
         assert llm.engine.loop.governor is None
         found = llm.generate(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))[0]
-        assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 8)
+        assert found.token_ids == greedy_tokens(mixtral_pair.target, PROMPT, 8)
         with pytest.raises(UsageError, match="without a draft"):
             llm.engine.reconfigure(num_speculative_tokens="auto", prefetch="on-demand")
 
@@ -219,6 +219,6 @@ def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
         requested.clear()
         found = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
         assert llm.notices == [], "no draft has failed"
-    assert found.token_ids == greedy(reference(mixtral_pair.target), PROMPT, 30)
+    assert found.token_ids == greedy_tokens(mixtral_pair.target, PROMPT, 30)
     assert found.stats.decode_counters.drafted > 6
     assert max(requested[10:]) <= 2 * layers * top_k, "two rows at most: the newest token, and one accepted before it"

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints import Pair, greedy, memory_for, reference
+from checkpoints import Pair, greedy, greedy_tokens, memory_for, reference
 from recovery import SECONDS, Resources, within
 from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.config import ONE_BY_ONE
@@ -108,6 +108,24 @@ def shared(mixtral_pair: Pair) -> Iterator[LLM]:
     with build(mixtral_pair, expert_memory=memory_for(3)) as llm:
         run_together(llm, PROMPTS)
         yield llm
+
+
+@pytest.fixture(scope="module")
+def tight(mixtral_pair: Pair) -> Iterator[LLM]:
+    """An engine whose KV memory holds one sequence and a little more."""
+    with pytest.MonkeyPatch.context() as monkeypatch, build(mixtral_pair, expert_memory=memory_for(3)) as llm:
+        limit_kv(llm, max(LENGTHS) + COUNT + 10, monkeypatch)
+        run_together(llm, PROMPTS)
+        assert llm.num_preemptions > 0
+        yield llm
+
+
+def limit_kv(llm: LLM, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit the KV memory of target and draft; let sequences take little more of it than they need."""
+    monkeypatch.setattr("spmoe.models.kv_pool._GROWTH", 2)
+    for runner in (llm.engine.target, llm.engine.parts.drafter.runner):
+        if runner is not None:
+            runner.kv_pool.plan(positions, positions, reuse_prefixes=runner.can_rewind)
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +288,19 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
 def test_arrivals_and_cancellations_do_not_change_texts(
     shared: LLM, expected: list[list[int]], history: list[tuple[str, int]]
 ) -> None:
+    check_history(shared, expected, history)
+
+
+@settings(max_examples=12, deadline=None)
+@given(histories())
+def test_arrivals_and_cancellations_with_little_kv_memory(
+    tight: LLM, expected: list[list[int]], history: list[tuple[str, int]]
+) -> None:
+    """Sequences are preempted, resumed, and cancelled while they wait."""
+    check_history(tight, expected, history)
+
+
+def check_history(shared: LLM, expected: list[list[int]], history: list[tuple[str, int]]) -> None:
     live: dict[int, tuple[Generation, Iterator[str]]] = {}  # by number of the prompt
     ended: list[tuple[int, Generation]] = []
     for event, number in history:
@@ -487,16 +518,17 @@ def test_failed_expert_reads_fail_the_requests_that_need_them(
 
 
 @pytest.mark.parametrize("draft", ["good", "self:int4", "ngram"])
-def test_a_draft_that_fails_in_company_costs_drafts_only(
+def test_a_draft_that_fails_in_company_costs_the_draft_of_one_sequence(
     mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
+    """It fails with three sequences or more, and for the second one also alone."""
     with build(mixtral_pair, draft) as llm:
         drafter, failed = llm.engine.parts.drafter, list[int]()
         own = drafter.propose
 
         def propose(sequences: Any, k: int, observers: Any) -> Any:
-            if k and len(sequences) > 2 and not failed:
-                failed.append(len(sequences))
+            if k and ((len(sequences) > 2 and not failed) or [one.id for one in sequences] == failed):
+                failed[:] = [sequences[1].id] if len(sequences) > 1 else [-1]
                 if drafter.runner is not None:  # in the middle of a forward: layers have different lengths
                     layer = drafter.runner.model.model.layers[1]
                     with monkeypatch.context() as patch:
@@ -510,6 +542,9 @@ def test_a_draft_that_fails_in_company_costs_drafts_only(
         assert tokens_of(outputs) == expected[:6]
         assert failed
         assert [notice for notice in llm.notices if "the draft failed" in notice]
+        if draft != "ngram":
+            with_drafts = [one.stats.counters.drafted > 2 for one in outputs]
+            assert with_drafts.count(False) == 1
         assert_idle(llm)
         again = run_together(llm, PROMPTS[:6])
         assert tokens_of(again) == expected[:6]
@@ -661,8 +696,62 @@ def test_sequences_wait_for_a_place_in_kv_memory(
         assert left_over(llm) == []
         huge = [(3 * place) % 250 for place in range(3 * need)]  # more than there is: it runs alone
         found = tokens_of(run_together(llm, [PROMPTS[0], huge, PROMPTS[1]]))
-        assert found == [expected[0], greedy(reference(mixtral_pair.target), huge, COUNT), expected[1]]
+        assert found == [expected[0], greedy_tokens(mixtral_pair.target, huge, COUNT), expected[1]]
         assert left_over(llm) == []
+
+
+@pytest.mark.parametrize("draft", [None, "good", "self:int4", "ngram"])
+def test_the_youngest_sequences_are_preempted_when_kv_memory_runs_out(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    count, prompts, model = 40, PROMPTS[:5], reference(mixtral_pair.target)
+    params = replace(GREEDY, max_tokens=count)
+    with build(mixtral_pair, draft, num_speculative_tokens=3 if draft else 0) as llm:
+        limit_kv(llm, 90, monkeypatch)
+        events = Events(llm, monkeypatch)
+        usage, step = list[float](), Loop.step
+
+        def noted(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+            found = step(self, turns)
+            usage.append(self.target.kv_pool.usage or 0.0)
+            return found
+
+        monkeypatch.setattr(Loop, "step", noted)
+        generations = [llm.stream(prompt, params) for prompt in prompts]
+        start_together(llm, generations)
+        found = tokens_of([generation.run() for generation in generations])
+        assert left_over(llm) == []
+        assert llm.num_preemptions > 0
+    assert found == [greedy(model, prompt, count) for prompt in prompts]
+    assert max(usage) <= 1.0
+    assert events.most == len(prompts), "all of them were admitted: their prompts fit"
+    oldest = ids_of(generations)[0]
+    end = max(n for n, ids in enumerate(events.steps) if oldest in ids)
+    assert all(oldest in ids for ids in events.steps[:end] if len(ids) > 1), "the oldest one never waits"
+
+
+def test_preempted_sequences_whose_state_cannot_roll_back(
+    recurrent_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, model = replace(GREEDY, max_tokens=30), reference(recurrent_target)
+    with LLM(str(recurrent_target), None, dtype="float32", progress=False, num_speculative_tokens=0) as llm:
+        limit_kv(llm, 70, monkeypatch)
+        found = tokens_of(run_together(llm, PROMPTS[:4], params))
+        assert llm.num_preemptions > 0
+        assert left_over(llm) == []
+    assert found == [greedy(model, prompt, 30) for prompt in PROMPTS[:4]]
+
+
+def test_sampled_text_does_not_depend_on_preemptions(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=7, logprobs=1)
+    with build(mixtral_pair) as llm:
+        alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS[:4]]
+        limit_kv(llm, 80, monkeypatch)
+        together = run_together(llm, PROMPTS[:4], params)
+        assert llm.num_preemptions > 0
+    assert tokens_of(together) == tokens_of(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, rel=1e-4)
 
 
 def test_no_step_has_more_rows_than_results_allow(

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from spmoe import LLM, SamplingParams
 from spmoe.config import MAX_AUTO_DRAFT_TOKENS
 from spmoe.errors import BudgetError, SpmoeError, TransferError
+from spmoe.experts.cpu_path import CpuPath
+from spmoe.experts.paths import PathChooser
 from spmoe.models.shipped import sample_text, shipped_pair
 from spmoe.models.target import Target
 
@@ -43,6 +45,20 @@ def expected() -> list[list[int]]:
     """Return the greedy tokens of the CPU engine without speculation."""
     with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
         return tokens(llm)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 0}, {}, {"enforce_eager": True}], ids=str)
+def test_tokens_with_experts_on_the_cpu_equal_those_of_the_cpu_engine(
+    share: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmoe.engine.runtime.CpuPath", lambda thread: CpuPath(thread, PathChooser(share)))
+    given = {"cpu_experts": "auto", "expert_memory": "25%", **options}
+    with LLM(dtype="float32", device="cuda", progress=False, **given) as llm:
+        assert tokens(llm) == expected()
+        counters = llm.engine.counters
+    assert counters.cpu_experts > 0
+    assert counters.cpu_failures == 0
 
 
 PROCESSED = replace(GREEDY, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={70: 1.5}, logprobs=2)
@@ -84,6 +100,8 @@ def test_processed_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any])
         {"expert_memory": "90%", "cutoff": "just-in-time"},
         {"pin_memory": False},
         {"link_gbps": 5.0},
+        {"cpu_experts": "auto"},
+        {"cpu_experts": 2, "link_gbps": 5.0, "num_speculative_tokens": 0},
         {"device_memory": "2GiB"},
     ],
     ids=str,

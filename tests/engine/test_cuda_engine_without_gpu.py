@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from checkpoints import (
     Pair,
     byte_tokenizer,
     greedy,
+    greedy_tokens,
     longrope,
     memory_for,
     phimoe,
@@ -34,32 +35,32 @@ from checkpoints import (
     submodules_with,
 )
 from fake_cuda import FakeCudaDevice, FakeEvent, FakeGraphRecorder
+from fake_cuda_engine import FakeCuda, use_fake_cuda
 
 pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
 from spmoe.backends.base import routed_experts
-from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses
-from spmoe.backends.cuda_memory import DeviceSlots, HostStore
+from spmoe.backends.cuda import CudaBackend
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.graphs import Phase
-from spmoe.backends.kernels import attention, dense, experts, inputs, packed, rotary
+from spmoe.backends.kernels import dense, experts, packed, rotary
 from spmoe.bench.configs import make_configs
 from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
 from spmoe.config import ONE_BY_ONE, Cutoff, Size
-from spmoe.engine import build
 from spmoe.engine.llm import Generation
-from spmoe.engine.runtime import ExpertRuntime
 from spmoe.errors import TransferError
 from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.formats.base import weight_format
 from spmoe.models import families, runner
+from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
 from spmoe.models.target import Target
+from spmoe.observe.ledger import Counters
 from spmoe.predict.governor import LENGTHS, Governor
 from spmoe.types import PROMPT_ROWS
 from spmoe.verify.greedy import GreedyVerifier
@@ -69,55 +70,10 @@ COUNT = 14
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
 
-@dataclass
-class FakeCuda:
-    """The fake device and recorder that engines use; replace them before an engine is built."""
-
-    device: FakeCudaDevice
-    recorder: FakeGraphRecorder
-
-
-PLAIN_KERNELS = (  # the module that calls the kernels, the module that has their twins, and the kernels
-    ("backends.cuda", experts, ("run_expert_batch", "reduce_experts")),
-    ("backends.cuda", inputs, ("take_batch",)),
-    ("models.decode_graphs", inputs, ("load_chained_inputs", "append_token")),
-    ("backends.kernels.attention", attention, ("append_kv", "decode_attention")),
-    ("backends.cuda", packed, ("dequantize_matrix",)),
-    ("backends.kernels.experts", experts, ("run_expert_batch", "reduce_experts")),  # of quantized drafts
-    ("backends.kernels.dense", dense, ("norm_and_route_layers",)),
-)
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Build engines on the fake device, with the PyTorch twins of the kernels."""
-    fake = FakeCuda(FakeCudaDevice(immediate=True), FakeGraphRecorder())
-    for user, kernels, names in PLAIN_KERNELS:
-        for name in names:
-            monkeypatch.setattr(f"spmoe.{user}.{name}", getattr(kernels, f"{name}_plain"))
-    monkeypatch.setattr("spmoe.models.decode_graphs.load_inputs", lambda *args: fake.recorder.load_inputs(*args))
-    monkeypatch.setattr("spmoe.backends.quantize.kernels_run_on", lambda device: True)
-    monkeypatch.setattr("spmoe.models.runner.fuse", lambda model: lambda: None)  # tested elsewhere, and slow here
-    for user in ("backends.cuda", "models.decode_graphs"):  # without CUDA no memory can be pinned
-        monkeypatch.setattr(
-            f"spmoe.{user}.pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype)
-        )
-
-    def make_runtime(
-        config: Any, models: Any, count: int, store: Any = None, require_wanted: Any = None
-    ) -> ExpertRuntime:
-        slots = DeviceSlots(count, models.spec, torch.device("cpu"))
-        store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]
-        with models.experts() as fill:
-            store.fill(fill, lambda done, total: None)
-        backend = CudaBackend(slots, fake.recorder, models.expert_format)
-        backend.synchronize = lambda: None  # type: ignore[method-assign]
-        transfer = CudaTransfer(fake.device, CudaBlobAddresses(store, slots), chunk=1000)
-        recorder = None if config.enforce_eager else fake.recorder
-        return ExpertRuntime(slots, transfer, backend, recorder, backend, store)
-
-    monkeypatch.setattr(build, "make_runtime", make_runtime)
-    return fake
+    """Build engines on the fake device."""
+    return use_fake_cuda(monkeypatch)
 
 
 @pytest.fixture
@@ -128,34 +84,44 @@ def no_expert_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(target: Path, draft: Path | None, **options: Any) -> list[int]:
     """Generate twice; check that both give the same tokens, and return them."""
-    with LLM(str(target), str(draft) if draft else None, dtype="float32", progress=False, **options) as llm:
+    options = {"dtype": "float32", "progress": False, "max_num_seqs": 1, **options}
+    with LLM(str(target), str(draft) if draft else None, **options) as llm:
         assert not llm.notices
         first, second = (llm.generate(PROMPT, GREEDY)[0].token_ids for _ in range(2))
         assert first == second, "with all graphs captured and all slots full"
         return first
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 3},
+    {"num_speculative_tokens": 3, "expert_memory": memory_for(2), "cutoff": "all"},
+    {"num_speculative_tokens": 2, "prefetch": "on-demand"},
+    {"num_speculative_tokens": 3, "expert_memory": "100%"},
+    {"num_speculative_tokens": 3, "enforce_eager": True},
+    {"num_speculative_tokens": 3, "prefetch": "next-gate"},
+    {"num_speculative_tokens": 2, "prefetch": "draft-gate+next-gate"},
+    {"num_speculative_tokens": 3, "prefetch": "activation", "expert_memory": memory_for(3)},
+    {"num_speculative_tokens": 3, "prefetch": "adaptive", "expert_memory": memory_for(3)},
+    {"num_speculative_tokens": 2, "prefetch": "next-gate", "eviction": "lru-per-layer"},
+    {"num_speculative_tokens": "auto"},
+]
+
+
+# options run with both families and both drafts, and every draft with both families, but not in all combinations
 @pytest.mark.parametrize(
-    "options",
+    ("family", "kind", "options"),
     [
-        {"num_speculative_tokens": 3},
-        {"num_speculative_tokens": 3, "expert_memory": memory_for(2), "cutoff": "all"},
-        {"num_speculative_tokens": 2, "prefetch": "on-demand"},
-        {"num_speculative_tokens": 3, "expert_memory": "100%"},
-        {"num_speculative_tokens": 3, "enforce_eager": True},
-        {"num_speculative_tokens": 3, "prefetch": "next-gate"},
-        {"num_speculative_tokens": 2, "prefetch": "draft-gate+next-gate"},
-        {"num_speculative_tokens": 3, "prefetch": "activation", "expert_memory": memory_for(3)},
-        {"num_speculative_tokens": 3, "prefetch": "adaptive", "expert_memory": memory_for(3)},
-        {"num_speculative_tokens": 2, "prefetch": "next-gate", "eviction": "lru-per-layer"},
-        {"num_speculative_tokens": "auto"},
+        (family, ("good", "random")[(number + other) % 2], options)
+        for number, options in enumerate(OPTIONS)
+        for other, family in enumerate(("mixtral", "qwen"))
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["good", "random"])
-def test_tokens_equal_those_of_transformers(cuda: FakeCuda, pair: Pair, kind: str, options: dict[str, Any]) -> None:
-    expected = greedy(reference(pair.target), PROMPT, COUNT)
-    assert generate(pair.target, getattr(pair, kind), **options) == expected
+def test_tokens_equal_those_of_transformers(
+    cuda: FakeCuda, request: pytest.FixtureRequest, family: str, kind: str, options: dict[str, Any]
+) -> None:
+    pair: Pair = request.getfixturevalue(f"{family}_pair")
+    assert generate(pair.target, getattr(pair, kind), **options) == greedy_tokens(pair.target, PROMPT, COUNT)
     assert (cuda.recorder.replayed > 0) != options.get("enforce_eager", False)
 
 
@@ -177,7 +143,7 @@ def test_fused_kernels_do_not_change_tokens(cuda: FakeCuda, pair: Pair, monkeypa
     monkeypatch.setattr(dense, "small_batch_linear", linear)
     monkeypatch.setattr(dense, "fused_linears", linears)
     monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
-    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(pair.target, PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert {(Phase.EAGER, len(PROMPT)), (Phase.CAPTURE, 1), (Phase.CAPTURE, 4)} <= set(launched)
 
@@ -188,7 +154,7 @@ def test_tokens_do_not_depend_on_changing_draft_lengths(
     """A draft after steps without one has more pending tokens than its graphs were captured for."""
     rng = random.Random(3)
     monkeypatch.setattr(Governor, "learn", lambda self, step: setattr(self, "current", rng.choice(LENGTHS)))
-    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(pair.target, PROMPT, COUNT)
     for _ in range(3):
         assert generate(pair.target, pair.good, num_speculative_tokens="auto") == expected
     assert cuda.recorder.replayed > 0
@@ -209,7 +175,7 @@ def test_captured_drafts_propose_and_predict_as_eager_ones(cuda: FakeCuda, pair:
 
 def test_switching_policies_does_not_replay_graphs_of_another_policy(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     """Each policy makes the requests that it makes with eager forwards, and the same routing is recorded."""
-    expected, found = greedy(reference(mixtral_pair.target), PROMPT, COUNT), []
+    expected, found = greedy_tokens(mixtral_pair.target, PROMPT, COUNT), []
     for eager in (False, True):
         options = {"num_speculative_tokens": 3, "prefetch": "on-demand", "enforce_eager": eager, "progress": False}
         options |= ONE_BY_ONE
@@ -255,7 +221,7 @@ def test_quantized_self_drafts_as_in_eager_forwards(
             found.append((counters.drafted_at, counters.accepted_at, counters.prefetches_requested))
             assert completions[1].token_ids == completions[0].token_ids
     assert found[:2] == found[2:]
-    assert found[0] == greedy(reference(pair.target), PROMPT, COUNT)
+    assert found[0] == greedy_tokens(pair.target, PROMPT, COUNT)
     assert found[1][1][0] > 0
     assert found[1][2] > 0
 
@@ -319,8 +285,13 @@ def test_packed_gpt_oss_runs_in_the_kernels(
 def test_target_and_its_quantized_self_have_separate_graphs(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         llm.generate(PROMPT, GREEDY)
-        (kv,) = llm.engine.target.spare_kv
-        assert len({owner for owner, _ in kv.graphs}) == 2
+        runners = (llm.engine.target, llm.engine.parts.drafter.runner)
+        assert runners[1] is not None
+        target, draft = (runner._graphs for runner in runners if runner is not None)
+        assert target is not None
+        assert draft is not None
+        assert target.arena is draft.arena
+        assert not set(target._captured.values()) & set(draft._captured.values())
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
@@ -340,6 +311,7 @@ def test_eviction_policy_gets_the_share_of_prompt_rows_of_each_expert(
         DraftInformed, "on_prompt", lambda self, layer, *routed: shown.setdefault(layer, []).append(routed)
     )
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
+        shown.clear()  # of the prompts that compile kernels; they are forgotten
         llm.generate([[(7 * i) % 200 for i in range(length)]], SamplingParams(max_tokens=4, ignore_eos=True))
         layers, top_k = len(llm.engine.target.moe), llm.engine.target.top_k
     assert len(shown) == (layers if length >= PROMPT_ROWS else 0)
@@ -372,7 +344,7 @@ def test_verification_is_launched_behind_the_draft(
     options = {"num_speculative_tokens": 3, "expert_memory": memory, "dtype": "float32", "progress": False}
     with LLM(str(pair.target), name, cutoff="all", **options) as llm:  # type: ignore[arg-type]
         launched_ahead.clear()
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
     assert len(launched_ahead) >= 3
     assert all(launched_ahead[:-1]), "the last step may have no draft, if it may add only one token"
 
@@ -382,7 +354,7 @@ def test_another_request_invalidates_the_launched_verification(
     cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], memory: str
 ) -> None:
     prompts = [PROMPT, list(b"class A"), PROMPT]
-    expected = [greedy(reference(mixtral_pair.target), prompt, COUNT) for prompt in prompts]
+    expected = [greedy_tokens(mixtral_pair.target, prompt, COUNT) for prompt in prompts]
     options = {"num_speculative_tokens": 3, "expert_memory": memory, "dtype": "float32", "progress": False}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), **options) as llm:  # type: ignore[arg-type]
         launched_ahead.clear()
@@ -449,16 +421,16 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
 
 def test_warm_up_of_later_draft_passes_keeps_the_kv_cache(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     """The first request drafts one token only, so the later passes are captured during a longer one."""
-    expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
     options = {"num_speculative_tokens": 3, "dtype": "float32", "progress": False, **ONE_BY_ONE}
     with LLM(str(mixtral_pair.target), "self:int8", **options) as llm:  # type: ignore[arg-type]
         llm.generate([7], SamplingParams(max_tokens=3, ignore_eos=True))
-        (kv,) = llm.engine.target.spare_kv
-        llm.generate(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
-        before = [layer.keys[:, :, : len(PROMPT)].clone() for layer in kv.cache.layers]
+        target = llm.engine.target
+        kept = target.new_kv(2 * len(PROMPT))
+        target.forward(PROMPT, kept, 1)
+        before = [layer.keys[:, :, : len(PROMPT)].clone() for layer in kept.cache.layers]
         completion = llm.generate(PROMPT, GREEDY)[0]
-        assert [kv] == llm.engine.target.spare_kv, "all requests used the same KV cache"
-        for layer, keys in zip(kv.cache.layers, before, strict=True):
+        for layer, keys in zip(kept.cache.layers, before, strict=True):
             assert torch.equal(layer.keys[:, :, : len(PROMPT)], keys)
     assert completion.token_ids == expected
 
@@ -497,7 +469,7 @@ def test_prefetches_are_submitted_while_an_eager_forward_waits_for_a_router(
         expert_memory=memory_for(4), prefetch="draft-gate", cutoff="all", enforce_eager=True,
     ) as llm:  # fmt: skip
         transfers.append(llm.engine.parts.runtime.transfer)  # type: ignore[arg-type]
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
     assert max(during) > 0
     assert max(after) == 0
 
@@ -532,30 +504,38 @@ def test_benchmarks_capture_only_in_warm_up_runs(
 
 @pytest.mark.parametrize("draft", ["good", "self:int8", None])
 @pytest.mark.parametrize("prefetch", ["draft-gate+next-gate", "on-demand"])
-def test_requests_capture_nothing_after_prepare(
-    cuda: FakeCuda, mixtral_pair: Pair, draft: str | None, prefetch: str
-) -> None:
+def test_requests_capture_nothing(cuda: FakeCuda, mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
+    """Everything is captured when the engine is built, also for requests that run together."""
     name = str(mixtral_pair.good) if draft == "good" else draft
     options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "prefetch": prefetch, "progress": False}
     with LLM(str(mixtral_pair.target), name, dtype="float32", expert_memory=memory_for(5), **options) as llm:
-        llm.engine.loop.prepare()  # there is no KV cache yet
-        llm.generate(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
-        llm.engine.loop.prepare()
-        captured = cuda.recorder.captured
+        captured, prompts = cuda.recorder.captured, [PROMPT, *OTHER_PROMPTS]
+        expected = [greedy_tokens(mixtral_pair.target, prompt, COUNT) for prompt in prompts]
+        assert together(llm, prompts) == expected
         for count in range(1, 12):
-            expected = greedy(reference(mixtral_pair.target), PROMPT, count)
+            expected = greedy_tokens(mixtral_pair.target, PROMPT, count)
             assert llm.generate(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids == expected
         assert cuda.recorder.captured == captured > 0
 
 
+def test_preparation_leaves_nothing_in_slots_and_policies(cuda: FakeCuda, mixtral_pair: Pair) -> None:
+    with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(5)) as llm:
+        engine = llm.engine
+        assert not engine.experts.pool.slots_by_key()
+        assert engine.counters == Counters()
+        assert engine.target.kv_pool.usage is None
+        assert not engine.target.kv_pool.spare
+        assert engine.target.kv_pool.arena.used == engine.target.kv_pool.scratch.capacity
+
+
 def test_decoding_without_a_draft_is_captured(cuda: FakeCuda, pair: Pair) -> None:
-    assert generate(pair.target, None) == greedy(reference(pair.target), PROMPT, COUNT)
+    assert generate(pair.target, None) == greedy_tokens(pair.target, PROMPT, COUNT)
     assert cuda.recorder.replayed >= 2 * (COUNT - 1)
 
 
 @pytest.mark.usefixtures("no_expert_kernels")
 def test_tokens_without_expert_kernels_equal_those_of_transformers(cuda: FakeCuda, pair: Pair) -> None:
-    expected = greedy(reference(pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(pair.target, PROMPT, COUNT)
     assert generate(pair.target, pair.good, num_speculative_tokens=3) == expected
     assert cuda.recorder.replayed
 
@@ -585,7 +565,7 @@ def test_predictions_use_the_fused_gate_kernel(
     options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory_for(4), "prefetch": "next-gate"}
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         launches.clear()
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
     assert launches
 
 
@@ -600,7 +580,7 @@ def test_processors_and_logprobs_of_replayed_forwards(cuda: FakeCuda, mixtral_pa
         ) as llm:
             outputs.append(llm.generate(PROMPT, params)[0].outputs[0])
     plain, speculated = outputs
-    assert plain.token_ids == speculated.token_ids != greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    assert plain.token_ids == speculated.token_ids != greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
     assert cuda.recorder.replayed
     assert plain.logprobs is not None
     assert speculated.logprobs is not None
@@ -679,7 +659,7 @@ def test_kernels_read_prompts_in_passes(
     options: dict[str, Any] = {"num_speculative_tokens": 0, "prefetch": "on-demand", "expert_memory": memory}
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, **options) as llm:
         completion = llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))[0]
-        assert completion.token_ids == greedy(reference(mixtral_pair.target), prompt, 2)
+        assert completion.token_ids == greedy_tokens(mixtral_pair.target, prompt, 2)
         count = llm.engine.spec.count
     assert (sizes <= rows) == (length <= 64 * passes)
     assert completion.stats.counters.demand_loads <= count + 2 * 2 * count // 8
@@ -688,7 +668,7 @@ def test_kernels_read_prompts_in_passes(
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_prompt_chunks_may_be_smaller_than_a_draft(cuda: FakeCuda, mixtral_pair: Pair, chunk: int) -> None:
     """Replays of one graph overwrite each other's logits."""
-    expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
     assert generate(mixtral_pair.target, mixtral_pair.good, num_speculative_tokens=4, prefill_chunk=chunk) == expected
 
 
@@ -696,7 +676,7 @@ def test_interrupt_between_post_and_launch_loses_no_expert_batch(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that was posted and never launched must not run in place of the next one."""
-    expected, post = greedy(reference(mixtral_pair.target), PROMPT, COUNT), CudaBackend.post
+    expected, post = greedy_tokens(mixtral_pair.target, PROMPT, COUNT), CudaBackend.post
     options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": memory_for(8), "progress": False}
 
     def interrupted(self: CudaBackend, slots: Any = -1) -> None:
@@ -730,7 +710,7 @@ def test_interrupt_restores_the_experts_of_the_target(
         monkeypatch.setattr("spmoe.draft.self.attach", attach_or_interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, GREEDY)
-        expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        expected = greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
 
 
@@ -746,7 +726,7 @@ def test_prompts_of_any_length_share_scratch_memory(cuda: FakeCuda, mixtral_pair
 
 
 def test_sliding_windows_are_kept(cuda: FakeCuda, windowed_pair: Pair) -> None:
-    expected = greedy(reference(windowed_pair.target), PROMPT, COUNT)
+    expected = greedy_tokens(windowed_pair.target, PROMPT, COUNT)
     assert generate(windowed_pair.target, windowed_pair.good, num_speculative_tokens=3) == expected
 
 
@@ -772,7 +752,7 @@ def test_rotary_tables_replace_embeddings_computed_on_the_host(
     """Also where the context grows past the position at which LongRoPE switches."""
     model = seeded(phimoe, 3, **({} if change is None else {"rope_parameters": longrope(change)}))
     target = save(model, tmp_path, byte_tokenizer())
-    expected = greedy(reference(target), PROMPT, COUNT)
+    expected = greedy_tokens(target, PROMPT, COUNT)
     with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, num_speculative_tokens=k) as llm:
         assert not [notice for notice in llm.notices if "captured" in notice]
         for _ in range(2):
@@ -792,7 +772,7 @@ def test_recomputing_the_kv_cache_invalidates_the_launched_verification(
     options: dict[str, Any] = {"num_speculative_tokens": 3, "prefill_chunk": chunk, "expert_memory": memory}
     with LLM(str(target), "self:int8", dtype="float32", progress=False, **options) as llm:
         for _ in range(2):
-            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(target, PROMPT, COUNT)
 
 
 def test_models_without_rotary_tables_are_not_captured(
@@ -803,7 +783,7 @@ def test_models_without_rotary_tables_are_not_captured(
     with LLM(str(target), None, dtype="float32", progress=False, num_speculative_tokens=0) as llm:
         (notice,) = llm.notices
         assert "forwards of the target are not captured as CUDA graphs (cannot copy between" in notice
-        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy(reference(target), PROMPT, COUNT)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(target, PROMPT, COUNT)
     assert not cuda.recorder.replayed
 
 
@@ -823,7 +803,7 @@ def test_interleaved_generations_have_their_own_kv_caches(cuda: FakeCuda, mixtra
 def test_failed_copy_is_reported_and_later_requests_succeed(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     options: dict[str, Any] = {"expert_memory": memory_for(3), "num_speculative_tokens": 3, "progress": False}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", **options) as llm:
-        expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        expected = greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
         cuda.device.failing_copies, cuda.device.failure = 10**6, TransferError("injected failure")
         with pytest.raises(TransferError, match="injected failure"):
@@ -845,7 +825,7 @@ def test_captured_forwards_can_be_profiled(cuda: FakeCuda, mixtral_pair: Pair) -
     options = {"num_speculative_tokens": 4, "prefetch": "on-demand", "expert_memory": memory_for(6), "link_gbps": 0.5}
     with LLM(str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", progress=False, **options) as llm:  # type: ignore[arg-type]
         profile = measure_profile(llm, 2, Workload([PROMPT], 8))
-        expected = greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+        expected = greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected, "the measurement leaves no wrong expert in a slot"
     assert list(profile.verify_seconds) == [1, 2, 3, 5], "the rows that are captured"
     assert list(profile.load_seconds) == [1, 2, 4]
@@ -874,15 +854,15 @@ OTHER_PROMPTS = [list(b"class A"), list(b"x"), list(range(40, 66))]  # of unequa
 
 @pytest.fixture
 def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect the number of sequences of each forward of several."""
+    """Note how many sequences each captured forward of several has."""
     found: list[int] = []
-    run_ragged = runner.run_ragged
+    forward_batch = DecodeGraphs.forward_batch
 
-    def run(model: Any, parts: Any, **options: Any) -> list[Tensor]:
+    def run(self: DecodeGraphs, parts: Any, observer: Any) -> Any:
         found.append(len(parts))
-        return run_ragged(model, parts, **options)
+        return forward_batch(self, parts, observer)
 
-    monkeypatch.setattr(runner, "run_ragged", run)
+    monkeypatch.setattr(DecodeGraphs, "forward_batch", run)
     return found
 
 
@@ -939,6 +919,34 @@ def test_conversations_continue_from_their_kv_caches(cuda: FakeCuda, mixtral_pai
                 assert one.stats.cached_tokens >= (len(prompt) - 4 if turn else 0)
             prompts = [[*prompt, *one.token_ids, 7, 8, 9] for prompt, one in zip(prompts, outputs, strict=True)]
         assert llm.notices == notices
+
+
+@pytest.mark.parametrize("draft", [None, "good", "self:int4"])
+def test_sequences_grow_are_preempted_and_resume(
+    cuda: FakeCuda, mixtral_pair: Pair, batch_sizes: list[int], monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    """Graphs read the places of KV caches, which move all the time, and nothing is captured again for it."""
+    count, k, prompts = 30, 2 if draft else 0, [PROMPT, *OTHER_PROMPTS]
+    model, params = reference(mixtral_pair.target), replace(GREEDY, max_tokens=count)
+    monkeypatch.setattr("spmoe.models.kv_pool._GROWTH", 2)
+    with LLM(
+        str(mixtral_pair.target),
+        name_of(mixtral_pair, draft),
+        dtype="float32",
+        progress=False,
+        num_speculative_tokens=k,
+    ) as llm:
+        for one in (llm.engine.target, llm.engine.parts.drafter.runner):
+            if one is not None:
+                one.kv_pool.plan(100, 100, reuse_prefixes=True)
+        together(llm, prompts, params)
+        generation, captured = llm.engine.target.kv_pool.arena.generation, cuda.recorder.captured
+        found = together(llm, prompts, params)
+        assert llm.num_preemptions > 0
+        assert llm.engine.target.kv_pool.arena.generation == generation
+        assert cuda.recorder.captured == captured
+    assert found == [greedy(model, prompt, count) for prompt in prompts]
+    assert max(batch_sizes) > 1
 
 
 def test_completions_of_a_prompt_copy_its_keys(cuda: FakeCuda, mixtral_pair: Pair) -> None:

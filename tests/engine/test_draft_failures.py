@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import VOCABULARY, Pair, greedy, reference
+from checkpoints import VOCABULARY, Pair, greedy_tokens
 from spmoe import LLM, SamplingParams, types
 from spmoe.draft.base import DraftContext, Drafter, Observers
 from spmoe.draft.model import DraftModel
@@ -81,7 +81,7 @@ def engine(pair: Pair, kind: str, **options: Any) -> Iterator[LLM]:
 @cache
 def _plain(target: Path, params: SamplingParams) -> list[int]:
     if params.greedy:
-        return greedy(reference(target), PROMPT, COUNT)
+        return greedy_tokens(target, PROMPT, COUNT)
     with LLM(str(target), None, progress=False) as llm:
         return llm.generate(PROMPT, params)[0].token_ids
 

@@ -126,6 +126,7 @@ def test_interrupt_ends_the_wait_and_not_the_thread(thread: EngineThread) -> Non
 
 
 def test_close_ends_jobs_then_runs_the_last_call() -> None:
+    before = set(threading.enumerate())
     thread, order = EngineThread(), list[str]()
 
     def work() -> Iterator[int]:
@@ -146,7 +147,7 @@ def test_close_ends_jobs_then_runs_the_last_call() -> None:
     with pytest.raises(SpmoeError, match="closed"):
         thread.job(work)
     thread.close()
-    assert not any(one.name == "spmoe-engine" for one in threading.enumerate())
+    assert not set(threading.enumerate()) - before
 
 
 def test_error_of_the_last_call_is_raised_by_close() -> None:

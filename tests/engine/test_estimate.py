@@ -18,12 +18,19 @@ from spmoe.engine.hardware import find_hardware
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, write_profile
 from spmoe.experts.store import BlobLayout, StoreSpec
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.kv_pool import SCRATCH_POSITIONS
 from spmoe.models.shipped import shipped_pair
 from spmoe.predict.cutoff import Profile
 
 GIB = 2**30
 BLOB = 3 * HIDDEN * INTERMEDIATE * 2  # bytes of one expert in bfloat16
-DESKTOP = {"device_memory": 24 * GIB, "host_memory": 64 * GIB, "link_gbps": 25.0, "device_gbps": 1000.0}
+DESKTOP = {
+    "device_memory": 24 * GIB,
+    "host_memory": 64 * GIB,
+    "link_gbps": 25.0,
+    "device_gbps": 1000.0,
+    "host_gbps": 60.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,7 @@ def test_memory_of_mixtral_on_a_desktop(models: dict[str, str]) -> None:
     attention = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + EXPERTS * HIDDEN + 2 * HIDDEN)
     assert memory.resident == estimate.dense_bytes == 2 * (attention + 2 * VOCABULARY * HIDDEN + HIDDEN)
     assert estimate.all_experts_bytes == LAYERS * EXPERTS * BLOB
-    assert memory.kv == 8192 * LAYERS * 2 * 1024 * 2
+    assert memory.kv == (8192 + SCRATCH_POSITIONS) * LAYERS * 2 * 1024 * 2
     assert memory.limit == round(0.95 * 24 * GIB)
     assert memory.slots == (memory.limit - memory.resident - memory.kv - memory.workspace) // BLOB
     assert 40 < memory.slots < 64
@@ -107,6 +114,53 @@ def test_floor_is_the_longer_of_link_and_memory(models: dict[str, str]) -> None:
     assert time.floor_seconds < time.seconds < time.floor_seconds + 2 * time.device_bytes / 1000e9
     assert time.limit == "link"
     assert plain.times["recorded"].seconds < time.seconds
+
+
+@pytest.mark.parametrize(
+    ("host", "least", "most"), [(200.0, 3.5, 8.0), (60.0, 1.7, 2.4), (30.0, 1.0, 1.1), (25.0, 1, 1)]
+)
+def test_experts_on_the_cpu_gain_what_the_host_memory_leaves(
+    models: dict[str, str], host: float, least: float, most: float
+) -> None:
+    """A desktop whose link takes 25 GB/s of the host memory's bandwidth."""
+    estimate = plan(models, host_memory=128 * GIB, host_gbps=host)
+    plain = case(estimate, None)
+    with_cpu = plain.likely_with_cpu
+    gain = 1.0 if with_cpu is None else plain.likely.seconds / with_cpu.seconds
+    assert least <= gain <= most
+    assert (with_cpu is None) == (host <= 25.0)
+    advised = [text for text in estimate.advice if text.startswith("--cpu-experts auto")]
+    assert len(advised) == (gain >= 1.1)
+    if with_cpu is not None:
+        assert with_cpu.link_bytes < plain.likely.link_bytes
+    for text in advised:
+        assert f"instead of {1e3 * plain.likely.seconds:.3g} ms per token ({gain:.2g}x); in bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "host_gbps", "gains"),
+    [("int4-g128", 128, 60, True), ("int4-g128", 24, 60, False), ("mxfp4", 256, 200, True), ("mxfp4", 64, 60, False)],
+)
+def test_packed_experts_gain_from_the_cpu_if_there_is_memory_for_copies(
+    models: dict[str, str], name: str, host: int, host_gbps: float, gains: bool
+) -> None:
+    """Copies for the int4 operator have the size of the experts; dense ones are four times as large as MXFP4."""
+    config = EngineConfig.make(model=models["target"], expert_format=name, **ONE_BY_ONE)
+    hardware = {**DESKTOP, "device_memory": 12 * GIB, "host_memory": host * GIB, "host_gbps": host_gbps}
+    estimate = make_estimate(config, None, 0, **hardware)  # type: ignore[arg-type]
+    plain = case(estimate, None)
+    assert plain.likely_with_cpu is not None
+    assert plain.memory is not None
+    gain = plain.likely.seconds / plain.likely_with_cpu.seconds
+    assert (gain > 1.2) == gains
+    relative = 0.65 if name == "int4-g128" else estimate.expert_bytes / BLOB  # rate, to that of dense experts
+    assert 1.0 <= gain <= 1 + relative * 0.85 * (host_gbps - 25) / 25, "the sum of both rates"
+    assert any("copies take up to" in text for text in estimate.advice) == gains
+    weights = BLOB // 2  # of one expert; the operator has 4 bytes of scale and zero for a group
+    copies = LAYERS * EXPERTS * weights * (0.5 + 4 / 128 if name == "int4-g128" else 2)
+    free = host * GIB - estimate.all_experts_bytes - 2 * GIB
+    assert plain.memory.cpu_copies == pytest.approx(max(0, min(copies, free / 2)), rel=0.001)
+    assert estimate.to_dict()["cases"][0]["memory"]["cpu_copies_bytes"] == plain.memory.cpu_copies
 
 
 def test_everything_resident_is_limited_by_device_memory(models: dict[str, str]) -> None:

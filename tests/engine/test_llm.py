@@ -15,18 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import (
-    LAYERS,
-    VOCABULARY,
-    Pair,
-    byte_tokenizer,
-    greedy,
-    memory_for,
-    mistral,
-    reference,
-    save,
-    seeded,
-)
+from checkpoints import LAYERS, VOCABULARY, Pair, byte_tokenizer, greedy_tokens, memory_for, mistral, save, seeded
 from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.config import EngineConfig
 from spmoe.engine.llm import _CHOSEN
@@ -53,7 +42,7 @@ def llm(mixtral_pair: Pair) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(mixtral_pair: Pair) -> list[int]:
     """Return the sixteen tokens that transformers generates after PROMPT."""
-    return greedy(reference(mixtral_pair.target), byte_tokenizer()(PROMPT)["input_ids"], 16)
+    return greedy_tokens(mixtral_pair.target, byte_tokenizer()(PROMPT)["input_ids"], 16)
 
 
 def text_of(tokens: list[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import Pair, byte_tokenizer, greedy, longrope, mixtral, reference, save, seeded
+from checkpoints import Pair, byte_tokenizer, greedy, greedy_tokens, longrope, mixtral, reference, save, seeded
 from recovery import Resources
 from spmoe import LLM, SamplingParams
 from spmoe.config import ONE_BY_ONE
@@ -70,8 +70,8 @@ def test_the_draft_reuses_its_own_kv_cache(mixtral_pair: Pair, monkeypatch: pyte
     taken: list[tuple[KvPool, int]] = []
     take = KvPool.take
 
-    def noted(self: KvPool, capacity: int, tokens: list[int] | None = None) -> KvState:
-        kv = take(self, capacity, tokens)
+    def noted(self: KvPool, capacity: int, tokens: list[int] | None = None, preferred: int = 0) -> KvState:
+        kv = take(self, capacity, tokens, preferred)
         taken.append((self, kv.length))
         return kv
 
@@ -99,7 +99,7 @@ def test_conversations_do_not_destroy_each_others_caches(mixtral_pair: Pair) -> 
             for number, prompt in prompts.items():
                 answer, found = ask(llm, prompt)
                 cached[number].append(found)
-                assert answer == greedy(reference(mixtral_pair.target), prompt, COUNT)
+                assert answer == greedy_tokens(mixtral_pair.target, prompt, COUNT)
                 prompts[number] = [*prompt, *answer, *QUESTION]
     for number, found in cached.items():
         assert found == [2 * number, len(FIRST) + COUNT - 1, len(FIRST) + 2 * COUNT + len(QUESTION) - 1]
@@ -111,7 +111,7 @@ def test_the_same_prompt_again_reads_its_last_token(mixtral_pair: Pair) -> None:
         assert cached == 0
         assert ask(llm, FIRST) == (answer, len(FIRST) - 1)
         shorter = FIRST[:10]
-        assert ask(llm, shorter) == (greedy(reference(mixtral_pair.target), shorter, COUNT), 9)
+        assert ask(llm, shorter) == (greedy_tokens(mixtral_pair.target, shorter, COUNT), 9)
         assert ask(llm, FIRST[:1])[1] == 0
 
 
@@ -158,7 +158,7 @@ def test_the_cache_of_a_failed_step_is_not_reused(
             patch.setattr(Loop, point, fail)
             with pytest.raises(RuntimeError, match="injected"):
                 ask(llm, FIRST)
-        assert ask(llm, FIRST) == (greedy(reference(mixtral_pair.target), FIRST, COUNT), 0)
+        assert ask(llm, FIRST) == (greedy_tokens(mixtral_pair.target, FIRST, COUNT), 0)
         assert resources.lost() == []
 
 
@@ -179,7 +179,7 @@ def test_tokens_that_a_sequence_reads_again_are_not_cached_ones(
         generations = [llm.stream([200, 201, 202], replace(GREEDY, max_tokens=30)), llm.stream(FIRST, GREEDY)]
         llm._thread.call(lambda: [generation.start() for generation in generations])
         _, output = [generation.run() for generation in generations]
-    assert output.token_ids == greedy(reference(mixtral_pair.target), FIRST, COUNT)
+    assert output.token_ids == greedy_tokens(mixtral_pair.target, FIRST, COUNT)
     assert output.stats.cached_tokens == 0
 
 
@@ -199,14 +199,14 @@ def test_state_that_cannot_be_cut_is_not_reused(recurrent_target: Path) -> None:
     with LLM(str(recurrent_target), None, progress=False, num_speculative_tokens=0) as llm:
         answers, cached = talk(llm, FIRST, 2)
     assert cached == [0, 0]
-    assert answers[1] == greedy(reference(recurrent_target), [*FIRST, *answers[0], *QUESTION], COUNT)
+    assert answers[1] == greedy_tokens(recurrent_target, [*FIRST, *answers[0], *QUESTION], COUNT)
 
 
 @pytest.mark.parametrize("draft", [None, "good"])
 def test_reuse_can_be_switched_off(mixtral_pair: Pair, draft: str | None) -> None:
     with build(mixtral_pair, draft, enable_prefix_caching=False) as llm:
         assert talk(llm, FIRST, 3)[1] == [0, 0, 0]
-        assert llm.engine.target.spare_kv == []
+        assert llm.engine.target.kv_pool.spare == []
 
 
 def test_the_oldest_conversations_are_dropped(mixtral_pair: Pair) -> None:
@@ -216,4 +216,4 @@ def test_the_oldest_conversations_are_dropped(mixtral_pair: Pair) -> None:
         llm.engine.target.kv_pool.plan(None, 2 * size, reuse_prefixes=True)
         assert [ask(llm, prompt)[1] for prompt in prompts] == [0, 0, 0]
         assert [ask(llm, prompt)[1] for prompt in prompts[::-1]] == [len(FIRST), len(FIRST), 0]
-        assert sum(kv.capacity for kv in llm.engine.target.spare_kv) <= 2 * size
+        assert sum(kv.capacity for kv in llm.engine.target.kv_pool.spare) <= 2 * size

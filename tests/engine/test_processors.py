@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_exactness import FALSE_ALARM, p_value
 
-from checkpoints import Pair, byte_tokenizer, greedy, reference, save_pair, seeded
+from checkpoints import Pair, byte_tokenizer, greedy_tokens, reference, save_pair, seeded
 from checkpoints import mistral as make_mistral
 from checkpoints import mixtral as make_mixtral
 from spmoe import LLM, SamplingParams
@@ -33,7 +33,7 @@ EVERYTHING = replace(
 
 @pytest.fixture(scope="module")
 def expected(mixtral_pair: Pair) -> list[int]:
-    return greedy(reference(mixtral_pair.target), PROMPT, COUNT)
+    return greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import Pair, byte_tokenizer, greedy, mixtral, reference, save, save_pair, seeded
+from checkpoints import (
+    Pair,
+    byte_tokenizer,
+    dense_model,
+    greedy,
+    greedy_tokens,
+    mixtral,
+    reference,
+    save,
+    save_pair,
+    seeded,
+)
 from spmoe import LLM, SamplingParams
 from spmoe.errors import UsageError
-from spmoe.formats.base import weight_format
-from spmoe.formats.expert import ExpertFormat
 from spmoe.formats.int4 import Int4
 from spmoe.models import families
 from spmoe.models.experts_seam import experts_modules
@@ -45,19 +54,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory."""
     monkeypatch.setenv("SPMOE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-def dense_model(directory: Path, name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a checkpoint with transformers and replace every expert by its dequantized conversion."""
-    model = reference(directory, dtype)
-    for _, module in experts_modules(model):
-        format = ExpertFormat(weight_format(name), dtype, bool(module.is_transposed))
-        parameters = dict(module.named_parameters(recurse=False))
-        for expert in range(len(next(iter(parameters.values())))):
-            found = format.round_trip({key: tensor.data[expert] for key, tensor in parameters.items()})
-            for key, tensor in found.items():
-                parameters[key].data[expert] = tensor
-    return model
 
 
 def generate(model: Path, draft: Path | None, **options: Any) -> tuple[list[list[int]], LLM]:
@@ -192,7 +188,7 @@ def diverse(directory: Path, spread: int, share: float = 1.0) -> Path:
 
 def test_more_escapes_than_usual_are_kept(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = diverse(tmp_path / "diverse", 60, 0.008)
-    expected = [greedy(reference(model), prompt, COUNT) for prompt in PROMPTS]
+    expected = [greedy_tokens(model, prompt, COUNT) for prompt in PROMPTS]
     tokens, _ = written(model, capsys, expert_format="bf16-packed")
     assert tokens == expected
     (file,) = (home / "experts").glob("*.safetensors")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spmoe.backends.graphs import CaptureContext, CapturedGraph
 from spmoe.experts.run_ahead import RunAhead
-from spmoe.models.attention import current_length
+from spmoe.models.attention import current_ranges
 from spmoe.models.decode_graphs import DecodeGraphs
+from spmoe.models.ragged import RaggedPart
 
 inputs = pytest.importorskip("spmoe.backends.kernels.inputs", reason="no Triton")
 
@@ -32,6 +33,9 @@ class RunOnceRecorder:
         captured.pieces.append(lambda: self.launched.append(len(logits)))
         return captured, logits
 
+    def wait(self) -> None:
+        """Do nothing: work has ended when it is launched."""
+
     def new_event(self) -> SimpleNamespace:
         return SimpleNamespace(record=lambda: None, synchronize=lambda: None)
 
@@ -45,9 +49,9 @@ class Model:
         self.given: list[weakref.ref[Tensor]] = []
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> SimpleNamespace:
-        length = current_length()
-        assert length is not None
-        self.given += [weakref.ref(tensor) for tensor in (input_ids, position_ids, length)]
+        ranges = current_ranges()
+        assert ranges is not None
+        self.given += [weakref.ref(tensor) for tensor in (input_ids, position_ids, ranges)]
         return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 8))
 
 
@@ -66,13 +70,35 @@ def run_ahead() -> RunAhead:
     return RunAhead(transfer, scheduler)  # type: ignore[arg-type]
 
 
+class Pool:
+    """An arena without layers, and its scratch range."""
+
+    def __init__(self) -> None:
+        self.arena = SimpleNamespace(generation=0, layers=0)
+        self.scratch = SimpleNamespace(start=0, capacity=64)
+
+
 def graphs(recorder: RunOnceRecorder, ahead: RunAhead, model: Model | None = None, **chains: Any) -> DecodeGraphs:
     capture = CaptureContext(recorder, ahead, 64, **chains)  # type: ignore[arg-type]
-    return DecodeGraphs(model or Model(), lambda observer, on_chunk: nullcontext(), capture)
+    return DecodeGraphs(model or Model(), lambda observer, on_chunk: nullcontext(), Pool(), capture)  # type: ignore[arg-type]
+
+
+class StubKv:
+    """A KV cache without memory."""
+
+    def __init__(self, start: int, length: int, capacity: int) -> None:
+        self.start, self.length, self.capacity = start, length, capacity
+
+    @property
+    def range(self) -> tuple[int, int, int]:
+        return self.start, self.length, self.capacity
+
+    def advance(self, rows: int) -> None:
+        """Do nothing: the length says where graphs append."""
 
 
 def kv_cache(length: int = 3) -> Any:
-    return SimpleNamespace(length=length, cache=None, graphs={}, advance=lambda rows: None)
+    return StubKv(7, length, 50)
 
 
 def test_inputs_live_as_long_as_the_captured_graph() -> None:
@@ -84,9 +110,25 @@ def test_inputs_live_as_long_as_the_captured_graph() -> None:
     gc.collect()
     assert len(model.given) == 9
     assert all(tensor() is not None for tensor in model.given)
-    kv.graphs.clear()
+    captured.arena.generation += 1
+    first = list(model.given)
+    captured.forward([1, 2], kv, 2, None)
     gc.collect()
-    assert all(tensor() is None for tensor in model.given), "a KV cache that is gone keeps nothing alive"
+    assert len(model.given) == 12, "captured again: the memory of KV caches is another one"
+    assert all(tensor() is None for tensor in first)
+
+
+def test_a_batch_is_padded_by_repeating_its_last_row(pair: tuple[Any, Any, DecodeGraphs, DecodeGraphs]) -> None:
+    _, _, _, target = pair
+    parts = [
+        RaggedPart([5, 6], StubKv(10, 3, 9), 2),  # type: ignore[arg-type]
+        RaggedPart([7], StubKv(40, 8, 20), 1),  # type: ignore[arg-type]
+    ]
+    results = target.forward_batch(parts, None)
+    assert [len(one.logits) for one in results] == [2, 1]
+    graph = target.prepare_batch(4, None)
+    starts, lengths, capacities = [10, 10, 40, 40], [3, 4, 8, 8], [9, 9, 20, 20]
+    assert graph._inbox.tolist() == [5, 6, 7, 7, *starts, *lengths, *capacities]
 
 
 @pytest.fixture

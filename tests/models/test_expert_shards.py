@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import Pair, greedy, reference
+from checkpoints import Pair, greedy_tokens
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError, StoreError
 from spmoe.experts.memory_store import MemoryStore
@@ -90,7 +90,7 @@ def test_no_expert_file_is_written(directory: Path, spmoe_home: Path) -> None:
     before = sorted(spmoe_home.rglob("*.safetensors"))
     with LLM(directory, device="cpu", num_speculative_tokens=0, expert_memory="30%", progress=False) as llm:
         tokens = llm.generate([PROMPT], GREEDY)[0].token_ids
-    assert tokens == greedy(reference(directory), PROMPT, 8)
+    assert tokens == greedy_tokens(directory, PROMPT, 8)
     assert sorted(spmoe_home.rglob("*.safetensors")) == before
 
 

@@ -1,7 +1,8 @@
-"""The pool of KV caches: prefixes, limits, and caches that graphs are captured over."""
+"""The pool of KV caches: prefixes, limits, growth, and the arena that they lie in."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import longrope, mixtral, qwen3_next, seeded
-from spmoe.models.kv import KvState
-from spmoe.models.kv_pool import MIN_CAPACITY, KvPool, kv_capacity
+from spmoe.models.kv import KvArena, KvState
+from spmoe.models.kv_pool import KvPool, kv_sizes
 from spmoe.models.runner import ModelRunner
 
 CONFIG = mixtral(num_hidden_layers=1).config
 STATEFUL = qwen3_next().config
 
 
-def new_pool(limit: int | None = None, spare_limit: int = 100, *, reuse: bool = True, graphs: bool = False) -> KvPool:
-    pool = KvPool(CONFIG, lambda: None)
-    pool.keeps_graphs = graphs
+def new_pool(limit: int | None = None, spare_limit: int = 100, *, reuse: bool = True) -> KvPool:
+    pool = KvPool(CONFIG)
     pool.plan(limit, spare_limit, reuse_prefixes=reuse)
     return pool
 
@@ -117,12 +117,14 @@ def test_a_running_sequence_shares_its_prefix_and_keeps_it() -> None:
     assert held(second) == [1, 2, 3, 9]
 
 
-def test_a_larger_cache_gets_a_copy() -> None:
+def test_a_kept_cache_grows_for_a_longer_sequence() -> None:
     pool = new_pool()
     run(pool, [1, 2, 3, 4], capacity=4)
+    run(pool, [7, 7, 7, 7], capacity=4)
     kv = pool.take(9, [1, 2, 3, 4, 5])
     assert kv.capacity == 9
     assert held(kv) == [1, 2, 3]
+    assert [held(one) for one in pool.spare] == [[7, 7, 7]]
 
 
 def test_a_short_common_prefix_does_not_destroy_a_conversation() -> None:
@@ -140,15 +142,15 @@ def test_a_cache_is_continued_in_place_if_it_loses_little() -> None:
     assert pool.take(20, [1, 2, 3, 4, 9]) is kept
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_nothing_is_reused_unless_it_is_planned(graphs: bool) -> None:
-    pool = new_pool(reuse=False, graphs=graphs)
+def test_nothing_is_reused_unless_it_is_planned() -> None:
+    pool = new_pool(reuse=False)
     assert run(pool, [1, 2, 3]) == run(pool, [1, 2, 3]) == 0
-    assert len(pool.spare) == graphs
+    assert not pool.spare
+    assert pool.arena.used == 0
 
 
 def test_state_that_cannot_be_cut_is_not_kept() -> None:
-    pool = KvPool(STATEFUL, lambda: None)
+    pool = KvPool(STATEFUL)
     pool.plan(None, 100, reuse_prefixes=True)
     kv = pool.take(20, [1, 2, 3])
     kv.length = 2
@@ -160,7 +162,7 @@ def test_state_that_cannot_be_cut_is_not_kept() -> None:
 
 
 def test_the_oldest_caches_are_dropped() -> None:
-    pool = new_pool(spare_limit=40)
+    pool = new_pool(spare_limit=10)
     texts = [[number] * 5 for number in range(4)]
     for text in texts:
         run(pool, list(text))
@@ -170,8 +172,9 @@ def test_the_oldest_caches_are_dropped() -> None:
 
 def test_a_cache_larger_than_the_limit_is_not_kept() -> None:
     pool = new_pool(spare_limit=10)
-    run(pool, [1, 2, 3], capacity=11)
+    run(pool, [1] * 12)
     assert not pool.spare
+    assert pool.arena.used == 0
 
 
 def test_a_sequence_has_a_place_if_kept_caches_can_be_freed_for_it() -> None:
@@ -179,33 +182,21 @@ def test_a_sequence_has_a_place_if_kept_caches_can_be_freed_for_it() -> None:
     run(pool, [1, 2, 3], capacity=30)
     assert pool.has_place(50)
     assert not pool.has_place(51)
-    used = pool.take(30, [7, 8, 9])
+    used = pool.take(49, [7, 8, 9])
     assert not pool.spare, "its place was needed"
-    assert pool.has_place(20)
-    assert not pool.has_place(21)
+    assert pool.has_place(1)
+    assert not pool.has_place(2)
     pool.give_back(used)
     assert pool.has_place(50)
 
 
-def test_a_dropped_cache_is_copied_before_it_is_freed() -> None:
+def test_a_prefix_is_taken_over_if_there_is_no_place_for_a_copy() -> None:
     pool = new_pool(limit=20)
-    run(pool, [1, 2, 3, 4], capacity=10)
-    kv = pool.take(15, [1, 2, 3, 4, 5])
+    run(pool, [1, 2, 3, 4, 4, 4, 4, 4, 4, 4], capacity=10)
+    kv = pool.take(15, [1, 2, 3, 5])
     assert held(kv) == [1, 2, 3]
     assert not pool.spare
-
-
-def test_the_device_is_waited_for_before_a_cache_is_freed() -> None:
-    calls: list[int] = []
-    pool = KvPool(CONFIG, lambda: calls.append(len(pool.spare)))
-    pool.plan(None, 10, reuse_prefixes=True)
-    run(pool, [1, 2, 3], capacity=10)
-    assert calls == []
-    run(pool, [4, 5, 6], capacity=10)
-    assert calls == [2], "while the cache was still there"
-    pool.clear()
-    assert calls == [2, 1]
-    assert not pool.spare
+    assert pool.arena.used == 15
 
 
 def test_a_discarded_cache_takes_no_place() -> None:
@@ -216,35 +207,159 @@ def test_a_discarded_cache_takes_no_place() -> None:
     assert pool.has_place(20)
 
 
-# ---- caches that graphs are captured over
+# ---- growth
 
 
-def test_sizes_of_caches_with_graphs() -> None:
-    assert [kv_capacity(n) for n in (1, MIN_CAPACITY, MIN_CAPACITY + 1, 5000)] == [1024, 1024, 2048, 8192]
-    pool = new_pool(limit=3 * MIN_CAPACITY, graphs=True)
-    kv = pool.take(5, [1, 2])
-    assert kv.capacity == MIN_CAPACITY
-    assert pool.has_place(2 * MIN_CAPACITY)
-    assert not pool.has_place(2 * MIN_CAPACITY + 1)
+def test_a_sequence_gets_more_positions_than_it_needs_while_there_is_place() -> None:
+    assert kv_sizes(100, 5, 1000) == (105, 361)
+    assert kv_sizes(100, 5, 200) == (105, 200)
+    assert kv_sizes(100, 5, 103) == (103, 103)
+    pool = new_pool(limit=100)
+    first = pool.take(10, [1, 2], preferred=60)
+    assert first.capacity == 60
+    second = pool.take(10, [3, 4], preferred=60)
+    assert second.capacity == 10
+    assert pool.usage == 0.7
+    assert pool.reserve(second, 8, 60)
+    assert second.capacity == 10
+    assert pool.reserve(second, 35, 60)
+    assert second.capacity == 35
+    assert not pool.reserve(second, 41, 60)
+    assert second.capacity == 35
+    pool.give_back(first)
+    assert pool.reserve(second, 41, 60)
+    assert second.capacity == 60
 
 
-def test_a_cache_with_graphs_is_taken_first() -> None:
-    pool = new_pool(graphs=True)
-    states = [pool.take(5, [number]) for number in (1, 2, 3)]
-    states[1].graphs["key"] = "graph"
-    for kv in states:
-        pool.give_back(kv)
-    assert pool.take(5, [9, 9]) is states[1]
-    assert pool.take(5, [9, 9]) is states[0], "then the one that was used first"
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_small_caches_with_graphs_are_freed_for_a_large_one(reuse: bool) -> None:
-    pool = new_pool(limit=2 * MIN_CAPACITY, reuse=reuse, graphs=True)
-    run(pool, [1, 2, 3], capacity=5)
-    kv = pool.take(MIN_CAPACITY + 1, [1, 2, 3])
-    assert kv.capacity == 2 * MIN_CAPACITY
+def test_kept_caches_are_freed_for_a_growing_one() -> None:
+    pool = new_pool(limit=30)
+    run(pool, [7] * 11)
+    kv = pool.take(15, [1, 2, 3])
+    fill(kv)
+    assert len(pool.spare) == 1
+    assert pool.reserve(kv, 21, 21)
     assert not pool.spare
+    assert held(kv) == [1, 2]
+
+
+def test_a_lone_sequence_may_grow_beyond_the_limit() -> None:
+    pool = new_pool(limit=20)
+    kv = pool.take(20, [1, 2, 3])
+    fill(kv)
+    assert not pool.reserve(kv, 30, 40)
+    pool.grow(kv, 30)
+    assert kv.capacity == 30
+    assert held(kv) == [1, 2]
+
+
+def test_a_swapped_out_cache_takes_no_place_and_comes_back() -> None:
+    pool = new_pool(limit=30)
+    kv = pool.take(20, [1, 2, 3])
+    fill(kv)
+    pool.swap_out(kv)
+    assert kv.is_swapped_out
+    assert pool.has_place(30)
+    other = pool.take(10, list(range(50, 60)))
+    fill(other)
+    pool.swap_in(kv, 15, 20)
+    assert not kv.is_swapped_out
+    assert kv.capacity == 20
+    assert held(kv) == [1, 2]
+    assert held(other) == list(range(50, 59))
+    pool.swap_out(kv)
+    pool.give_back(kv)
+    assert not pool.spare
+    assert pool.arena.used == 10
+
+
+def test_what_was_launched_is_invalid_once_caches_move() -> None:
+    moves: list[int] = []
+    pool = KvPool(CONFIG, lambda: moves.append(1))
+    pool.plan(60, 0, reuse_prefixes=False)
+    assert pool.scratch.start == 0
+    first, second, third = (pool.take(20, [number] * 5) for number in (1, 2, 3))
+    for kv in (first, second, third):
+        fill(kv)
+    pool.give_back(second)
+    assert pool.reserve(first, 30, 30)
+    assert not moves, "in place"
+    generation = pool.arena.generation
+    assert pool.reserve(third, 30, 30)
+    assert moves
+    assert pool.arena.generation == generation, "within the same memory"
+    assert (held(first), held(third)) == ([1] * 4, [3] * 4)
+
+
+# ---- the arena
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=30), st.sampled_from([0, 20, 60]))
+def test_ranges_never_overlap_and_keep_their_contents(changes: list[tuple[int, int]], planned: int) -> None:
+    arena, states = KvArena(), dict[int, KvState]()
+    arena.plan(planned)
+    for number, capacity in changes:
+        if number not in states:
+            states[number] = kv = KvState(CONFIG, capacity, arena)
+            kv.tokens = [100 * number + position for position in range(capacity + 1)]
+            fill(kv)
+        elif capacity % 3 == 0:
+            arena.remove(states.pop(number))
+        else:
+            kv = states[number]
+            arena.place(kv, max(capacity, kv.length))
+        places = sorted((kv.start, kv.start + kv.capacity) for kv in states.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(places))
+        assert all(end <= arena.positions for _, end in places)
+        for kv in states.values():
+            assert held(kv) == kv.tokens[: kv.length]
+
+
+def test_a_row_too_many_is_refused_instead_of_written_into_another_range() -> None:
+    arena = KvArena()
+    first, second = KvState(CONFIG, 3, arena), KvState(CONFIG, 3, arena)
+    second.tokens = [5, 6, 7]
+    fill(second)
+    first.tokens = [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="3 positions cannot hold 4"):
+        fill(first)
+    assert held(second) == [5, 6]
+
+
+def test_memory_that_runs_out_while_ranges_grow_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = KvArena()
+    states = [KvState(CONFIG, 5, arena) for _ in range(2)]
+    for number, kv in enumerate(states):
+        kv.tokens = [number + 1] * 5
+        fill(kv)
+    with monkeypatch.context() as patch:
+        patch.setattr("spmoe.models.kv._positions", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            arena.place(states[0], 30)
+    assert [(kv.capacity, held(kv)) for kv in states] == [(5, [1] * 4), (5, [2] * 4)]
+    arena.place(states[0], 30)
+    assert [(kv.capacity, held(kv)) for kv in states] == [(30, [1] * 4), (5, [2] * 4)]
+
+
+def test_contents_that_were_lost_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = KvArena()
+    arena.plan(30)
+    first, second, third = (KvState(CONFIG, 10, arena) for _ in range(3))
+    for kv in (first, second, third):
+        kv.tokens = [1] * 5
+        fill(kv)
+    arena.remove(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            arena.place(third, 15)
+    for kv in (second, third):
+        with pytest.raises(RuntimeError, match="lost when memory ran out"):
+            fill(kv, 5)
+    fresh = KvState(CONFIG, 10, arena)
+    fresh.tokens = [3] * 5
+    fill(fresh)
+    assert held(fresh) == [3] * 4
 
 
 # ---- any order of events
@@ -252,41 +367,43 @@ def test_small_caches_with_graphs_are_freed_for_a_large_one(reuse: bool) -> None
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int]]]:
-    """Draw sequences that start, and numbers of running ones that end or grow."""
-    event = st.sampled_from(["start", "start", "grow", "end"])
+    """Draw sequences that start, and numbers of running ones that end, grow, or are swapped."""
+    event = st.sampled_from(["start", "start", "grow", "end", "swap"])
     tokens = st.lists(st.integers(1, 2), min_size=1, max_size=8)
     return draw(st.lists(st.tuples(event, st.integers(0, 9), tokens), max_size=25))
 
 
 @settings(max_examples=60, deadline=None)
-@given(histories(), st.sampled_from([None, 40, 60]), st.booleans())
-def test_caches_hold_the_keys_of_their_own_tokens(
-    history: list[tuple[str, int, list[int]]], limit: int | None, graphs: bool
-) -> None:
+@given(histories(), st.sampled_from([None, 40, 60]))
+def test_caches_hold_the_keys_of_their_own_tokens(history: list[tuple[str, int, list[int]]], limit: int | None) -> None:
     """In any order of events no sequence sees another one's tokens, and limits hold."""
-    pool = new_pool(None if limit is None else limit * (MIN_CAPACITY // 20 if graphs else 1), 50, graphs=graphs)
-    running: list[KvState] = []
+    pool, running, swapped = new_pool(limit, 50), list[KvState](), list[KvState]()
     for event, number, tokens in history:
-        if event == "start" and pool.has_place(20):
-            kv = pool.take(20, list(tokens))
+        if event == "start" and pool.has_place(len(tokens)):
+            kv = pool.take(len(tokens), list(tokens), preferred=20)
             assert kv.length < len(tokens)
-            assert all(kv is not other for other in (*running, *pool.spare))
+            assert all(kv is not other for other in (*running, *swapped, *pool.spare))
             running.append(kv)
             fill(kv)
         elif event == "grow" and running:
             kv = running[number % len(running)]
-            if len(kv.tokens) + len(tokens) <= 20:
+            if pool.reserve(kv, len(kv.tokens) + len(tokens), len(kv.tokens) + 20):
                 kv.tokens += tokens
                 fill(kv)
+        elif event == "swap" and swapped and pool.has_place(swapped[0].length + 1):
+            kv = swapped.pop(0)
+            pool.swap_in(kv, kv.length + 1, kv.length + 20)
+            running.append(kv)
+        elif event == "swap" and running:
+            swapped.append(running.pop(number % len(running)))
+            pool.swap_out(swapped[-1])
         elif event == "end" and running:
             pool.give_back(running.pop(number % len(running)))
         for kv in (*running, *pool.spare):
             assert held(kv) == kv.tokens[: kv.length]
         kept, used = (sum(kv.capacity for kv in states) for states in (pool.spare, running))
-        if pool._limit is not None:
-            assert kept + used <= pool._limit
-        elif not graphs:
-            assert kept <= 50
+        assert pool.arena.used == kept + used
+        assert kept + used <= limit if limit is not None else kept <= 50
 
 
 # ---- families

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import byte_tokenizer, greedy, mixtral, qwen3_moe, reference, save, seeded
+from checkpoints import byte_tokenizer, greedy_tokens, mixtral, qwen3_moe, save, seeded
 from quantized_checkpoints import KINDS, QuantizedPair, change, is_expert, is_linear, write_pair
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
@@ -141,7 +141,7 @@ def generate(llm: LLM) -> list[int]:
 
 def check_tokens(pair: QuantizedPair, kind: str) -> None:
     """Compare tokens with transformers' on the dense model: 30% and all of the experts, with and without a draft."""
-    expected = greedy(reference(pair.dense), PROMPT, COUNT)
+    expected = greedy_tokens(pair.dense, PROMPT, COUNT)
     assert len(set(expected)) > 3
     for memory in ("30%", "100%"):
         options: dict[str, Any] = {"device": "cpu", "expert_memory": memory, "progress": False}

@@ -12,7 +12,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from checkpoints import longrope, mixtral, phimoe, seeded
 from spmoe.models import rotary
-from spmoe.models.attention import device_length
+from spmoe.models.attention import device_ranges
 from spmoe.models.longrope import rotary_modules
 from spmoe.models.rotary import make_table, table_bytes, use_tables
 
@@ -106,7 +106,7 @@ def test_tables_are_used_where_needed_and_only_during_capture(make: Any, paramet
         assert all(torch.equal(a, b) for a, b in zip(module(PROBE, positions), own, strict=True)), (
             "outside of a capture"
         )
-        with device_length(torch.tensor([SWITCH - 2])):
+        with device_ranges(torch.tensor([[0], [SWITCH - 2], [100]])):
             found = module(PROBE, positions)
         expected = [torch.cat(rows, dim=1) for rows in zip(*(alone(module, int(p)) for p in positions[0]), strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -138,7 +138,7 @@ def test_layer_types_have_separate_tables() -> None:
     positions = torch.tensor([[3, 40]])
     for kind in kinds:
         own = type(module).forward(module, PROBE, positions, kind)
-        with device_length(torch.tensor([3])):
+        with device_ranges(torch.tensor([[0], [3], [50]])):
             found = module(PROBE, positions, kind)
         assert all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
     assert len(kinds) == 2

@@ -51,6 +51,30 @@ def test_number_of_missing_experts_is_binomial() -> None:
     assert predict_step(step).seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("cpu", "alone", "seconds", "loads"),
+    [
+        (3.0, 3.0, 6.0, 2.0),  # two of four on each path
+        (1.0, 1.0, 3.0, 1.0),  # three on the CPU
+        (1.0, 0.5, 2.0, 0.0),  # all on the CPU, which is faster beside an idle link
+        (99.0, 99.0, 12.0, 4.0),  # all over the link
+        (0.0, 0.0, 12.0, 4.0),  # no such path
+    ],
+)
+def test_missing_experts_take_two_paths(cpu: float, alone: float, seconds: float, loads: float) -> None:
+    costs = replace(COSTS, cpu=cpu, cpu_alone=alone, expert_share=0.0)
+    found = predict_step(replace(STEP, costs=costs, layers=1, draft_passes=0, needed=4.0, missing=4.0))
+    assert (found.seconds, found.loads) == (pytest.approx(2 + seconds), pytest.approx(loads))
+
+
+def test_one_missing_expert_takes_the_faster_path_on_average_too() -> None:
+    # one of two experts is missing on average: 0, 1 or 2 of them with probabilities 1/4, 1/2 and 1/4
+    costs = replace(COSTS, cpu=2.0, expert_share=0.0)
+    found = predict_step(replace(STEP, costs=costs, layers=1, draft_passes=0, needed=2.0, missing=1.0))
+    assert found.seconds == pytest.approx(2 + 0.5 * 2.0 + 0.25 * 3.0)
+    assert found.loads == pytest.approx(0.25 * 1)
+
+
 def test_draft_stage_hides_the_loads_it_predicts() -> None:
     drafted = replace(STEP, from_draft=PERFECT)
     fast_link = replace(drafted, costs=replace(COSTS, load=0.1))

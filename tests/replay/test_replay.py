@@ -356,3 +356,31 @@ def test_timeline_does_not_change_the_result(prefetch: str, cuda: bool) -> None:
     drawn, plain = (replayer.run(ReplayConfig(prefetch), line) for line in (Timeline(), None))
     assert replace(drawn, wall_seconds=0.0) == replace(plain, wall_seconds=0.0)
     assert np.isfinite(plain.seconds)
+
+
+# ---- the CPU path
+
+
+@pytest.mark.parametrize("trace", [TRACE, as_cuda(TRACE)], ids=["whole copies", "chunks"])
+@pytest.mark.parametrize("prefetch", ["on-demand", "draft-gate"])
+def test_second_path_saves_time_as_far_as_the_cpu_is_fast(trace: Trace, prefetch: str) -> None:
+    """A CPU as fast as the link saves much, a faster one more, and a useless one costs next to nothing."""
+    replayer, memory = Replayer(trace), Size.parse("25%")
+    off = replayer.run(ReplayConfig(prefetch, memory=memory))
+    useless, slow, equal, fast = (
+        replayer.run(ReplayConfig(prefetch, memory=memory, cpu_gbps=rate * LINK / 1e9))
+        for rate in (0.001, 0.5, 1.0, 4.0)
+    )
+    assert useless.seconds < 1.02 * off.seconds + EXPERT_BYTES / (0.001 * LINK)
+    assert fast.seconds < equal.seconds < 0.8 * off.seconds
+    assert equal.seconds < slow.seconds < off.seconds
+    assert off.counters.cpu_experts == 0
+    assert 0 < slow.counters.cpu_experts < fast.counters.cpu_experts
+    assert equal.counters.asked == off.counters.asked
+    assert equal.to_dict()["cpu_experts_per_step"] == equal.counters.cpu_experts / equal.steps
+    assert 0 <= equal.counters.wrong_path_choices <= equal.counters.path_choices
+
+
+def test_rate_of_the_cpu_must_be_positive() -> None:
+    with pytest.raises(UsageError, match="above 0 GB/s, not 0"):
+        REPLAYER.require(ReplayConfig(cpu_gbps=0.0))

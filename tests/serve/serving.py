@@ -1,14 +1,20 @@
-"""Servers in threads, and waiting for what they do."""
+"""Servers in threads and processes, and waiting for what they do."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import spmoe
 from spmoe import AsyncLLM
 
 if TYPE_CHECKING:
@@ -79,3 +85,39 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[RunningServer]:
     finally:
         server.begin_to_stop()
         server.join()
+
+
+@contextmanager
+def serve_process(
+    home: Path, *words: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """Run `spmoe serve` in a process; yield it, its URL, and the lines of its standard error."""
+    source = str(Path(spmoe.__file__).parents[1])
+    started = subprocess.Popen(
+        [sys.executable, "-m", "spmoe", "serve", "--port", "0", *words],
+        env={**os.environ, "PYTHONPATH": source, "SPMOE_HOME": str(home), **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert started.stderr is not None
+        for line in started.stderr:
+            lines.append(line)
+            if line.startswith("serving "):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert ready.wait(2 * PATIENCE)
+        found = re.search(r"http://\S+:\d+", "".join(lines))
+        assert found, "".join(lines)
+        yield started, found[0], lines
+    finally:
+        started.kill()
+        started.wait()
+        reader.join()

@@ -126,9 +126,9 @@ def test_large_bodies_are_refused(llm: AsyncLLM) -> None:
 
 
 def test_slow_bodies_are_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmoe.serve import app
+    from spmoe.serve import http
 
-    monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(http, "_BODY_SECONDS", 0.1)
     go_on = threading.Event()
 
     def pieces() -> Iterator[bytes]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import PATIENCE
+from serving import PATIENCE, serve_process
 
 from spmoe import AsyncLLM
 from spmoe.cli import main, serve
@@ -52,6 +50,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
         (("--shutdown-timeout", -1), "shutdown_timeout must be 0 seconds or more"),
         (("--tool-call-parser", "llama"), "tool_call_parser must be one of hermes, gpt-oss, not 'llama'"),
         (("--chat-template", "/nowhere"), "cannot read /nowhere"),
+        (("--ray-replicas", 0), "ray_replicas must be at least 1, not 0"),
     ],
 )
 def test_bad_options(
@@ -71,6 +70,13 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setattr(serve_config, "find_spec", lambda name: None)
     assert call(monkeypatch) == 2
     assert "install with pip install 'spmoe[serve]'" in capsys.readouterr().err
+
+
+def test_missing_ray_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve_config, "find_spec", lambda name: None if name == "ray" else name)
+    assert call(monkeypatch, "--ray-replicas", 2) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--ray-replicas needs ray, not installed here; install with pip install 'spmoe[ray]'" in error
 
 
 @pytest.mark.parametrize(
@@ -97,42 +103,9 @@ def test_open_servers_warn(
     assert len(configs) == 1
 
 
-@contextmanager
-def process(home: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """Run `spmoe serve -v` in a process; yield it, its URL, and the lines of its standard error."""
-    source = str(Path(serve.__file__).parents[2])
-    started = subprocess.Popen(
-        [sys.executable, "-m", "spmoe", "serve", "-v", "--port", "0", "--served-model-name", "pair"],
-        env={**os.environ, "PYTHONPATH": source, "SPMOE_HOME": str(home), **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines: list[str] = []
-    ready = threading.Event()
-
-    def read() -> None:
-        assert started.stderr is not None
-        for line in started.stderr:
-            lines.append(line)
-            if line.startswith("serving "):
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert ready.wait(2 * PATIENCE)
-        found = re.search(r"http://\S+:\d+", "".join(lines))
-        assert found, "".join(lines)
-        yield started, found[0], lines
-    finally:
-        started.kill()
-        started.wait()
-        reader.join()
-
-
 def test_process_ends_after_sigterm_when_requests_have_finished(spmoe_home: Path) -> None:
-    with process(spmoe_home, SPMOE_API_KEY=KEY) as (server, url, lines):
+    words = ("-v", "--served-model-name", "pair")
+    with serve_process(spmoe_home, *words, SPMOE_API_KEY=KEY) as (server, url, lines):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
         options = {"model": "pair", "prompt": "def add(a, b):", "max_tokens": 24}
         stream = client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})

@@ -40,9 +40,13 @@ class CpuBackend:
         rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
         contributions = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
         for batch in batches:
+            if (done := batch.computed) is not None:
+                rows, choice = done.rows.to(hidden.device), done.positions.to(hidden.device)
+                contributions[rank[rows, choice], rows] = done.values.to(hidden.device, contributions.dtype)
+                continue
             for expert, tensors in zip(batch.experts, batch.weights, strict=True):
                 choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product depend on it
-                out = self._run_expert(experts, tensors, hidden[rows])
+                out = self.compute_expert(experts, tensors, hidden[rows])
                 out = out * weights[rows, choice, None]
                 contributions[rank[rows, choice], rows] = out.to(contributions.dtype)
         total = torch.zeros_like(hidden)
@@ -50,13 +54,16 @@ class CpuBackend:
             total += contribution
         return total
 
-    def _run_expert(self, experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def compute_expert(self, experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return one expert's feed-forward, given the fields of its slot."""  # x: [rows, hidden] -> [rows, hidden]
         if self._format is not None:
             if WHOLE in tensors:
                 tensors = self._format.views(tensors, expert_shapes(experts))
             if self._format.weight.has_operator(x):
-                return _run_packed_expert(experts, self._format, tensors, x)
+                format, views = self._format, tensors
+                return run_projections(
+                    experts, views, x, lambda name, x: format.weight.linear(format.parts(views, name), x)
+                )
             if self._format.is_packed:
                 tensors = self._format.dequantize(tensors)
         return run_expert(experts, tensors, x)
@@ -72,11 +79,13 @@ def run_expert(experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor
     return _feed_forward(experts, x, lambda name, x: _project(experts, tensors, name, x))
 
 
-def _run_packed_expert(experts: Any, format: ExpertFormat, views: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return one expert's feed-forward, computed from its packed weights by operators of PyTorch."""
+def run_projections(
+    experts: Any, views: Mapping[str, Tensor], x: Tensor, multiply: Callable[[str, Tensor], Tensor]
+) -> Tensor:
+    """Return one expert's feed-forward, given the products with its projections, and biases in the fields of a blob."""
 
     def project(name: str, x: Tensor) -> Tensor:
-        product = format.weight.linear(format.parts(views, name), x)
+        product = multiply(name, x)
         return product + views[f"{name}_bias"] if experts.has_bias else product
 
     return _feed_forward(experts, x, project)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from spmoe.backends.base import (
     routed_experts,
 )
 from spmoe.backends.cpu import CpuBackend, expert_shapes
+from spmoe.backends.cpu_experts import CpuExperts, CpuRows
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
@@ -30,6 +33,7 @@ from spmoe.backends.kernels.experts import (
     ExpertShape,
     ScratchBuffer,
     SlotExperts,
+    place_results,
     reduce_experts,
     run_expert_batch,
     slot_experts,
@@ -44,23 +48,34 @@ from spmoe.experts.transfer import DeviceEvent
 from spmoe.formats.expert import ExpertFormat, Shapes
 from spmoe.types import ExpertKey
 
+_TIMED_COPIES = 256  # whose times are kept until they are taken
 _RING = 4096  # expert batches that may be posted and not taken; a step has fewer, and ends when all have run
 
 
-class CudaCopyStream:
-    """A stream for copies beside the compute stream."""
+Place = Callable[[CpuRows, Tensor], None]  # rows of the layer, and results of the CPU: write them into the sums
 
-    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
+
+class CudaCopyStream:
+    """A stream for copies beside the compute stream. `timed`: measure how long copies take."""
+
+    def __init__(self, runtime: CudaRuntime, device: torch.device, *, timed: bool = False) -> None:
         self._runtime = runtime
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._compute = torch.cuda.current_stream(device)
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._timed = timed
+        self._copies: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_TIMED_COPIES)
 
     def copy(self, ranges: Sequence[CopyRange]) -> DeviceEvent:
+        start = torch.cuda.Event(enable_timing=True) if self._timed else None
+        if start is not None:
+            start.record(self._stream)
         self._runtime.copy(ranges, self._stream)
-        end = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        end = torch.cuda.Event(blocking=True, enable_timing=self._timed)  # a thread that waits for it sleeps
         end.record(self._stream)
+        if start is not None:
+            self._copies.append((sum(copied.nbytes for copied in ranges), start, end))
         return end
 
     def wait_event(self, event: DeviceEvent) -> None:
@@ -89,8 +104,33 @@ class CudaCopyStream:
         over, self._waits = self._waits[:count], self._waits[count:]  # waits end in order
         return float(sum(before.elapsed_time(after) for before, after in over)) / 1000
 
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        found = []
+        while self._copies and self._copies[0][2].query():  # copies end in order
+            nbytes, start, end = self._copies.popleft()
+            found.append((nbytes, float(start.elapsed_time(end)) / 1000))
+        return found
+
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+class CudaRowStream:
+    """The compute stream, as the CPU path uses it."""
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        self._recorder = recorder
+
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def record_event(self) -> DeviceEvent:
+        event: Any = self._recorder.new_event()
+        event.record()
+        return event  # type: ignore[no-any-return]
+
+    def place_results(self, values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+        place_results(values, pairs, first, sums)
 
 
 class CudaBlobAddresses:
@@ -109,10 +149,13 @@ class CudaBlobAddresses:
 
 
 class CudaBackend:
-    """Experts on one CUDA device."""
+    """Experts on one CUDA device and, with `cpu`, on the CPU beside it."""
 
-    def __init__(self, slots: DeviceSlots, recorder: GraphRecorder, format: ExpertFormat) -> None:
+    def __init__(
+        self, slots: DeviceSlots, recorder: GraphRecorder, format: ExpertFormat, cpu: CpuExperts | None = None
+    ) -> None:
         self.slots = slots
+        self.cpu = cpu
         self.recorder = recorder
         self.all_resident = False
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
@@ -192,6 +235,9 @@ class CudaBackend:
     def dequantized(self, batches: Iterable[ExpertBatch], kernels: LayerKernels) -> Iterator[ExpertBatch]:
         """Yield experts one at a time, with weights that are dequantized when they are read."""
         for batch in batches:
+            if batch.computed is not None:
+                yield batch
+                continue
             for expert, slot in zip(batch.experts, batch.slots, strict=True):
                 yield ExpertBatch(batch.layer, (expert,), (slot,), (DequantizedWeights(self, slot, kernels),))
 
@@ -241,6 +287,10 @@ class DequantizedWeights(Mapping[str, Tensor]):
         return len(self._kernels.shapes)
 
 
+def _no_cpu_rows() -> None:
+    """Return nothing: there is no CPU path."""
+
+
 class CudaExperts:
     """Forward of one layer's experts. In a captured forward, the host's part runs between two graphs."""
 
@@ -273,12 +323,18 @@ class CudaExperts:
             backend.take_batch()
             run(backend.batch_slots)
 
+        def place(rows: CpuRows, values: Tensor) -> None:
+            sums = [(part.start * top_k, scratch.partial_sums) for part, scratch in zip(passes, scratches, strict=True)]
+            with torch.inference_mode():  # off during replay
+                rows.place(values, sums)
+
         if backend.all_resident:
             run(self._table)
         elif eager:
             needed, shares = self._wait_for_router(index)
+            on_cpu = self._cpu_rows(experts, hidden, weights, index)
             with backend.resync_on_failure():
-                self._run_batches(run_next_batch, needed, shares=shares)
+                self._run_batches(run_next_batch, needed, shares=shares, on_cpu=on_cpu, place=place)
         else:
             if recorder.phase is Phase.WARMUP:
                 with backend.resync_on_failure():
@@ -286,10 +342,14 @@ class CudaExperts:
                     run_next_batch()
             routed = backend.routed_buffer(self._layer, rows, top_k)
             routed.copy_(index, non_blocking=True)
-            on_host, known = routed.view(-1).numpy(), recorder.new_event()
+            on_host, known, cpu = routed.numpy(), recorder.new_event(), backend.cpu
+            cpu_rows: Callable[[], CpuRows | None] = _no_cpu_rows
+            if cpu is not None:
+                sent = cpu.send(hidden, weights), known
+                cpu_rows = partial(CpuRows, cpu, self._layer, experts, on_host, lambda: sent)
             recorder.split_around(
                 run_next_batch,
-                lambda launch, observations: self._run_captured(launch, on_host, known, observations),
+                lambda launch, observations: self._run_captured(launch, on_host, known, observations, cpu_rows, place),
             )
         for part, scratch in zip(passes, scratches, strict=True):
             reduce_experts(scratch, out[part])
@@ -305,7 +365,8 @@ class CudaExperts:
             needed, shares = self._wait_for_router(index)
             for observe in observations:
                 observe()
-            with closing(self._access.use(self._layer, needed, shares=shares)) as batches:
+            on_cpu = self._cpu_rows(experts, hidden, weights, index)
+            with closing(self._access.use(self._layer, needed, shares=shares, on_cpu=on_cpu)) as batches:
                 if not backend.format.is_packed:
                     return backend.plain.run_experts(experts, hidden, index, weights, batches)
                 dense = backend.dequantized(batches, kernels)
@@ -331,19 +392,40 @@ class CudaExperts:
             self._run_ahead.wait(known)
         return routed_experts(index)
 
-    def _run_captured(self, launch: HostWork, routed: np.ndarray, known: Any, observations: list[HostWork]) -> None:
+    def _cpu_rows(self, experts: nn.Module, hidden: Tensor, weights: Tensor, index: Tensor) -> CpuRows | None:
+        """Return the layer's rows for the CPU path, if there is one; the router has finished."""
+        if (cpu := self._backend.cpu) is None:
+            return None
+        return CpuRows(cpu, self._layer, experts, index.cpu().numpy(), lambda: cpu.send_now(hidden, weights))
+
+    def _run_captured(
+        self,
+        launch: HostWork,
+        routed: np.ndarray,
+        known: Any,
+        observations: list[HostWork],
+        cpu_rows: Callable[[], CpuRows | None],
+        place: Place,
+    ) -> None:
         """Launch the READY experts before the host knows the routed ones, which it reads meanwhile."""
         known.record()
         pinned = self._access.pin_layer(self._layer)
         try:
             with self._backend.resync_on_failure():
-                self._run_pinned(launch, routed, known, observations, pinned)
+                self._run_pinned(launch, routed, known, observations, pinned, cpu_rows, place)
         except BaseException:
             self._access.unpin_layer(pinned)
             raise
 
     def _run_pinned(
-        self, launch: HostWork, routed: np.ndarray, known: Any, observations: list[HostWork], pinned: PinnedLayer
+        self,
+        launch: HostWork,
+        routed: np.ndarray,
+        known: Any,
+        observations: list[HostWork],
+        pinned: PinnedLayer,
+        cpu_rows: Callable[[], CpuRows | None],
+        place: Place,
     ) -> None:
         access, run_ahead = self._access, self._run_ahead
         if (pinned.slots >= 0).any():
@@ -354,11 +436,11 @@ class CudaExperts:
         run_ahead.submit_prefetches(until=known)
         run_ahead.wait(known)
         access.note_router_finished(pinned)
-        needed = sorted(set(routed.tolist()))
+        needed = sorted(set(routed.ravel().tolist()))
         if access.covers(pinned, needed):
             run_ahead.defer(self._layer, lambda: access.commit(pinned, needed), observations)
         else:
-            self._run_batches(launch, needed, pinned, observations)
+            self._run_batches(launch, needed, pinned, observations, on_cpu=cpu_rows(), place=place)
 
     def _run_batches(
         self,
@@ -367,13 +449,19 @@ class CudaExperts:
         pinned: PinnedLayer | None = None,
         observations: Sequence[HostWork] = (),
         shares: Sequence[float] = (),
+        *,
+        on_cpu: CpuRows | None,
+        place: Place,
     ) -> None:
-        """Launch the routed experts as they arrive."""
-        with closing(self._access.use(self._layer, needed, pinned, shares)) as batches:
+        """Launch the routed experts as they arrive, and place the results of those that the CPU computes."""
+        with closing(self._access.use(self._layer, needed, pinned, shares, on_cpu)) as batches:
             batch = next(batches, None)  # loads of missing experts have been submitted by now
             for observe in observations:
                 observe()
             while batch is not None:
-                self._backend.post_batch(batch)
-                launch()
+                if batch.computed is not None and on_cpu is not None:
+                    place(on_cpu, batch.computed.values)
+                else:
+                    self._backend.post_batch(batch)
+                    launch()
                 batch = next(batches, None)

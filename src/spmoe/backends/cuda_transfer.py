@@ -55,6 +55,10 @@ class CopyStream(Protocol):
         """Return how long compute has waited for such events since the last call, as far as they have passed."""
         ...
 
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return bytes and seconds of submissions that have ended since the last call, if they are measured."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for every copy to end."""
         ...
@@ -140,7 +144,7 @@ class CudaTransfer:
         self._window = window
         self._lock = threading.Lock()
         self._waiting: deque[CudaCopyHandle] = deque()  # prefetches that are not wholly on the stream
-        self._in_flight: deque[DeviceEvent] = deque()  # chunks of prefetches on the stream
+        self._in_flight: deque[tuple[DeviceEvent, int]] = deque()  # chunks of prefetches on the stream: end, bytes
         self._last_use: dict[int, int] = {}  # by slot, the epoch of the kernels that read it last
         self._epoch = 1
         self._finished = 0  # kernels of this epoch and of earlier ones have finished
@@ -197,6 +201,13 @@ class CudaTransfer:
     def take_stall_seconds(self) -> float:
         return self.copy_stream.take_stall_seconds()
 
+    def queued_bytes(self) -> int:
+        with self._lock:
+            return sum(nbytes for end, nbytes in self._in_flight if not end.query())
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        return self.copy_stream.take_copy_times()
+
     def send_now(self, handle: CudaCopyHandle) -> None:
         """Put the rest of a prefetch on the stream: it is demanded now."""
         with self._lock:
@@ -244,11 +255,12 @@ class CudaTransfer:
                 handle.fail(_as_transfer_error(handle.job, error))
 
     def _fill_window(self) -> None:
-        while self._in_flight and self._in_flight[0].query():
+        while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
         while len(self._in_flight) < self._window and (parts := self._next_chunk()):
+            nbytes = sum(stop - handle.sent for handle, stop in parts)
             if (end := self._submit(parts)) is not None:
-                self._in_flight.append(end)
+                self._in_flight.append((end, nbytes))
             self._drop_settled()
 
     def _next_chunk(self) -> list[tuple[CudaCopyHandle, int]]:

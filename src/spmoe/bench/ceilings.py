@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "spmoe": spmoe.__version__,
-        "commit": _commit(),
+        "commit": _commit(Path(__file__).resolve()),
     }
 
 
@@ -117,16 +118,16 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str | None:
-    """Return the commit of the checkout that tracks this file, with "-dirty" if files changed; None outside of one."""
-    here = Path(__file__).resolve()
+@cache  # the code of a running process does not change with its checkout
+def _commit(file: Path) -> str | None:
+    """Return the commit of the checkout that tracks a file, with "-dirty" if files changed; None outside of one."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here.parent), *arguments]
+        command = ["git", "-C", str(file.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # fails if spmoe is installed inside another checkout
+        git("ls-files", "--error-unmatch", file.name)  # fails if spmoe is installed inside another checkout
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):

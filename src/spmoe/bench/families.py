@@ -278,7 +278,7 @@ def _prediction(llm: LLM) -> str:
 
 def gate_recall(llm: LLM) -> float:
     """Return the share of used experts that the gates select when called alone on the target's own hidden states."""
-    target, kv = llm.engine.target, llm.engine.target.new_kv(len(PROMPT))
+    target = llm.engine.target
     residuals: dict[int, Tensor] = {}
     used: dict[int, Tensor] = {}
     handles = []
@@ -296,7 +296,8 @@ def gate_recall(llm: LLM) -> float:
         handles.append(hooked.register_forward_pre_hook(save_residual))
         handles.append(moe_layer.experts.register_forward_pre_hook(save_experts, with_kwargs=True))
     try:
-        target.forward(PROMPT, kv, num_logits=1)
+        with target.temporary_kv(len(PROMPT)) as kv:
+            target.forward(PROMPT, kv, num_logits=1)
     finally:
         for handle in handles:
             handle.remove()

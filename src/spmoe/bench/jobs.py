@@ -12,7 +12,7 @@ from spmoe.bench.configs import BenchConfig, make_configs
 from spmoe.bench.prompts import PromptSet, find_prompts
 from spmoe.bench.runs import BenchJob, require_context
 from spmoe.bench.scenario import EVERY, SHIPPED, Matrix
-from spmoe.config import AUTO_DRAFT, Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
+from spmoe.config import AUTO_DRAFT, CpuThreads, Cutoff, CutoffMode, DraftTokens, EngineConfig, Size
 from spmoe.engine.llm import with_default_pair
 from spmoe.engine.plan import Plan, make_plan
 from spmoe.errors import UsageError
@@ -24,7 +24,7 @@ from spmoe.models.tokenizer import tokenizer_of
 
 @dataclass(frozen=True)
 class Workload:
-    """One model, draft, shape, link and prompt set of a matrix."""
+    """One model, draft, shape, link, prompt set, expert format and setting of the CPU path of a matrix."""
 
     matrix: Matrix
     model: str | None
@@ -33,6 +33,7 @@ class Workload:
     link: float | None  # GB/s to emulate
     prompts: str
     expert_format: str = "auto"
+    cpu_experts: CpuThreads = "off"
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -44,6 +45,7 @@ class Workload:
                 "draft": draft if self.draft == SHIPPED else self.draft,
                 "shape": self.shape,
                 "expert_format": self.expert_format,
+                "cpu_experts": self.cpu_experts,
                 "link_gbps": self.link,
                 "dtype": self.matrix.dtype,
                 "device": self.matrix.device,
@@ -57,7 +59,8 @@ class Workload:
 def make_workloads(matrix: Matrix) -> list[Workload]:
     """Return every workload of a matrix, in the order given."""
     models, drafts = matrix.models or (None,), matrix.drafts or (AUTO_DRAFT,)
-    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts, matrix.expert_formats)
+    formats, on_cpu = matrix.expert_formats, matrix.cpu_experts
+    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts, formats, on_cpu)
     return [Workload(matrix, *values) for values in combinations]
 
 

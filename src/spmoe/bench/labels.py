@@ -139,7 +139,8 @@ def expert_format(machine: Row) -> str:
 
 
 def _fields(machine: Row) -> dict[str, str]:
-    link, draft, projection = machine["link_gbps"], machine["draft"], (machine.get("requested") or {}).get("projection")
+    link, draft, requested = machine["link_gbps"], machine["draft"], machine.get("requested") or {}
+    projection, on_cpu = requested.get("projection"), requested.get("cpu_experts")
     return {
         "scenario": str(machine.get("scenario") or ""),
         "matrix": str(machine.get("matrix") or ""),
@@ -148,6 +149,7 @@ def _fields(machine: Row) -> dict[str, str]:
         "projection": "no projection" if projection is False else "",
         "dtype": str(machine["dtype"]),
         "format": expert_format(machine),
+        "cpu": "" if on_cpu is None else f"experts on the CPU: {on_cpu}",
         "link": "own link" if link is None else f"{link:g} GB/s",
         "eager": "eager" if machine["enforce_eager"] else "",
         "prompts": f"{machine.get('prompt_set')}",

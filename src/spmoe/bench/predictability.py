@@ -206,9 +206,8 @@ def run_window(runner: ModelRunner, tokens: list[int]) -> tuple[list[Tensor], Te
     def on_hidden_states(depth: int, residual: Tensor) -> None:
         states[depth] = residual
 
-    logits = runner.forward(
-        tokens, runner.new_kv(len(tokens)), num_logits=len(tokens), on_hidden_states=on_hidden_states
-    )
+    with runner.temporary_kv(len(tokens)) as kv:
+        logits = runner.forward(tokens, kv, num_logits=len(tokens), on_hidden_states=on_hidden_states)
     return states, logits
 
 

@@ -53,7 +53,8 @@ def workload_record(job: BenchJob) -> dict[str, Any]:
         "weights": "random" if random_weights else "checkpoint",
         "weights_note": RANDOM_WEIGHTS_NOTE if random_weights else None,
         "requested": {name: job.engine.get(name) for name in ("dtype", "device", "projection")}
-        | {name: value for name, value in job.engine.items() if name == "expert_format" and value != "auto"},
+        | {name: value for name, value in job.engine.items() if name == "expert_format" and value != "auto"}
+        | {name: value for name, value in job.engine.items() if name == "cpu_experts" and value != "off"},
         "prompts": len(job.prompts),
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "output_len": job.output_len,

@@ -33,12 +33,14 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
+    CpuThreads,
     Cutoff,
     DraftTokens,
     EngineConfig,
     Size,
     drafter_name,
     expert_formats,
+    parse_cpu_experts,
 )
 from spmoe.errors import UsageError
 from spmoe.files import decode_toml
@@ -133,6 +135,7 @@ OptionalText = Annotated[Text | None, BeforeValidator(lambda value: None if valu
 Policy = Annotated[Text, _choice("prefetch policy", PREFETCH_POLICIES.names, combined=True)]
 Eviction = Annotated[Text, _choice("eviction policy", lambda: ("auto", *EVICTION_POLICIES.names()))]
 Format = Annotated[Text, _choice("expert format", expert_formats)]
+CpuExperts = Annotated[CpuThreads, _parsed_by(parse_cpu_experts)]
 Budget = Annotated[Size, _parsed_by(Size.parse)]
 Link = Annotated[float | None, PlainValidator(_parse_link)]
 NumDraftTokens = Annotated[DraftTokens, PlainValidator(_parse_draft_tokens)]
@@ -162,6 +165,7 @@ class Matrix(BaseModel):
     drafts: OneOrMore[Located] | None = None
     shapes: OneOrMore[OptionalText] = (None,)
     expert_formats: OneOrMore[Format] = ("auto",)
+    cpu_experts: OneOrMore[CpuExperts] = ("off",)
     links: OneOrMore[Link] = (None,)  # GB/s to emulate; None: the machine's own link
     prompts: OneOrMore[Located] = (SAMPLE,)
     # one configuration for each combination of these

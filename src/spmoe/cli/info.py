@@ -82,11 +82,13 @@ def _table(plan: Plan) -> Table:
     share = slots_bytes / target.all_experts_bytes
     slots = f"{format_bytes(slots_bytes)} expert slots ({memory.slots} slots, {100 * share:.0f}% of experts)"
     table.add_row("", slots)
-    table.add_row("", f"{format_bytes(memory.kv)} KV caches for {memory.context} tokens")
+    table.add_row("", f"{format_bytes(memory.kv)} KV caches for {memory.kv_positions} tokens")
     if memory.workspace:
         table.add_row("", f"{format_bytes(memory.workspace)} workspace")
     limit = "" if memory.limit is None else f", limit {format_bytes(memory.limit)}"
     table.add_row("", f"{format_bytes(memory.resident + slots_bytes + memory.kv + memory.workspace)} total{limit}")
+    if memory.cpu_copies:
+        table.add_row("", f"up to {format_bytes(memory.cpu_copies)} of host memory for copies of experts on the CPU")
     table.add_row("", "")
     table.add_row("draft tokens", "0" if draft is None else f"{draft.num_speculative_tokens} per step")
     table.add_row("prefetch", plan.prefetch.policy)

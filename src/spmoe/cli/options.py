@@ -23,6 +23,7 @@ from spmoe.cli.panels import in_panel
 from spmoe.config import DEFAULT_MAX_TOKENS, ONE_BY_ONE, SHIPPED_PAIR, EngineConfig, SamplingParams, drafter_name
 from spmoe.errors import PromptError, UsageError, printable
 from spmoe.files import config_directory, model_directory
+from spmoe.files import read_text_file as read_text_file  # commands import it from here
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 if TYPE_CHECKING:
@@ -122,6 +123,13 @@ def _engine(
             "one of 16 later reads) or always."
         ),
     ] = "once",
+    cpu_experts: Annotated[
+        str,
+        typer.Option(
+            help="CUDA: compute missing experts on the CPU where that is faster than moving them: off, auto (threads "
+            "on most cores) or a number of threads. In 16-bit types the CPU rounds differently."
+        ),
+    ] = "off",
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: capture no CUDA graphs, for debugging.")
     ] = False,
@@ -292,16 +300,6 @@ def read_text(prompt: str) -> str:
     if not prompt:
         raise PromptError("the prompt is empty; give one with --prompt TEXT or on standard input")
     return prompt
-
-
-def read_text_file(path: Path) -> str:
-    """Return the contents of a UTF-8 text file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
 
 
 def require_writable(*files: str | Path | None) -> None:

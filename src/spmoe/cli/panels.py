@@ -36,7 +36,7 @@ PANELS = (
 
 _BY_PANEL = {
     "Model": "dtype expert_format load_format device max_model_len shape generation_config chat_template system",
-    "Memory": "expert_memory device_memory host_memory pin_memory verify_experts",
+    "Memory": "expert_memory device_memory host_memory pin_memory verify_experts cpu_experts",
     "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
@@ -44,7 +44,7 @@ _BY_PANEL = {
         repetition_penalty seed stop stop_token_ids ignore_eos json_schema""",
     "Server": """
         host port api_key served_model_name allowed_origins max_num_seqs max_num_batched_tokens enable_prefix_caching
-        max_queued_requests max_body_size shutdown_timeout
+        max_queued_requests max_body_size shutdown_timeout ray_replicas
         tool_call_parser""",
     "Output": """
         as_json json_file output report markdown plot chrome wide load_file save_file everything older_than dry_run yes
@@ -52,7 +52,7 @@ _BY_PANEL = {
     "Measurement": """
         scenario prompts max_prompts output_len repeat warmup ablation resident_step_ms resume text windows window span
         measure check stored every reference cost quick compute_scale expert_size draft_pass_ms verify_layer_ms transfer
-        formats workers profile device_gbps link_gbps enforce_eager batching overlap""",
+        formats workers profile device_gbps host_gbps link_gbps cpu_gbps enforce_eager batching overlap""",
 }
 PANEL_OF = {name: panel for panel, names in _BY_PANEL.items() for name in names.split()}
 
@@ -61,7 +61,7 @@ _METAVARS = {  # by option; the others by type
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
     **dict.fromkeys(("generation_config", "load_format", "reference", "verify_experts", "expert_format"), "NAME"),
     "tool_call_parser": "NAME",
-    **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps"), "N"),
+    **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps", "cpu_gbps", "cpu_experts"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
 }
 _METAVARS_BY_TYPE = {str: "TEXT", int: "N", float: "N", Path: "PATH"}
@@ -82,6 +82,7 @@ _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "transfer": lambda: ("recorded", "cuda"),
     "generation_config": lambda: ("auto", "none"),
     "verify_experts": lambda: VERIFY_EXPERTS,
+    "cpu_experts": lambda: ("off", "auto"),
     "load_format": lambda: LOAD_FORMATS,
     "expert_format": expert_formats,
     "tool_call_parser": lambda: TOOL_CALL_PARSERS,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, takes_shared_options_except
-from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
+from spmoe.config import ONE_BY_ONE, EngineConfig, Size, drafter_name, format_bytes, parse_num_speculative_tokens
 from spmoe.errors import UsageError, printable
 from spmoe.files import config_directory, model_directory
 
@@ -29,6 +31,7 @@ _ROUTING_LABELS = {"even": "even routing", "recorded": "as recorded", "measured"
     "expert_memory",
     "pin_memory",
     "verify_experts",
+    "cpu_experts",
     "enforce_eager",
     "batching",
     "overlap",
@@ -66,6 +69,12 @@ def plan(
     device_gbps: Annotated[
         float | None, typer.Option(help="Bandwidth of the device's memory, in gigabytes per second.")
     ] = None,
+    host_gbps: Annotated[
+        float | None,
+        typer.Option(
+            help="Bandwidth of the host's memory, which the link and experts on the CPU share, in gigabytes per second."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what fits where, the predicted time per token, its floor, what limits it, and the command to run.
@@ -86,6 +95,7 @@ def plan(
         "host_memory": _bytes("--host-memory", host_memory),
         "link_gbps": _speed("--link-gbps", link_gbps),
         "device_gbps": _speed("--device-gbps", device_gbps),
+        "host_gbps": _speed("--host-gbps", host_gbps),
     }
     draft = None if draft in (None, "auto") else draft
     options = {name: engine[name] for name in ("dtype", "expert_format", "max_model_len", "load_format")}
@@ -100,7 +110,7 @@ def plan(
     target, own_draft = shipped_pair()
     if engine["model"] is None and draft is None:
         draft = own_draft
-    config = EngineConfig.make(model=engine["model"] or target, **options)
+    config = EngineConfig.make(model=engine["model"] or target, **options, **ONE_BY_ONE)  # as the command it recommends
     estimate = make_estimate(config, draft, k, acceptance, device=device, **hardware)  # type: ignore[arg-type]
     if as_json:
         print(json.dumps(estimate.to_dict()))
@@ -142,14 +152,23 @@ def _lines(estimate: Estimate) -> list[str]:
         rows += _memory_rows(estimate, best)
     else:
         rows += [("problem", f"does not fit: {case.problem}") for case in estimate.cases[:1]]
-    lines = [f"{name:<12}{text}" for name, text in rows]
+    lines = _wrapped(rows)
     if best is not None:
         lines += ["", *_time_table(estimate, best)]
-    lines += [f"{name:<12}{text}" for name, text in _closing(estimate)]
+    lines += _wrapped(_closing(estimate))
     if estimate.command is not None:
         short = estimate.host_missing or estimate.disk_missing
         lines += ["", "recommended, once it fits:" if short else "recommended:", f"  {estimate.command}"]
     return lines
+
+
+def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return lines of at most 100 columns: a name and a text, which goes on below itself."""
+    return [
+        f"{'' if number else name:<12}{part}"
+        for name, text in rows
+        for number, part in enumerate(wrap(text, 88, break_long_words=False, break_on_hyphens=False))
+    ]
 
 
 def _hardware_rows(hardware: Hardware) -> list[tuple[str, str]]:
@@ -160,9 +179,10 @@ def _hardware_rows(hardware: Hardware) -> list[tuple[str, str]]:
         "host_memory": f"{format_bytes(hardware.host_memory)} host memory",
         "link_gbps": f"{link} {hardware.link_gbps:.4g} GB/s",
         "device_gbps": f"memory bandwidth {hardware.device_gbps:.4g} GB/s",
+        "host_gbps": f"host memory bandwidth {hardware.host_gbps:.4g} GB/s",
     }
     if hardware.device == "cpu":
-        del values["device_memory"]
+        del values["device_memory"], values["host_gbps"]
     here = hardware.device_name or "no CUDA device here"
     rows = [("hardware", f"{here}")]
     for source in ("given", "measured", "assumed"):
@@ -184,7 +204,7 @@ def _memory_rows(estimate: Estimate, case: Case) -> list[tuple[str, str]]:
     parts = [f"{format_bytes(estimate.dense_bytes)} weights without experts"]
     if draft > 0:
         parts.append(f"{format_bytes(draft)} draft {case.draft}")
-    parts.append(f"{format_bytes(memory.kv)} KV caches for {memory.context} tokens")
+    parts.append(f"{format_bytes(memory.kv)} KV caches for {memory.kv_positions} tokens")
     if memory.workspace:
         parts.append(f"{format_bytes(memory.workspace)} workspace")
     count = memory.slots * estimate.all_experts_bytes // slots_bytes if slots_bytes else 0
@@ -197,7 +217,10 @@ def _memory_rows(estimate: Estimate, case: Case) -> list[tuple[str, str]]:
         missing = f", {format_bytes(estimate.disk_missing)} more than is free" if estimate.disk_missing else ""
         return [*rows, ("disk", f"{experts} expert file{missing}")]
     fits = f"does not fit, {format_bytes(estimate.host_missing)} missing" if estimate.host_missing else "fits"
-    return [*rows, ("host", f"{experts} for all experts: {fits}")]
+    rows.append(("host", f"{experts} for all experts: {fits}"))
+    if memory.cpu_copies:
+        rows.append(("", f"up to {format_bytes(memory.cpu_copies)} for copies with --cpu-experts"))
+    return rows
 
 
 def _time_table(estimate: Estimate, best: Case) -> list[str]:

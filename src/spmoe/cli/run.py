@@ -26,6 +26,7 @@ from spmoe.config import StructuredOutputsParams, format_bytes
 
 if TYPE_CHECKING:
     from spmoe.engine.stats import Stats
+    from spmoe.observe.ledger import Counters
 
 
 @takes_shared_options
@@ -65,6 +66,19 @@ def run(
         raise typer.Exit(130)
 
 
+def _cpu_path(c: Counters) -> str:
+    """Return what the CPU path did: experts and bytes, rates of both paths, choices that were wrong, failures."""
+    text = f"{c.cpu_experts} experts, {format_bytes(c.cpu_bytes)}"
+    if c.cpu_gbps is not None:
+        text += f" in {1e3 * c.cpu_seconds:.1f} ms ({c.cpu_gbps:.3g} GB/s"
+        text += f"; link {c.link_gbps:.3g} GB/s)" if c.link_gbps is not None else ")"
+    if c.cpu_copies:
+        text += f"; {c.cpu_copies} copied in {1e3 * c.cpu_copy_seconds:.1f} ms"
+    if c.path_choices:
+        text += f"; {100 * c.wrong_path_choices / c.path_choices:.0f}% of {c.path_choices} choices wrong in hindsight"
+    return text + (f"; {c.cpu_failures} failed and were moved" if c.cpu_failures else "")
+
+
 def stats_table(stats: Stats) -> Table:
     """Format one request's statistics as a table."""
     c = stats.counters
@@ -88,6 +102,8 @@ def stats_table(stats: Stats) -> Table:
         table.add_row("speculation", summary)
     rate = "-" if c.hit_rate is None else f"{100 * c.hit_rate:.1f}%"
     table.add_row("experts", f"hit rate {rate}, {c.demand_loads} demand loads, {c.prefetch_loads} prefetches")
+    if c.cpu_experts or c.cpu_failures:
+        table.add_row("on the CPU", _cpu_path(c))
     if c.prefetches_requested:
         table.add_row(
             "prefetched",

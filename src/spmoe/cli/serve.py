@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spmoe.cli.interrupts import nothing_to_clean_up
 from spmoe.cli.options import load, read_text_file, stderr, takes_shared_options
 from spmoe.cli.output import is_verbose, note
 from spmoe.config import EngineConfig
+from spmoe.errors import UsageError
 from spmoe.models.chat_template import require_template_syntax
 from spmoe.serve.address import bind, is_loopback, url_of
-from spmoe.serve.config import DEFAULT_MODEL_NAME, ServeConfig, parse_body_size, require_serve_extra
+from spmoe.serve.config import DEFAULT_MODEL_NAME, ServeConfig, parse_body_size, require_extra
 
 if TYPE_CHECKING:
     from spmoe.engine.llm import LLM
@@ -63,13 +65,25 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja chat template to use instead of the model's own.")
     ] = None,
+    ray_replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Run N replicas of the engine with Ray Serve, one per GPU; a session stays on its replica. Needs the "
+            "ray extra.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
 
     SIGTERM or Ctrl-C stops accepting, lets requests under way finish, and ends with exit code 0. Needs the serve
     extra: pip install 'spmoe[serve]'.
     """
-    require_serve_extra()
+    if ray_replicas is not None:
+        require_extra("ray")  # names the extra that includes the server
+        if ray_replicas < 1:
+            raise UsageError(f"ray_replicas must be at least 1, not {ray_replicas}")
+    require_extra("serve")
     engine |= {
         "max_num_seqs": max_num_seqs,
         "prefill_chunk": max_num_batched_tokens,
@@ -95,6 +109,9 @@ def serve(
     try:
         if not config.api_keys and not is_loopback(bound):
             note(f"warning: other machines can reach {host}, and everyone may use the model; set --api-key")
+        if ray_replicas is not None:
+            _run_replicas(engine, config, template, bound, ray_replicas)
+            return
         with load(engine) as llm:
             if template is not None and llm.engine.parts.tokenizer is not None:
                 llm.engine.parts.tokenizer.chat_template = template
@@ -104,11 +121,27 @@ def serve(
 
 
 def _run(llm: LLM, config: ServeConfig, bound: socket) -> None:
-    """Serve until a signal comes."""
+    """Serve with an engine in this process until a signal comes."""
     from spmoe.engine.async_llm import AsyncLLM
     from spmoe.serve.app import make_app
+
+    _serve(make_app(AsyncLLM(llm=llm), config), config, bound, "")
+
+
+def _run_replicas(engine: dict[str, Any], config: ServeConfig, template: str | None, bound: socket, count: int) -> None:
+    """Serve with replicas in processes of Ray until a signal comes."""
+    with nothing_to_clean_up():
+        import spmoe.backends.devices  # noqa: F401  (torch, for the choice of the device)
+        from spmoe.serve.ray import ReplicaOptions, local_replicas, make_gateway
+
+    note(f"starting Ray with {count} replica{'s' if count > 1 else ''}")
+    with local_replicas(ReplicaOptions(engine, config, template), count, verbose=is_verbose()) as replicas:
+        _serve(make_gateway(replicas, config), config, bound, f" with {count} replica{'s' if count > 1 else ''}")
+
+
+def _serve(app: Any, config: ServeConfig, bound: socket, extent: str) -> None:
+    """Run an application of FastAPI; print a line when it accepts requests, which has `extent` after the address."""
     from spmoe.serve.server import serve as serve_app
 
-    app = make_app(AsyncLLM(llm=llm), config)
-    message = f"serving {config.served_model_names[0]} at {url_of(bound)}/v1; Ctrl-C or SIGTERM stops"
+    message = f"serving {config.served_model_names[0]} at {url_of(bound)}/v1{extent}; Ctrl-C or SIGTERM stops"
     serve_app(app, config, bound, access_log=is_verbose(), ready=lambda: stderr().print(message, soft_wrap=True))

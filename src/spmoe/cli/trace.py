@@ -137,6 +137,13 @@ def replay_trace(
     link_gbps: Annotated[
         str | None, typer.Option(help="Link speed in GB/s, separated by commas; default: as recorded.")
     ] = None,
+    cpu_gbps: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate at which the CPU computes missing experts beside a busy link, in GB/s of stored weights, "
+            "separated by commas; default: they are always moved."
+        ),
+    ] = None,
     compute_scale: Annotated[float, typer.Option(min=0, help="Multiply all compute times by this factor.")] = 1.0,
     expert_size: Annotated[str | None, typer.Option(help="Assume experts of this size, such as 336MiB.")] = None,
     draft_pass_ms: Annotated[float | None, typer.Option(min=0, help="Assume this time for a draft pass.")] = None,
@@ -178,14 +185,15 @@ def replay_trace(
         recorded = as_cuda(recorded)
     times = ComputeTimes(compute_scale, _seconds(draft_pass_ms), _seconds(verify_layer_ms))
     configs = [
-        ReplayConfig(policy, eviction_of(policy, evicts), k, layers, memory, link)
-        for policy, evicts, k, layers, memory, link in product(
+        ReplayConfig(policy, eviction_of(policy, evicts), k, layers, memory, link, cpu)
+        for policy, evicts, k, layers, memory, link, cpu in product(
             parse_list("--prefetch", prefetch, str),
             parse_list("--eviction", eviction, str),
             _values("--num-speculative-tokens", num_speculative_tokens, parse_whole),
             parse_list("--cutoff", cutoff, Cutoff.parse),
             _values("--expert-memory", expert_memory, Size.parse),
             _values("--link-gbps", link_gbps, parse_gbps),
+            _values("--cpu-gbps", cpu_gbps, parse_gbps),
         )
     ]
     configs = list(dict.fromkeys(configs))  # an eviction policy may be given by its name and as auto
@@ -218,7 +226,8 @@ def _table(ranked: list[tuple[int, ReplayResult]]) -> Table:
         "rank", "prefetch", "eviction", "K", "cutoff", "slots", "GB/s", "step ms", "TPOT ms", "stall ms", "loads/token",
         "MB/token", "hits", "used", "late", "wasted", "link busy", "efficiency",
     )  # fmt: skip
-    table = Table(*columns, box=None, pad_edge=False)
+    on_cpu = any(result.config.cpu_gbps is not None for _, result in ranked)
+    table = Table(*columns, *(["on CPU/token"] if on_cpu else []), box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
     for place, result in ranked:
@@ -231,6 +240,7 @@ def _table(ranked: list[tuple[int, ReplayResult]]) -> Table:
             f"{d['loads_per_token']:.2f}", f"{d['bytes_per_token'] / 1e6:.1f}", f"{100 * (d['hit_rate'] or 0):.1f}%",
             *(f"{100 * d[name]:.0f}%" if prefetches else "-" for name in ("used_share", "late_share", "wasted_share")),
             f"{100 * d['link_busy_share']:.0f}%", f"{d['pipeline_efficiency']:.2f}",
+            *([f"{d['cpu_experts_per_token']:.2f}"] if on_cpu else []),
         )  # fmt: skip
     return table
 
@@ -249,7 +259,10 @@ def _recorded_line(recorded: Trace) -> str:
 
 
 def _label(config: ReplayConfig) -> str:
-    parts = (config.prefetch, config.eviction, config.draft_tokens, config.cutoff, config.memory, config.link_gbps)
+    parts = (
+        config.prefetch, config.eviction, config.draft_tokens, config.cutoff, config.memory, config.link_gbps,
+        config.cpu_gbps,
+    )  # fmt: skip
     return " ".join(str(part) for part in parts if part is not None)
 
 

@@ -86,6 +86,10 @@ class Drafter:
     def prepare(self, k: int, observers: Observers) -> None:
         """Capture the forwards of greedy drafts of up to K tokens."""
 
+    def kv_cache(self, sequence_id: int) -> KvState | None:
+        """Return its own KV cache of a sequence, if it has one."""
+        return None
+
     def rewind(self, lengths: Mapping[int, int]) -> None:
         """Forget, per sequence id, every position from the given length on."""
 

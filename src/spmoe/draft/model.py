@@ -15,6 +15,7 @@ from spmoe.errors import DraftError, UsageError
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
+from spmoe.models.kv_pool import kv_sizes
 from spmoe.models.ragged import RaggedPart
 from spmoe.models.runner import ModelRunner
 from spmoe.registry import DRAFTERS
@@ -85,6 +86,11 @@ class DraftModel(Drafter):
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
         for rows in CATCH_UP_ROWS if k else ():
             self.runner.prepare(rows, 1, None)
+        for chunks in (FIRST_PASS_CHUNKS, 1) if k else ():
+            self.runner.prepare_batches(self._observer(types.Stage.DRAFT, observers, chunks))
+
+    def kv_cache(self, sequence_id: int) -> KvState | None:
+        return self._states.get(sequence_id)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         for sequence_id, length in lengths.items():
@@ -100,7 +106,7 @@ class DraftModel(Drafter):
             return types.Draft([])
         kv = self._states.get(sequence.id)
         if kv is None:
-            kv = self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
+            kv = self._new_kv(sequence, k)
         elif k == 0:
             return types.Draft([])
         if k == 0 and kv.length and self._reads_captured(len(sequence.tokens) - kv.length):
@@ -127,9 +133,10 @@ class DraftModel(Drafter):
         drafts: dict[int, list[int]] = {one.id: [] for one in sequences}
         fitting = [one for one in sequences if len(one.tokens) + k <= self.runner.max_positions]
         for sequence in fitting:
-            if sequence.id not in self._states:
-                self._states[sequence.id] = self.runner.new_kv(sequence.capacity, sequence.tokens)
-            self._catch_up(sequence, self._states[sequence.id])
+            kv = self._states.get(sequence.id) or self._new_kv(sequence, k)
+            if not kv.length and len(sequence.tokens) > 1:  # of a sequence that was preempted
+                self._read(sequence.tokens[:-1], kv, None)
+            self._catch_up(sequence, kv)
         for position in range(k if fitting else 0):
             parts = []
             for sequence in fitting:
@@ -141,6 +148,11 @@ class DraftModel(Drafter):
             for sequence, result in zip(fitting, results, strict=True):
                 drafts[sequence.id].append(self._choose(result.logits, sequence, drafts[sequence.id]))
         return [types.Draft(drafts[one.id]) for one in sequences]
+
+    def _new_kv(self, sequence: types.Sequence, k: int) -> KvState:
+        least, preferred = kv_sizes(len(sequence.tokens), k, sequence.capacity)
+        kv = self._states[sequence.id] = self.runner.new_kv(least, sequence.tokens, preferred)
+        return kv
 
     def _catch_up(self, sequence: types.Sequence, kv: KvState) -> None:
         """Read all but the newest token of steps without a draft; they predict nothing that is still to come."""

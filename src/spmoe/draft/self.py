@@ -22,7 +22,6 @@ from spmoe.draft.base import DraftContext, DraftSources, Observers
 from spmoe.draft.model import DraftModel
 from spmoe.models.experts_seam import attach
 from spmoe.models.hidden_states import LayerObserver, OnChunk
-from spmoe.models.kv import KvState
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.registry import DRAFTERS
@@ -34,6 +33,7 @@ class QuantizedSelfRunner(ModelRunner):
     def __init__(self, target: Target, experts: QuantizedExperts) -> None:
         super().__init__(target.model)
         self.inspection = replace(self.inspection, kv_bytes_per_token=0)  # the KV cache is the target's
+        self.kv_pool = target.kv_pool
         self._target = target
         self._experts = experts
         moe_layers = enumerate(self.inspection.moe)
@@ -41,11 +41,6 @@ class QuantizedSelfRunner(ModelRunner):
         self._on_chunk: OnChunk | None = None
         self._chunk_layers = 0  # MoE layers per chunk
         self._routed: list[tuple[Tensor, Tensor]] = []  # experts and weights by MoE layer, since the last chunk
-
-    @property
-    def spare_kv(self) -> list[KvState]:
-        """The target's spare KV caches."""
-        return self._target.spare_kv
 
     @property
     def resident_bytes(self) -> int:
@@ -134,6 +129,9 @@ class SelfDraft(DraftModel):
         return cls(
             context.runner, context.runner.vocab_size, context.prefill_chunk, context.run_ahead, context.target_kv
         )
+
+    def kv_cache(self, sequence_id: int) -> None:
+        """Return None: the KV caches are the target's."""
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         """Do nothing: the KV caches are the target's."""

@@ -15,7 +15,14 @@ from spmoe.config import EngineConfig, Size, drafter_name, format_bytes
 from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.draft.model import CATCH_UP_ROWS
 from spmoe.engine.engine import Engine, configure_experts
-from spmoe.engine.memory import all_resident, divide_memory, max_sequence_length, slot_count, weight_bytes
+from spmoe.engine.memory import (
+    all_resident,
+    cpu_copy_budget,
+    divide_memory,
+    max_sequence_length,
+    slot_count,
+    weight_bytes,
+)
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
@@ -118,12 +125,16 @@ def _build(
     runners = [runner for runner in (target, draft) if runner is not None]
     extra_bytes = projection.nbytes if projection is not None else 0
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes)
+    if device.type == "cuda" and config.cpu_experts != "off":
+        held = store.spec.nbytes if store is not None else 0  # already in memory, and reused or freed
+        free = available_memory() + held - spec.nbytes
+        memory = replace(memory, cpu_copies=cpu_copy_budget(target, spec, models.expert_format, free))
     notices += memory.notices
     if isinstance(config.device_memory, Size) and memory.limit is not None:
         limit_memory(device, memory.limit)
 
     with _out_of_memory(f"{memory.slots} expert slots"):
-        runtime = make_runtime(config, models, memory.slots, store, require_wanted)
+        runtime = make_runtime(config, models, memory.slots, store, require_wanted, memory.cpu_copies)
     notices += runtime.notices
     threads = IntraOpThreads()
     clock, timeline, transfer = RealClock(), Timeline(), runtime.transfer
@@ -132,8 +143,9 @@ def _build(
     eviction = make_eviction(config.eviction_policy, spec.experts)
     threaded = runtime.cuda is None or config.link_gbps is not None  # with an emulated link, the host waits for copies
     experts = Experts.build(
-        runtime.slots, transfer, eviction, spec.layout.nbytes, clock, threaded=threaded, timeline=timeline
-    )
+        runtime.slots, transfer, eviction, spec.layout.nbytes, clock, threaded=threaded, timeline=timeline,
+        cpu_path=runtime.cpu_path,
+    )  # fmt: skip
     configure_experts(experts, config)
     try:
         if device.type == "cpu":

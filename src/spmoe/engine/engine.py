@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spmoe.backends.base import MAX_KERNEL_ROWS
 from spmoe.backends.devices import limit_memory
 from spmoe.config import EngineConfig, Size
 from spmoe.draft.base import Drafter
@@ -32,8 +36,10 @@ from spmoe.errors import BudgetError, DraftError, SpmoeError, UsageError, reason
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
+from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
+from spmoe.observe.progress import progress_bar
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
@@ -44,6 +50,9 @@ from spmoe.predict.policies.oracle import RoutingRecorder
 from spmoe.types import Sequence, Turn
 
 CHANGEABLE = frozenset({"prefetch", "num_speculative_tokens", "cutoff", "eviction", "batching", "overlap"})
+
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -57,6 +66,7 @@ class Engine:
         self.recording: RecordedRouting | None = None  # routing of the request that runs next, for the oracle
         self._new_profiles: dict[Path, Profile] = {}  # to be written at `close`
         self.failure: Exception | None = None  # that could not be recovered from
+        self._cpu_failed = False  # a notice says that experts could not be computed on the CPU
         self.prefetching: Prefetching = self._make_prefetching()
         self.loop: Loop = self._make_loop()
 
@@ -100,19 +110,22 @@ class Engine:
     def step(self, turns: abc.Sequence[Turn]) -> list[list[int]]:
         """Run one step, on the calling thread, with the engine's number of intra-op threads; see `Loop.step`.
 
-        A draft that fails costs its sequences their drafts, not their requests. After any other error that is not one
-        of spmoe's own, the engine starts again with empty slots, so that the next request finds it in order.
+        A draft that fails costs its sequence its drafts, not its request; of several sequences, each one has this step
+        alone. After any other error that is not one of spmoe's own, the engine starts again with empty slots, so that
+        the next request finds it in order.
         """
         sequences = [turn.sequence for turn in turns]
         with self._guarded(sequences):
             try:
                 return self.loop.step(turns)
             except DraftError as error:
-                self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
                 self.recover()
-                for sequence in sequences:
-                    self.release(sequence)  # a draft may share the target's KV cache
-                    sequence.drafts = False
+                if len(turns) > 1:
+                    self.undo_step(sequences, [len(sequence.tokens) for sequence in sequences])
+                else:
+                    self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
+                    self.release(sequences[0])  # a draft may share the target's KV cache
+                    sequences[0].drafts = False
         return [new for turn in turns for new in self.step([turn])]
 
     def read_prompt(self, sequence: Sequence) -> bool:
@@ -131,6 +144,7 @@ class Engine:
         try:
             with self.parts.threads.in_force(max(unread, default=1)):
                 yield
+            self._note_cpu_failure()
         except SpmoeError:
             self.loop.forbid_kv_reuse(sequences)
             raise
@@ -146,14 +160,30 @@ class Engine:
             self.recover()
             raise
 
+    def _note_cpu_failure(self) -> None:
+        """Add a notice, the first time that experts could not be computed on the CPU."""
+        path = self.experts.cpu_path
+        if path is not None and (failure := path.take_failure()) is not None and not self._cpu_failed:
+            self._cpu_failed = True
+            self._add_notice(f"experts could not be computed on the CPU ({failure}); they are moved to the GPU instead")
+
     def undo_step(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
         """Take back a step that has failed; `lengths`: tokens of each sequence before it."""
         self.loop.undo_step(sequences, lengths)
 
-    def has_kv_place(self, sequence: Sequence) -> bool:
-        """Return whether the KV caches of another sequence fit into the memory that is planned for them."""
-        runners = [runner for runner in (self.target, self.active_drafter.runner) if runner is not None]
-        return all(runner.kv_pool.has_place(sequence.capacity) for runner in runners)
+    def reserve_kv(self, sequence: Sequence) -> bool:
+        """Give a sequence's KV caches place for its next step; return False if there is not enough."""
+        return self.loop.reserve_kv(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the place of a sequence's KV caches until `resume`."""
+        with self._guarded([sequence]):
+            self.loop.preempt(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Move the KV cache of a preempted sequence back; see `Loop.can_resume`."""
+        with self._guarded([sequence]):
+            self.loop.resume(sequence)
 
     def note_batching(self) -> None:
         """Add a notice if requests that run at the same time cannot share their steps."""
@@ -216,25 +246,36 @@ class Engine:
             yield recorder.recording
 
     def prepare(self) -> None:
-        """Capture every forward that greedy requests of the planned length replay, before the first request."""
+        """Compile kernels and capture forwards before the first request, so that it is as fast as later ones."""
         if self.parts.runtime.recorder is None:
             return
-        with self.experts.ledger.ignore_demand():
-            for runner in (self.target, self.active_drafter.runner):
-                if runner is not None and not runner.spare_kv:
-                    kv = runner.new_kv(min(self.parts.memory.context, runner.max_positions))
-                    self.experts.step.begin()
-                    runner.forward([0], kv, 1)  # allocates it
-                    self.experts.step.end()
-                    runner.release_kv(kv)
-        self.loop.prepare()
+        runners = [runner for runner in (self.target, self.active_drafter.runner) if runner is not None]
+        prompts = [partial(self._warm_up, *one) for one in product(runners, _warm_up_rows(self.config.prefill_chunk))]
+        work: list[abc.Callable[[], None]] = [*prompts, *self.loop.captures()]
+        started = self.parts.clock.now()
+        with progress_bar("Compiling kernels and capturing CUDA graphs", self.config.progress) as report:
+            for done, one in enumerate(work):
+                report(done, len(work))
+                one()
+            report(len(work), len(work))
+        if not self.parts.all_resident:
+            self.recover()  # the prompts above say nothing about the experts that requests use
+        log.info("compiled kernels and captured CUDA graphs in %.1f s", self.parts.clock.now() - started)
+
+    def _warm_up(self, runner: ModelRunner, rows: int) -> None:
+        """Read a prompt whose tokens are all equal, so that few experts are loaded. It allocates the KV arena too."""
+        rows = min(rows, runner.max_positions)
+        with self.experts.ledger.ignore_demand(), runner.temporary_kv(rows) as kv:
+            self.experts.step.begin()
+            runner.forward([0] * rows, kv, 1)
+            self.experts.step.end()
 
     def learn_cutoff(self) -> None:
         """Choose an automatic cutoff again from the experts that requests so far have missed."""
         self.prefetching.learn_cutoff(self.counters, self.loop)
 
     def recover(self) -> None:
-        """Start again with empty slots after an unexpected error inside a step; no request is lost but that one.
+        """Start again with empty slots, after an unexpected error inside a step; no request is lost but that one.
 
         Whatever the error has left of the bookkeeping of experts, and of the eviction policy, is replaced.
         """
@@ -349,3 +390,8 @@ def configure_experts(experts: Experts, config: EngineConfig) -> None:
     """Apply the options that may change between requests."""
     experts.pool.set_batching(config.batching)
     experts.scheduler.overlap = config.overlap
+
+
+def _warm_up_rows(chunk: int) -> list[int]:
+    """Return the rows of prompts that use all kernels of prompts: grouped ones, and a product per expert."""
+    return sorted({1, min(chunk, MAX_KERNEL_ROWS // 2 + 1), chunk})

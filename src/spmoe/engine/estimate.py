@@ -7,14 +7,23 @@ predicts the time of a step. docs/planning.md explains the assumptions, and wher
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from spmoe.backends.cpu import expert_shapes
+from spmoe.backends.cpu_copies import needs_copies
 from spmoe.config import EngineConfig, Size, drafter_name, format_bytes, home
 from spmoe.engine.hardware import HOST_SHARE, Hardware, find_hardware
-from spmoe.engine.memory import MemoryPlan, divide_memory, max_sequence_length, weight_bytes
+from spmoe.engine.memory import (
+    MemoryPlan,
+    cpu_copy_budget,
+    divide_memory,
+    expert_copy_bytes,
+    max_sequence_length,
+    weight_bytes,
+)
 from spmoe.engine.plan import memory_dict
 from spmoe.engine.prefetching import DraftSide, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
@@ -51,6 +60,10 @@ _PREFETCH_QUALITY = PredictionQuality(recall=0.75, precision=0.85)  # of experts
 _ACCEPTANCE = {"model": 0.7, "self:int8": 0.95, "self:int4": 0.9, "ngram": 0.6}  # of a draft token, if it was reached
 _LENGTHS = [k for k in LENGTHS if 0 < k <= 8]  # K to choose from; longer drafts rest on rare acceptances
 _MIN_GAIN = 1.05  # that a draft must reach to be recommended
+_CPU_EFFICIENCY = 0.85  # of the host memory's bandwidth that products of few rows reach
+_DEQUANTIZED = 0.05  # of that rate, for packed experts that no copy was made of
+_INT4_OPERATOR = 0.65  # of that rate, for copies in the layout of PyTorch's operator, as measured on 16 cores
+_CPU_GAIN = 1.1  # from which on experts on the CPU are recommended: they round differently
 _PROPOSING = {"ngram": 0.5}  # share of steps with a draft; every step if it is not listed
 
 
@@ -108,11 +121,17 @@ class Case:
     acceptance: float  # assumed chance that a draft token is accepted, if it was reached
     tokens_per_step: float
     times: dict[str, TokenTime]  # by assumption about routing; "measured" alone with a profile
+    cpu_times: dict[str, TokenTime] = field(default_factory=dict)  # with experts on the CPU too; empty: no such path
 
     @property
     def likely(self) -> TokenTime:
         """Time by the profile of this machine or, without one, under the likely assumption."""
         return self.times.get("measured") or self.times[_LIKELY]
+
+    @property
+    def likely_with_cpu(self) -> TokenTime | None:
+        """Likely time with `--cpu-experts auto`; None if there is no second path."""
+        return self.cpu_times.get("measured") or self.cpu_times.get(_LIKELY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +243,7 @@ def make_estimate(
     host_memory: int | None = None,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
+    host_gbps: float | None = None,
 ) -> Estimate:
     """Estimate a model's memory and time per token.
 
@@ -232,7 +252,7 @@ def make_estimate(
     """
     models, wanted = _Models.find(config, draft), _Wanted(draft, draft_tokens, acceptance)
     blob = models.spec.layout.nbytes
-    hardware = find_hardware(device, blob, device_memory, host_memory, link_gbps, device_gbps)
+    hardware = find_hardware(device, blob, device_memory, host_memory, link_gbps, device_gbps, host_gbps)
     cases = _compare(config, models, hardware, wanted)
     fitting = [case for case in cases if case.memory is not None]
     best = min(fitting, key=_seconds_to_compare) if fitting else None
@@ -244,7 +264,7 @@ def make_estimate(
     return Estimate(
         model=config.model,
         architecture=type(models.target.model).__name__,
-        dtype=str(models.dtype).removeprefix("torch."),
+        dtype=_dtype_name(models.dtype),
         parameters=dense_bytes // models.dtype.itemsize + expert_parameters(models.target.model, models.paths),
         download_bytes=models.checkpoint.download_bytes
         + (models.draft_checkpoint.download_bytes if models.draft_checkpoint is not None else 0),
@@ -303,17 +323,42 @@ def _case(
     context = policy_context(models.target, models.spec.experts, side, predictor is not None)
     device = torch.device(hardware.device)
     policy = plan_policy(policy_name(config, device, memory.slots, models.spec), context).sources(context)
-    step = _Step(config, models, hardware, memory, policy)
     profile = _profile(config, models, memory) if hardware.is_here else None
+    step = _Step(config, models, hardware, memory, policy)
+    times, cpu_times = _times(step, profile, k, tokens, share), dict[str, TokenTime]()
+    if hardware.device == "cuda" and (rates := _cpu_rates(models, hardware, memory.cpu_copies)) is not None:
+        cpu_times = _times(replace(step, cpu_rates=rates), profile, k, tokens, share)
+    return Case(draft, k, policy, memory, None, acceptance, 1 + share * (tokens - 1), times, cpu_times)
+
+
+def _times(step: _Step, profile: Profile | None, k: int, tokens: float, share: float) -> dict[str, TokenTime]:
+    """Predict times by assumption about routing; `share`: of steps that have a draft."""
     if profile is not None:
-        times = {"measured": step.by_profile(profile, tokens)}
-    else:
-        times = {name: step.by_bandwidth(routing, k, tokens) for name, routing in ROUTING.items()}
-        if share < 1.0:  # steps without a proposal decode one token
-            plain = {name: step.by_bandwidth(routing, 0, 1.0) for name, routing in ROUTING.items()}
-            weight = share * tokens / (1 + share * (tokens - 1))  # of the tokens that drafted steps yield
-            times = {name: _mix(time, plain[name], weight) for name, time in times.items()}
-    return Case(draft, k, policy, memory, None, acceptance, 1 + share * (tokens - 1), times)
+        return {"measured": step.by_profile(profile, tokens)}
+    times = {name: step.by_bandwidth(routing, k, tokens) for name, routing in ROUTING.items()}
+    if share < 1.0:  # steps without a proposal decode one token
+        plain = {name: step.by_bandwidth(routing, 0, 1.0) for name, routing in ROUTING.items()}
+        weight = share * tokens / (1 + share * (tokens - 1))  # of the tokens that drafted steps yield
+        times = {name: _mix(time, plain[name], weight) for name, time in times.items()}
+    return times
+
+
+def _cpu_rates(models: _Models, hardware: Hardware, copies: int) -> tuple[float, float] | None:
+    """Return the bytes of experts that the CPU computes per second, beside a busy link and alone; None if it cannot.
+
+    Link and CPU share the bandwidth of the host's memory. `copies`: bytes of host memory for copies of packed experts.
+    """
+    left = hardware.host_gbps - hardware.link_gbps
+    if left <= 0.0:
+        return None
+    factor = _CPU_EFFICIENCY * 1e9
+    if needs_copies(models.format):
+        size, spec = expert_copy_bytes(models.target, models.format), models.spec
+        held = copies // size / spec.count  # share of experts; the others are moved
+        by_operator = all(models.format.repacked_parts(expert_shapes(models.target.moe[0].experts)).values())
+        copied = (_INT4_OPERATOR if by_operator else 1.0) * spec.layout.nbytes / size
+        factor *= max(_DEQUANTIZED, held * copied)
+    return factor * left, factor * hardware.host_gbps
 
 
 def _seconds_to_compare(case: Case) -> float:
@@ -323,7 +368,7 @@ def _seconds_to_compare(case: Case) -> float:
 
 def _mix(first: TokenTime, second: TokenTime, weight: float) -> TokenTime:
     """Return the mean of two times per token, of which the first counts for `weight` of the tokens."""
-    names = [field.name for field in fields(TokenTime) if field.name != "limit"]
+    names = [one.name for one in fields(TokenTime) if one.name != "limit"]
     means = {name: weight * getattr(first, name) + (1 - weight) * getattr(second, name) for name in names}
     return replace(first, **means)
 
@@ -340,7 +385,9 @@ def _divide(config: EngineConfig, models: _Models, hardware: Hardware, projected
     if hardware.device == "cuda":
         asked = Size(bytes=hardware.device_memory)
         config = replace(config, device_memory=asked if hardware.limits_memory else "auto")
-        return divide_memory(config, torch.device("cuda"), *arguments, available=hardware.device_memory)
+        memory = divide_memory(config, torch.device("cuda"), *arguments, available=hardware.device_memory)
+        free = hardware.host_memory - spec.nbytes - _PROCESS_BYTES
+        return replace(memory, cpu_copies=cpu_copy_budget(target, spec, models.format, free))
     cpu = torch.device("cpu")
     least = divide_memory(replace(config, expert_memory=Size(share=1.0)), cpu, *arguments)
     left = hardware.device_memory - least.resident - least.kv
@@ -367,6 +414,7 @@ class _Step:
     hardware: Hardware
     memory: MemoryPlan
     policy: str
+    cpu_rates: tuple[float, float] | None = None  # of experts on the CPU, in bytes per second; None: all are loaded
 
     def by_bandwidth(self, routing: RoutingAssumption, k: int, tokens: float) -> TokenTime:
         """Predict the time per token from bandwidths; a step yields `tokens` tokens."""
@@ -415,6 +463,9 @@ class _Step:
         device_seconds: float,
     ) -> TokenTime:
         spec, layers = self.models.spec, len(self.models.spec.experts)
+        if self.cpu_rates is not None:
+            beside, alone = self.cpu_rates
+            costs = replace(costs, cpu=spec.layout.nbytes / beside, cpu_alone=spec.layout.nbytes / alone)
         step = StepInputs(
             costs=costs,
             layers=layers,
@@ -427,14 +478,16 @@ class _Step:
             from_previous_layer=_PREFETCH_QUALITY if "next-gate" in self.policy else NO_PREDICTION,
             slots=self.memory.slots,
         )
-        link_seconds = layers * missing * costs.load
+        predicted = predict_step(step)
+        loaded = layers * missing if self.cpu_rates is None else min(layers * missing, predicted.loads)
+        link_seconds = loaded * costs.load
         path = "disk" if self.hardware.device == "cpu" else "link"
         return TokenTime(
             hit_rate=1 - missing / needed,
-            link_bytes=layers * missing * spec.layout.nbytes / tokens,
+            link_bytes=loaded * spec.layout.nbytes / tokens,
             device_bytes=device_bytes / tokens,
             floor_seconds=max(link_seconds, device_seconds) / tokens,
-            seconds=predict_step(step).seconds / tokens,
+            seconds=predicted.seconds / tokens,
             limit=path if link_seconds > device_seconds else "device memory bandwidth",
         )
 
@@ -492,6 +545,10 @@ def _command(config: EngineConfig, case: Case, hardware: Hardware, experts: int)
     return " ".join(words) + " --prompt 'Hello'"
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _size_option(memory: MemoryPlan, experts: int) -> str:
     """Return the expert memory of a plan as an option's value, rounded up."""
     if memory.slots == experts:
@@ -530,6 +587,16 @@ def _advice(
         if times and min(times) < best.likely.seconds:
             found.append(f"--dtype bfloat16 halves all weights: about {1e3 * min(times):.3g} ms per token")
     assert best.memory is not None
+    if (with_cpu := best.likely_with_cpu) is not None and best.likely.seconds >= _CPU_GAIN * with_cpu.seconds:
+        gain = best.likely.seconds / with_cpu.seconds
+        rounding = (
+            "" if models.dtype == torch.float32 else f"; in {_dtype_name(models.dtype)} the CPU rounds differently"
+        )
+        copies = f"; copies take up to {format_bytes(size)} of host memory" if (size := best.memory.cpu_copies) else ""
+        found.append(
+            f"--cpu-experts auto also computes missing experts on the CPU: about {1e3 * with_cpu.seconds:.3g} instead "
+            f"of {1e3 * best.likely.seconds:.3g} ms per token ({gain:.2g}x){rounding}{copies}"
+        )
     if best.memory.slots < models.spec.count and best.likely.limit in ("link", "disk"):
         all_bytes = best.memory.resident + best.memory.kv + best.memory.workspace + models.spec.nbytes
         found.append(

@@ -14,6 +14,7 @@ ASSUMED_DEVICE_MEMORY = 24 * 2**30  # a common desktop
 ASSUMED_HOST_MEMORY = 64 * 2**30
 ASSUMED_LINK_GBPS = 25.0  # PCIe 4.0 x16
 ASSUMED_DEVICE_GBPS = 1000.0
+ASSUMED_HOST_GBPS = 60.0  # two channels of DDR5
 ASSUMED_DISK_GBPS = 3.0  # one NVMe disk, where the CPU reads experts from
 HOST_SHARE = 0.8  # of the host's memory that a run on the CPU may take; the rest is for the page cache
 
@@ -28,6 +29,7 @@ class Hardware:
     host_memory: int  # bytes
     link_gbps: float  # to the device; on the CPU from the disk
     device_gbps: float  # memory bandwidth
+    host_gbps: float  # bandwidth of the host's memory, which the link and experts on the CPU share
     sources: dict[str, str]
 
     @property
@@ -48,6 +50,7 @@ def find_hardware(
     host_memory: int | None = None,
     link_gbps: float | None = None,
     device_gbps: float | None = None,
+    host_gbps: float | None = None,
 ) -> Hardware:
     """Return the given hardware; values that are not given are measured here, or assumed without a CUDA device."""
     given = {
@@ -55,21 +58,24 @@ def find_hardware(
         "host_memory": host_memory,
         "link_gbps": link_gbps,
         "device_gbps": device_gbps,
+        "host_gbps": host_gbps,
     }
     found: dict[str, Any] = {}
     name: str | None = None
     if device == "cpu":
         name = "cpu"
-        source = {"host_memory": "measured", "device_memory": "measured", "device_gbps": "measured"}
+        source = dict.fromkeys(("host_memory", "device_memory", "device_gbps", "host_gbps"), "measured")
         found["host_memory"] = available_memory()
         found["device_memory"] = round(HOST_SHARE * (host_memory or found["host_memory"]))
         found["device_gbps"] = device_gbps or memory_bandwidth(torch.device("cpu")) / 1e9
         found["link_gbps"] = ASSUMED_DISK_GBPS
+        found["host_gbps"] = found["device_gbps"]  # the same memory
     elif (here := choose_device("auto")).type == "cuda":
         name, source = device_facts(here).name, dict.fromkeys(given, "measured")
         found["device_memory"], found["host_memory"] = free_memory(here), available_memory()
         found["link_gbps"] = link_gbps or link_bandwidth(here, expert_bytes) / 1e9
         found["device_gbps"] = device_gbps or memory_bandwidth(here) / 1e9
+        found["host_gbps"] = host_gbps or memory_bandwidth(torch.device("cpu")) / 1e9
     else:
         source = {}
         found = {
@@ -77,6 +83,7 @@ def find_hardware(
             "host_memory": ASSUMED_HOST_MEMORY,
             "link_gbps": ASSUMED_LINK_GBPS,
             "device_gbps": ASSUMED_DEVICE_GBPS,
+            "host_gbps": ASSUMED_HOST_GBPS,
         }
     values: dict[str, Any] = {key: found[key] if value is None else value for key, value in given.items()}
     sources = {key: source.get(key, "assumed") if value is None else "given" for key, value in given.items()}

@@ -74,6 +74,7 @@ class LLM:
         device_memory: str | int | Size | None = "auto",
         pin_memory: bool = True,
         verify_experts: Literal["once", "sample", "always"] = "once",
+        cpu_experts: int | Literal["off", "auto"] = "off",
         batching: bool = True,
         overlap: bool = True,
         enforce_eager: bool = False,
@@ -122,6 +123,11 @@ class LLM:
     def closed(self) -> bool:
         """Whether `close` was called, or the engine's thread has ended."""
         return not self._thread.is_open
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of times that a sequence was swapped out to host memory because KV memory ran out."""
+        return self._scheduler.preemptions
 
     def generate(
         self,

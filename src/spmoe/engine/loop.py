@@ -15,7 +15,8 @@ from spmoe.errors import DraftError, reason
 from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
-from spmoe.models.ragged import RaggedPart
+from spmoe.models.kv_pool import KvPool, kv_sizes
+from spmoe.models.ragged import BATCH_ROWS, RaggedPart
 from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
@@ -39,7 +40,7 @@ from spmoe.verify.greedy import GreedyVerifier
 from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.sampling import SamplingVerifier
 
-MAX_BATCH_ROWS = 16  # that several sequences verify in one step; results do not depend on others up to so many
+MAX_BATCH_ROWS = BATCH_ROWS[-1]  # that several sequences verify in one step
 
 
 class PolicyObservers:
@@ -117,10 +118,12 @@ class StepStart(NamedTuple):
     """Time and counts when a step began."""
 
     time: float
-    loads: int  # useful ones
+    missed: int
+    computed: int  # experts on the CPU
     asked: int
     demand_loads: int
     stall_seconds: float
+    cpu_wait_seconds: float
 
 
 class Loop:
@@ -168,6 +171,8 @@ class Loop:
 
         Several sequences may run together if `can_join` is true for each of them.
         """
+        for turn in turns:
+            self._grow_kv(turn.sequence)
         before = self._begin_step([turn.sequence for turn in turns])
         k = self._num_draft_tokens(turns)
         if self._admission is not None:
@@ -208,6 +213,7 @@ class Loop:
             return False  # LongRoPE may have to read a prompt again from its start
         if len(sequence.tokens) <= self._prefill_chunk:
             return False
+        self._grow_kv(sequence)
         kv, length = self._kv_of(sequence), len(sequence.tokens)
         chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
         if kv.length + len(chunk) >= length:
@@ -225,22 +231,31 @@ class Loop:
         counters = self._experts.ledger.counters
         start = StepStart(
             self._clock.now(),
-            counters.useful_loads,
+            counters.missed,
+            counters.cpu_experts,
             counters.asked,
             counters.demand_loads,
             counters.stall_seconds,
+            counters.cpu_wait_seconds,
         )
         self._stopwatch.begin_step(tuple(sequence.id for sequence in sequences))
         self._experts.step.begin(sequences[0].id, self._on_routed)
         return start
 
     def prepare(self) -> None:
-        """Capture every forward that greedy requests replay, over the KV caches of earlier requests."""
-        observer = self._target_observer()
+        """Capture every forward that greedy requests replay."""
+        for capture in self.captures():
+            capture()
+
+    def captures(self) -> list[Callable[[], None]]:
+        """Return the work of `prepare`, in parts."""
+        observer, plain = self._target_observer(), self._step_observer(0)
         lengths = range(self.max_draft_tokens + 1) if self.governor is None else self.governor.lengths
-        for k in lengths:  # drafts get shorter at the end of a request
-            self.target.prepare(k + 1, k + 1, observer if k else self._step_observer(0))
-        self.drafter.prepare(self.max_draft_tokens, self._observers)
+        return [
+            *(partial(self.target.prepare, k + 1, k + 1, observer if k else plain) for k in lengths),
+            *(partial(self.target.prepare_batches, one) for one in (observer, plain)),
+            partial(self.drafter.prepare, self.max_draft_tokens, self._observers),
+        ]
 
     def undo_step(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
         """Forget what a failed step has appended to sequences that had so many tokens before, and to KV caches."""
@@ -268,6 +283,55 @@ class Loop:
             self.target.release_kv(kv)
         self._failed_launches.pop(sequence.id, None)
         self._tell_drafter(sequence, lambda: self.drafter.release(sequence.id))
+
+    # ---- KV caches
+
+    def reserve_kv(self, sequence: Sequence) -> bool:
+        """Give a sequence's KV caches place for its next step; return False if there is not enough.
+
+        A sequence that has none yet gets them when it is read.
+        """
+        least, preferred = self._kv_sizes(sequence)
+        return all(
+            pool.has_place(least) if kv is None else pool.reserve(kv, least, preferred)
+            for pool, kv in self._kv_caches(sequence)
+        )
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the place of a sequence's KV caches: the target's goes to host memory, the draft reads its own again."""
+        self._experts.run_ahead.invalidate()
+        if (kv := self._target_kv.get(sequence.id)) is not None:
+            self.target.kv_pool.swap_out(kv)
+        self._tell_drafter(sequence, lambda: self.drafter.release(sequence.id))
+
+    def can_resume(self, sequence: Sequence) -> bool:
+        """Return whether there is place for the KV caches of a preempted sequence."""
+        least, _ = self._kv_sizes(sequence)
+        return all(pool.has_place(least) for pool, _ in self._kv_caches(sequence))
+
+    def resume(self, sequence: Sequence) -> None:
+        """Move the KV cache of a preempted sequence back."""
+        if (kv := self._target_kv.get(sequence.id)) is not None:
+            self.target.kv_pool.swap_in(kv, *self._kv_sizes(sequence))
+
+    def _kv_sizes(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the least and the preferred number of positions, for this step and what is launched for the next."""
+        return kv_sizes(len(sequence.tokens), 2 * (self.max_draft_tokens + 1), sequence.capacity)
+
+    def _kv_caches(self, sequence: Sequence) -> list[tuple[KvPool, KvState | None]]:
+        """Return the pools that a sequence needs a KV cache of, and its KV cache there."""
+        found = [(self.target.kv_pool, self._target_kv.get(sequence.id))]
+        runner = self.drafter.runner
+        if runner is not None and runner.kv_pool is not self.target.kv_pool and sequence.drafts:
+            found.append((runner.kv_pool, self.drafter.kv_cache(sequence.id)))
+        return found
+
+    def _grow_kv(self, sequence: Sequence) -> None:
+        """Give a sequence's KV caches place for its next step, if need be beyond the limit."""
+        if not self.reserve_kv(sequence):
+            for pool, kv in self._kv_caches(sequence):
+                if kv is not None:
+                    pool.grow(kv, self._kv_sizes(sequence)[0])
 
     # ---- draft
 
@@ -345,11 +409,15 @@ class Loop:
             shown.result.accepted,
             seconds,
             counters.asked - before.asked,
-            counters.useful_loads - before.loads,
+            counters.missed - before.missed,
             disturbed=k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None,
             verify_seconds=min(seconds, self._clock.now() - drafted),
-            stall_seconds=counters.stall_seconds - before.stall_seconds,
+            # while the host waits for the CPU, the device mostly waits for copies
+            stall_seconds=max(
+                counters.stall_seconds - before.stall_seconds, counters.cpu_wait_seconds - before.cpu_wait_seconds
+            ),
             demanded=counters.demand_loads - before.demand_loads,
+            computed=counters.cpu_experts - before.computed,
         )
         self.rates.learn(report, len(self.target.moe))
         if self.governors is None or 2 * len(done) > MAX_BATCH_ROWS:  # there is no K to choose
@@ -406,7 +474,8 @@ class Loop:
             self.target.release_kv(self._target_kv.pop(sequence.id))
             kv = None
         if kv is None:
-            kv = self._target_kv[sequence.id] = self.target.new_kv(sequence.capacity, sequence.tokens)
+            least, preferred = self._kv_sizes(sequence)
+            kv = self._target_kv[sequence.id] = self.target.new_kv(least, sequence.tokens, preferred)
             if not sequence.has_output and sequence.drafts:  # one whose draft has failed finds its own tokens
                 sequence.cached_tokens = kv.length
         return kv
@@ -468,7 +537,7 @@ class Loop:
         """Count the step and report the drafts' outcomes to the prefetch policy."""
         ledger, count = self._experts.ledger, len(done)
         self._experts.step.count_stalls()
-        ended, missing = self._clock.now(), ledger.counters.useful_loads - before.loads
+        ended, missing = self._clock.now(), ledger.counters.missed - before.missed
         for number, (sequence, draft, result) in enumerate(done):
             drafts, accepted = len(draft.tokens), result.accepted
             self.policy.on_accept(DraftOutcome(drafts, accepted))

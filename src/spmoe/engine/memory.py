@@ -14,12 +14,14 @@ import torch
 
 from spmoe.backends.base import kernel_row_limit
 from spmoe.backends.cpu import expert_shapes
+from spmoe.backends.cpu_copies import CopyLayout, needs_copies
 from spmoe.backends.devices import WORKSPACE_BYTES, allocated_memory, free_memory
 from spmoe.config import DEFAULT_EXPERT_MEMORY, EngineConfig, Size, drafter_name, format_bytes
 from spmoe.errors import BudgetError, CheckpointError, UsageError
 from spmoe.experts.store import StoreSpec
+from spmoe.formats.expert import ExpertFormat
 from spmoe.formats.layout import torch_dtype
-from spmoe.models.kv_pool import MIN_CAPACITY, kv_capacity
+from spmoe.models.kv_pool import SCRATCH_POSITIONS
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner
 from spmoe.predict.governor import USUAL
@@ -27,7 +29,9 @@ from spmoe.predict.latency import expected_experts
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
 _DEFAULT_CONTEXT = 8192  # tokens that KV memory is planned for without --max-model-len
+_OTHERS_CONTEXT = 1024  # tokens that are planned for each sequence beside the longest
 _MIN_CONTEXT = 2048  # fewer are only planned for on request, or if the model reads fewer
+_COPY_SHARE = 0.5  # of the host memory that experts leave free, for copies that the CPU computes faster
 _INT4_BITS = 4.75  # bits per weight of `--draft self:int4`, with scales
 
 
@@ -44,6 +48,7 @@ class MemoryPlan:
     kv_positions: int  # tokens of all sequences
     limit: int | None  # upper bound of all of it; None: not limited
     notices: tuple[str, ...] = ()  # for the user: compromises
+    cpu_copies: int = 0  # host memory for copies of experts that the CPU computes; not part of `limit`
 
 
 def max_sequence_length(config: EngineConfig, target: ModelRunner) -> int:
@@ -94,7 +99,7 @@ def divide_memory(
     enough = _enough_slots(config, spec, top_k) if asked is None else asked
     for context, sequences in product(contexts, _sequence_counts(config.max_num_seqs)):
         positions = kv_positions(context, sequences)
-        kv = kv_bytes_per_token * positions
+        kv = kv_bytes_per_token * (positions + SCRATCH_POSITIONS)
         left = limit - resident - workspace - kv
         slots = min(spec.count, max(0, left) // blob)
         if slots >= enough:
@@ -127,6 +132,24 @@ def divide_memory(
     return MemoryPlan(slots, blob, resident, kv, workspace, context, positions, limit, tuple(notices))
 
 
+def cpu_copy_budget(target: ModelRunner, spec: StoreSpec, format: ExpertFormat, free: int) -> int:
+    """Return the bytes of host memory for copies of experts that the CPU computes; 0: it needs none, or none fits.
+
+    `free`: bytes of host memory that are free beside all experts.
+    """
+    if not needs_copies(format):
+        return 0
+    size = expert_copy_bytes(target, format)
+    budget = min(spec.count * size, math.floor(_COPY_SHARE * max(0, free)))
+    return budget if budget >= size else 0
+
+
+def expert_copy_bytes(target: ModelRunner, format: ExpertFormat) -> int:
+    """Return the bytes of the copy of one expert, of the largest ones if layers differ."""
+    shapes = {tuple(expert_shapes(layer.experts).items()) for layer in target.inspection.moe}
+    return max(CopyLayout.of(format, dict(one)).nbytes for one in shapes)
+
+
 def _sequence_counts(most: int) -> Iterator[int]:
     """Yield the numbers of sequences to plan KV caches for, the preferred one first; others wait for their place."""
     while most:
@@ -139,11 +162,11 @@ def kv_positions(context: int, max_num_seqs: int) -> int:
 
     Sequences for which there is no place wait.
     """
-    return kv_capacity(context) + (max_num_seqs - 1) * min(MIN_CAPACITY, kv_capacity(context))
+    return context + (max_num_seqs - 1) * min(_OTHERS_CONTEXT, context)
 
 
 def _contexts(longest: int) -> Iterator[int]:
-    """Yield the numbers of tokens to plan KV caches for, the preferred one first: KV caches have powers of two."""
+    """Yield the numbers of tokens to plan KV caches for, the preferred one first."""
     yield longest
     context = 1 << (longest - 1).bit_length() - 1
     while context >= _MIN_CONTEXT:

@@ -5,13 +5,20 @@ Models are built on the meta device, without weights, and go through the functio
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spmoe.backends.devices import choose_device
 from spmoe.config import AUTO_DRAFT, RANDOM_WEIGHTS_NOTE, CutoffMode, DraftTokens, EngineConfig
-from spmoe.engine.memory import MemoryPlan, divide_memory, kv_token_bytes, max_sequence_length, weight_bytes
+from spmoe.engine.memory import (
+    MemoryPlan,
+    cpu_copy_budget,
+    divide_memory,
+    kv_token_bytes,
+    max_sequence_length,
+    weight_bytes,
+)
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
 from spmoe.models.checkpoint import Checkpoint, load_errors
@@ -24,6 +31,7 @@ from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile, choose_cutoff
 from spmoe.predict.policies import plan_policy
+from spmoe.system.host import available_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ def memory_dict(memory: MemoryPlan) -> dict[str, Any]:
         "workspace_bytes": memory.workspace,
         "context": memory.context,
         "limit_bytes": memory.limit,
+        "cpu_copies_bytes": memory.cpu_copies,
     }
 
 
@@ -130,6 +139,9 @@ def make_plan(config: EngineConfig) -> Plan:
     runners = [target, draft] if draft is not None else [target]
     max_length = max_sequence_length(config, target)
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes, dtype)
+    if device.type == "cuda" and config.cpu_experts != "off":
+        free = available_memory() - spec.nbytes
+        memory = replace(memory, cpu_copies=cpu_copy_budget(target, spec, format, free))
 
     drafting = config.resolved_draft is not None and config.max_draft_tokens > 0
     by_default = config.draft == AUTO_DRAFT

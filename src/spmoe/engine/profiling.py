@@ -224,15 +224,12 @@ class Timer:
     ) -> list[Timing]:
         """Time `count` passes of `rows` rows over a text (default: any tokens), after one warm-up pass."""
         text = text or range(runner.vocab_size)
-        kv = runner.new_kv(rows * (count + 2) + 1)
         found = []
-        try:
+        with runner.temporary_kv(rows * (count + 2) + 1) as kv:
             runner.forward([text[0]], kv, 1)  # CUDA graphs only continue a KV cache that is not empty
             for number in range(count + 1):
                 tokens = [text[(number * rows + i) % len(text)] for i in range(rows)]
                 found.append(self.time(lambda tokens=tokens: runner.forward(tokens, kv, rows)))  # type: ignore[misc]
-        finally:
-            runner.release_kv(kv)
         return found[1:]
 
     def load(self, layer: int, experts: Sequence[int]) -> Timing:
@@ -375,13 +372,13 @@ class PredictionCounter(PrefetchPolicy):
         self.correct = {Stage.DRAFT: 0, Stage.VERIFY: 0}  # predicted and needed
         self._sequence_id: int | None = None
         self._counting = False
-        self._useful_loads = 0  # counter value after the previous layer
+        self._missed = 0  # counter value after the previous layer
         self._step_predicted: dict[ExpertKey, Stage] = {}
         self._step_needed: set[ExpertKey] = set()
 
     def begin_step(self, sequence_id: int) -> PrefetchRequests:
         self._counting, self._sequence_id = sequence_id == self._sequence_id, sequence_id
-        self._useful_loads = self._experts.ledger.counters.useful_loads
+        self._missed = self._experts.ledger.counters.missed
         self._step_predicted, self._step_needed = {}, set()
         return self._count(self._policy.begin_step(sequence_id), Stage.DRAFT)
 
@@ -394,12 +391,12 @@ class PredictionCounter(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
-        before, self._useful_loads = (
-            self._useful_loads,
-            self._experts.ledger.counters.useful_loads,
+        before, self._missed = (
+            self._missed,
+            self._experts.ledger.counters.missed,
         )  # this layer's included
         if self._counting:
-            self.missing[layer] += self._useful_loads - before
+            self.missing[layer] += self._missed - before
         return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)
 
     def on_accept(self, accepted: DraftOutcome) -> None:

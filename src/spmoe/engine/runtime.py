@@ -11,7 +11,9 @@ from torch import Tensor
 
 from spmoe.backends.base import Backend
 from spmoe.backends.cpu import CpuBackend
+from spmoe.backends.cpu_experts import CpuExperts, cpu_thread
 from spmoe.config import EngineConfig
+from spmoe.experts.cpu_path import CpuPath
 from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
@@ -41,6 +43,7 @@ class ExpertRuntime:
     recorder: GraphRecorder | None = None  # None: forwards are not captured
     cuda: CudaBackend | None = None
     store: HostStore | None = None
+    cpu_path: CpuPath | None = None  # closed with the expert pool
     notices: list[str] = field(default_factory=list)
     switch_seconds: float | None = None  # the interpreter's switch interval before this runtime changed it
 
@@ -63,20 +66,27 @@ def make_runtime(
     slot_count: int,
     store: HostStore | None = None,
     require_wanted: Callable[[], None] = lambda: None,
+    copy_budget: int = 0,
 ) -> ExpertRuntime:
     """Build the store, unless the given one holds these experts, and everything between it and compute.
 
+    `copy_budget`: bytes of host memory for copies of packed experts, which the CPU computes beside a CUDA device.
     `require_wanted` is called before each expert is read, and raises an exception to end the work.
     """
     if models.device.type == "cuda":
-        return _cuda_runtime(config, models, slot_count, store, require_wanted)
+        return _cuda_runtime(config, models, slot_count, store, require_wanted, copy_budget)
     blobs = open_blobs(config, models, require_wanted)
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except BaseException:
         blobs.close()
         raise
-    return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format))
+    notices = []
+    if config.cpu_experts != "off":
+        notices.append(
+            f"--cpu-experts {config.cpu_experts} has no effect with --device cpu: all experts are computed on the CPU"
+        )
+    return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format), notices=notices)
 
 
 def open_blobs(
@@ -139,8 +149,9 @@ def _cuda_runtime(
     slot_count: int,
     store: HostStore | None,
     require_wanted: Callable[[], None],
+    copy_budget: int,
 ) -> ExpertRuntime:
-    from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaCopyStream
+    from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaCopyStream, CudaRowStream
     from spmoe.backends.cuda_memory import DeviceSlots, HostStore
     from spmoe.backends.cuda_runtime import cuda_runtime
     from spmoe.backends.cuda_transfer import CudaTransfer, chunk_for
@@ -153,22 +164,43 @@ def _cuda_runtime(
     if store is not None and (store.spec, store.pinned) != (models.spec, config.pin_memory):
         store.close()
         store = None
-    filled = store is not None
+    filled, cpu_path = store is not None, None
     store = store or HostStore(models.spec, cuda, pinned=config.pin_memory)
     try:
         if not filled:
             _fill(store, config, models, require_wanted)
         recorder = CudaGraphRecorder(models.device)
-        backend = CudaBackend(slots, recorder, models.expert_format)
+        cpu = None
+        if config.cpu_experts != "off":
+            cpu = CpuExperts(store, models.expert_format, CudaRowStream(recorder), copy_budget)
+            cpu_path = CpuPath(cpu_thread(None if config.cpu_experts == "auto" else config.cpu_experts))
+            notices += cpu_rounding_notice(models)
+        backend = CudaBackend(slots, recorder, models.expert_format, cpu)
         addresses = CudaBlobAddresses(store, slots)
-        transfer = CudaTransfer(CudaCopyStream(cuda, models.device), addresses, chunk=chunk_for(addresses.nbytes))
+        copy_stream = CudaCopyStream(cuda, models.device, timed=cpu is not None)
+        transfer = CudaTransfer(copy_stream, addresses, chunk=chunk_for(addresses.nbytes))
     except BaseException:
+        if cpu_path is not None:
+            cpu_path.close()
         store.close()
         raise
     captured = None if config.enforce_eager else recorder
-    runtime = ExpertRuntime(slots, transfer, backend, captured, backend, store, notices, sys.getswitchinterval())
+    runtime = ExpertRuntime(
+        slots, transfer, backend, captured, backend, store, cpu_path, notices, sys.getswitchinterval()
+    )
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     return runtime
+
+
+def cpu_rounding_notice(models: LoadedModels) -> list[str]:
+    """Return a notice if experts round differently on the CPU than on the device."""
+    dtype = str(models.dtype).removeprefix("torch.")
+    if dtype == "float32":
+        return []
+    return [
+        f"in {dtype}, experts on the CPU (--cpu-experts) round differently from those on the GPU, so the text may "
+        "differ on near-ties from one run to the next; --cpu-experts off avoids it"
+    ]
 
 
 def _wanted(fill: FillBlob, require_wanted: Callable[[], None]) -> FillBlob:

@@ -3,6 +3,9 @@
 Requests advance in turns, on the engine's thread. The first one of a round runs a step of all sequences that can run
 together; the others find their tokens here when it is their turn. So sequences join and leave between two steps, and a
 request that ends, or is cancelled, has computed at most one step too many.
+
+Sequences take KV memory as they grow. If it runs out, the youngest is preempted: its KV cache goes to host memory, and
+it resumes, with all of its tokens, as soon as there is place again.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._waiting: dict[int, Sequence] = {}  # by sequence id, in order of arrival
         self._running: dict[int, _Running] = {}
+        self._preempted: dict[int, _Running] = {}
+        self.preemptions = 0  # so far
         self._failures = 0  # of steps of several sequences, since the last that succeeded
 
     @property
@@ -46,18 +51,18 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait until others end."""
-        return len(self._waiting)
+        """Number of sequences that wait until others end, preempted ones included."""
+        return len(self._waiting) + len(self._preempted)
 
     def next_tokens(self, sequence: Sequence, max_new_tokens: int) -> list[int] | None:
         """Return the next tokens of a sequence, at most so many; None if it has to wait for its next turn.
 
         An error concerns this sequence alone.
         """
-        entry = self._admit(sequence, max_new_tokens)
+        entry = self._preempted.get(sequence.id) or self._admit(sequence, max_new_tokens)
         if entry is None:
             return None
-        if not entry.new and not self._step(entry):
+        if not entry.new and not (self._resume(entry) and self._step(entry)):
             return None
         new, entry.new = entry.new, []
         entry.max_new_tokens = max_new_tokens - len(new)
@@ -66,7 +71,8 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and drop its state in the engine; idempotent."""
         self._waiting.pop(sequence.id, None)
-        if self._running.pop(sequence.id, None) is not None:
+        admitted = self._running.pop(sequence.id, None) or self._preempted.pop(sequence.id, None)
+        if admitted is not None:
             self._engine.release(sequence)
 
     def _admit(self, sequence: Sequence, max_new_tokens: int) -> _Running | None:
@@ -75,9 +81,9 @@ class Scheduler:
             return entry
         self._waiting.setdefault(sequence.id, sequence)
         first = next(iter(self._waiting))
-        if first != sequence.id or self.running >= self._max_num_seqs:
+        if first != sequence.id or self._preempted or self.running >= self._max_num_seqs:
             return None
-        if self._running and not self._engine.has_kv_place(sequence):
+        if self._running and not self._engine.reserve_kv(sequence):
             return None
         del self._waiting[sequence.id]
         if self._running:
@@ -85,13 +91,41 @@ class Scheduler:
         entry = self._running[sequence.id] = _Running(sequence, max_new_tokens)
         return entry
 
+    def _resume(self, entry: _Running) -> bool:
+        """Let a preempted sequence run again if there is place; return whether it runs. The oldest one goes first."""
+        number = entry.sequence.id
+        if number in self._running:
+            return True
+        if number != min(self._preempted) or (self._running and not self._engine.loop.can_resume(entry.sequence)):
+            return False
+        self._engine.resume(entry.sequence)
+        self._running[number] = self._preempted.pop(number)
+        return True
+
+    def _make_place(self, entry: _Running) -> bool:
+        """Give a sequence KV memory for its next step; preempt the youngest ones for it. Return whether it runs."""
+        while entry.sequence.id in self._running and not self._engine.reserve_kv(entry.sequence):
+            if self.running == 1:
+                return True  # it may have more than is planned for, if the device has it
+            youngest = max(self._running)
+            self._preempted[youngest] = self._running.pop(youngest)
+            self._engine.preempt(self._preempted[youngest].sequence)
+            self.preemptions += 1
+        return entry.sequence.id in self._running
+
     def _step(self, entry: _Running) -> bool:
-        """Run a step of a sequence and of all others that can join; return False if only a part of it was read."""
+        """Run a step of a sequence and of all others that can join; return False if it has no new tokens yet."""
         engine, sequence = self._engine, entry.sequence
+        if not self._make_place(entry):
+            return False
         # between the chunks of a prompt others run and join, and requests can be cancelled
         if self._max_num_seqs > 1 and not engine.loop.has_read(sequence) and engine.read_prompt(sequence):
             return False
-        batch = [entry, *islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
+        companions = [*islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
+        batch = [one for one in (entry, *companions) if self._make_place(one)]
+        batch = [one for one in batch if one.sequence.id in self._running]  # not preempted for a later one
+        if entry not in batch:
+            return False
         batch.sort(key=lambda one: one.sequence.id)  # a step of the same sequences is the same, whichever has its turn
         if len(batch) > 1:
             lengths = [len(one.sequence.tokens) for one in batch]

@@ -294,10 +294,10 @@ def _time_passes(runner: ModelRunner, rows: int, give_up: float = inf) -> list[f
 
 def _time_pass(runner: ModelRunner, rows: int) -> float:
     """Return the seconds of one pass of `rows` rows."""
-    kv = runner.new_kv(rows)
-    started = time.perf_counter()
-    runner.forward([row % runner.vocab_size for row in range(rows)], kv, rows)
-    return time.perf_counter() - started
+    with runner.temporary_kv(rows) as kv:
+        started = time.perf_counter()
+        runner.forward([row % runner.vocab_size for row in range(rows)], kv, rows)
+        return time.perf_counter() - started
 
 
 # ---- the cache

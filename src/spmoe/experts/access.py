@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from spmoe.errors import SpmoeError
 from spmoe.experts.cache import Entry, PinnedLayer
-from spmoe.experts.pool import Demand, ExpertPool
+from spmoe.experts.cpu_path import ComputedRows, CpuLayer, CpuPath
+from spmoe.experts.pool import ChooseForCpu, Demand, ExpertPool
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.step import ExpertStep
@@ -21,12 +23,16 @@ from spmoe.observe.timeline import Activity, Timeline
 
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
-    """Experts of one layer that are ready together; they stay in their slots until the next batch is taken."""
+    """Experts of one layer that are ready together; they stay in their slots until the next batch is taken.
+
+    A batch that the CPU has computed has results instead of slots and weights.
+    """
 
     layer: int
     experts: tuple[int, ...]
     slots: tuple[int, ...]
     weights: tuple[Mapping[str, Tensor], ...]
+    computed: ComputedRows | None = None
 
 
 class ExpertAccess:
@@ -42,6 +48,7 @@ class ExpertAccess:
         clock: Clock,
         ledger: Ledger,
         timeline: Timeline,
+        cpu_path: CpuPath | None = None,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
@@ -51,22 +58,35 @@ class ExpertAccess:
         self._clock = clock
         self._ledger = ledger
         self._timeline = timeline
+        self._cpu_path = cpu_path
 
     def use(
-        self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None = None, shares: Sequence[float] = ()
+        self,
+        layer: int,
+        experts: Sequence[int],
+        pinned: PinnedLayer | None = None,
+        shares: Sequence[float] = (),
+        on_cpu: CpuLayer | None = None,
     ) -> Generator[ExpertBatch, None, None]:
         """Yield the routed experts in batches. Close the iterator to release the experts it holds.
 
         Experts of `pinned`, which kernels already read, are not yielded. `shares`: for a prompt, the share of rows
-        that are routed to each expert.
+        that are routed to each expert. With `on_cpu`, the CPU may compute some of the missing experts; their batch
+        comes last.
         """
         self._run_ahead.settle()
         started, demand = self._clock.now(), Demand()
         try:
             self._scheduler.reach_layer(layer)
-            demand = self._pool.claim(layer, experts, pinned, shares)
+            demand = self._pool.claim(layer, experts, pinned, shares, self._choose_for_cpu(on_cpu))
+            if demand.on_cpu and on_cpu is not None and self._cpu_path is not None:
+                self._cpu_path.start(on_cpu, demand.on_cpu)
             self._step.routed(layer, experts)
-            while demand.ready or demand.waiting or demand.absent:
+            while demand.ready or demand.waiting or demand.absent or demand.on_cpu:
+                if demand.on_cpu and on_cpu is not None and not (demand.ready or demand.waiting or demand.absent):
+                    if (batch := self._finish_on_cpu(layer, demand, on_cpu)) is not None:
+                        yield batch
+                    continue
                 if not demand.ready:
                     self._wait_for_arrival(demand)
                 if demand.ready:
@@ -74,6 +94,8 @@ class ExpertAccess:
                     self._pool.release(demand.ready)
                     demand.ready = []
         finally:
+            if demand.on_cpu and self._cpu_path is not None:
+                self._cpu_path.abandon()
             self._pool.abandon(demand)
             if pinned is not None:
                 self._pool.unpin_layer(pinned)
@@ -103,6 +125,27 @@ class ExpertAccess:
         self._scheduler.reach_layer(pinned.layer)
         self._pool.commit(pinned, experts)
         self._step.routed(pinned.layer, experts)
+
+    def _choose_for_cpu(self, on_cpu: CpuLayer | None) -> ChooseForCpu | None:
+        """Return how absent experts are selected for the CPU; None if it computes none."""
+        if on_cpu is None or self._cpu_path is None:
+            return None
+        self._cpu_path.learn_moves(self._pool.take_copy_times(), self._pool.blob_bytes, self._ledger)
+        return partial(self._cpu_path.choose, on_cpu)
+
+    def _finish_on_cpu(self, layer: int, demand: Demand, on_cpu: CpuLayer) -> ExpertBatch | None:
+        """Wait for the experts on the CPU and return their batch; load those that it could not compute."""
+        assert self._cpu_path is not None
+        started = self._clock.now()
+        failed = self._cpu_path.finish(demand.on_cpu, self._transfer.pump, self._ledger)
+        now = self._clock.now()
+        self._ledger.waited_for_cpu(now - started)
+        self._timeline.add(Activity.STALL, started, now)
+        experts = tuple(key.expert for key in demand.on_cpu if key not in failed)
+        demand.on_cpu = []
+        if failed:
+            self._pool.load_instead(demand, failed)
+        return ExpertBatch(layer, experts, (), (), on_cpu.results(experts)) if experts else None
 
     def _wait_for_arrival(self, demand: Demand) -> None:
         """Wait until another expert arrives, or until a slot for an absent one may be free."""

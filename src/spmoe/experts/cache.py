@@ -122,6 +122,28 @@ class ExpertCache:
             evicted = self._remove(victims[0])
         return self._insert(key, True, evicted)
 
+    def move_losses(self, keys: Sequence[ExpertKey]) -> list[float]:
+        """Return, for ABSENT keys of one layer, what it costs later to give each a slot.
+
+        It is the chance that the expert evicted for it is used, less the chance that it is used itself, so it is
+        negative for an expert that is worth its slot. Zeros if the eviction policy does not know such chances.
+        """
+        if not self.eviction.scores_are_chances:
+            return [0.0] * len(keys)
+        chances = [self.eviction.chance(key) for key in keys]
+        evicted = [0.0] * min(len(keys), len(self._free))
+        if lacking := len(keys) - len(evicted):
+            not_evictable = self._not_evictable()
+            evictable = int(np.count_nonzero(self.present & ~not_evictable))
+            victims = self.eviction.victims(min(lacking, evictable), not_evictable, float("inf"), keys[0].layer) or []
+            evicted += sorted(self.eviction.chance(victim) for victim in victims)
+            evicted += [1.0] * (len(keys) - len(evicted))  # they wait for a slot
+        best_first = sorted(range(len(keys)), key=lambda i: -chances[i])
+        losses = [0.0] * len(keys)
+        for i, chance in zip(best_first, evicted, strict=True):
+            losses[i] = chance - chances[i]
+        return losses
+
     def reserve_for_demand(self, keys: Sequence[ExpertKey]) -> Iterator[Reservation]:
         """Take slots for as many of these ABSENT keys of one layer as possible, in order, one after the other.
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from spmoe.experts.access import ExpertAccess
+from spmoe.experts.cpu_path import CpuPath
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.pool import ExpertPool
 from spmoe.experts.prefetch import PrefetchScheduler
@@ -33,6 +34,7 @@ class Experts:
     ledger: Ledger
     timeline: Timeline
     uses: ExpertUses
+    cpu_path: CpuPath | None  # None: missing experts are always moved
 
     @classmethod
     def build(
@@ -45,6 +47,7 @@ class Experts:
         *,
         threaded: bool = True,
         timeline: Timeline | None = None,
+        cpu_path: CpuPath | None = None,
     ) -> Experts:
         """Connect slots, transfer and eviction policy. `threaded`: a worker thread submits prefetch requests."""
         timeline, lock = timeline or Timeline(), threading.RLock()
@@ -54,8 +57,8 @@ class Experts:
         run_ahead = RunAhead(transfer, scheduler)
         uses = ExpertUses(*eviction.shape)
         step = ExpertStep(pool, scheduler, run_ahead, transfer, ledger, uses)
-        access = ExpertAccess(pool, scheduler, step, run_ahead, transfer, clock, ledger, timeline)
-        return cls(pool, scheduler, run_ahead, step, access, ledger, timeline, uses)
+        access = ExpertAccess(pool, scheduler, step, run_ahead, transfer, clock, ledger, timeline, cpu_path)
+        return cls(pool, scheduler, run_ahead, step, access, ledger, timeline, uses, cpu_path)
 
     def load_all(self, experts_per_layer: Sequence[int]) -> None:
         """Load every expert into a slot, without counting that as demand."""
@@ -71,6 +74,8 @@ class Experts:
 
         The caller waits for the device before.
         """
+        if self.cpu_path is not None:
+            self.cpu_path.abandon()
         self.run_ahead.reset()
         self.step.reset()
         self.scheduler.reset()
@@ -79,5 +84,7 @@ class Experts:
     def close(self) -> None:
         """End the worker and every copy, and release the slots. Idempotent."""
         if self.pool.begin_close():
+            if self.cpu_path is not None:
+                self.cpu_path.close()
             self.scheduler.close()
             self.pool.finish_close()

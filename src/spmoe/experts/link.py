@@ -70,6 +70,13 @@ class EmulatedLink:
                 copy.order = (False, copy.order[1])
                 heapq.heapify(self._waiting)
 
+    def busy_bytes(self) -> int:
+        """Return the bytes that are left of the copy that runs now."""
+        with self._lock:
+            now = self._clock.now()
+            self._advance(now)
+            return round(max(0.0, self._free_at - now) * self._rate)
+
     def next_event(self) -> float | None:
         """Return when the copy that runs now ends; None if the link is idle."""
         with self._lock:
@@ -182,6 +189,13 @@ class ThrottledTransfer:
     def take_stall_seconds(self) -> float:
         return self._inner.take_stall_seconds()
 
+    def queued_bytes(self) -> int:
+        return self._link.busy_bytes()
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return the time of one copy: it is always the same."""
+        return [(self._blob_bytes, self._blob_bytes / self._rate)]
+
     def drain(self) -> None:
         self._inner.drain()
 
@@ -209,6 +223,7 @@ class VirtualTransfer(HostCompute):
         self.submissions: list[tuple[CopyJob, ...]] = []
         self.closed = False
         self._blob_bytes = blob_bytes
+        self._seconds = blob_bytes / bytes_per_second  # of one copy
         self._on_start = on_start
         self._on_done = on_done
 
@@ -222,6 +237,13 @@ class VirtualTransfer(HostCompute):
             copy = self.link.enter(self._blob_bytes, urgent)
             handles.append(_LinkHandle(self.link, copy, lambda job=job: self._on_done(job)))  # type: ignore[misc]
         return handles
+
+    def queued_bytes(self) -> int:
+        return self.link.busy_bytes()
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return the time of one copy: it is always the same."""
+        return [(self._blob_bytes, self._seconds)]
 
     def drain(self) -> None:
         """Do nothing: no bytes move."""

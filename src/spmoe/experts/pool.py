@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,9 @@ from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Timeline
 from spmoe.types import ExpertKey, PrefetchRequests, Residency
 
+# absent experts, what moving each costs later, and moves that the link does first -> those that the CPU computes
+ChooseForCpu = Callable[[Sequence[ExpertKey], Sequence[float], float], Sequence[ExpertKey]]
+
 
 @dataclass(slots=True, eq=False)
 class Demand:
@@ -32,6 +35,7 @@ class Demand:
     ready: list[Entry] = field(default_factory=list)
     waiting: list[Entry] = field(default_factory=list)  # LOADING
     absent: list[ExpertKey] = field(default_factory=list)  # without a slot so far
+    on_cpu: list[ExpertKey] = field(default_factory=list)  # need no slot
 
 
 class ExpertPool:
@@ -149,11 +153,18 @@ class ExpertPool:
             self._cache.eviction.on_layer(pinned.layer)
             self._commit(pinned, experts)
 
-    def claim(self, layer: int, experts: Sequence[int], pinned: PinnedLayer | None, shares: Sequence[float]) -> Demand:
+    def claim(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        pinned: PinnedLayer | None,
+        shares: Sequence[float],
+        choose_for_cpu: ChooseForCpu | None = None,
+    ) -> Demand:
         """Pin the routed experts that are resident, and submit demand loads of the others.
 
         Experts of `pinned`, which kernels already read, are committed and left out. `shares`: for a prompt, the share
-        of rows that are routed to each expert.
+        of rows that are routed to each expert. `choose_for_cpu` selects absent experts that are not loaded.
         """
         demand, needed = Demand(), list(dict.fromkeys(experts))
         with self._lock:
@@ -169,11 +180,21 @@ class ExpertPool:
                     self._commit(pinned, [expert for expert in needed if expert in launched])
                     needed = [expert for expert in needed if expert not in launched]
                 self._pin_residents(layer, needed, demand)
+                if choose_for_cpu is not None and demand.absent:
+                    self._leave_to_cpu(demand, choose_for_cpu)
+                self._ledger.demanded(len(demand.absent))
                 self._load_absent(demand)
             except BaseException:
                 self.abandon(demand)
                 raise
         return demand
+
+    def load_instead(self, demand: Demand, keys: Sequence[ExpertKey]) -> None:
+        """Load experts that the CPU was to compute."""
+        with self._lock:
+            self._ledger.demanded(len(keys))
+            demand.absent += keys
+            self._load_absent(demand)
 
     def poll(self, demand: Demand) -> tuple[Entry, CopyHandle] | None:
         """Move arrived experts to `demand.ready`; if there is none, return an entry to wait for, and its handle."""
@@ -222,7 +243,7 @@ class ExpertPool:
         with self._lock:
             if demand in self._demands:
                 self._demands.remove(demand)
-            demand.ready, demand.waiting, demand.absent = [], [], []
+            demand.ready, demand.waiting, demand.absent, demand.on_cpu = [], [], [], []
         self.release(held)
 
     # ---- prefetch
@@ -248,6 +269,10 @@ class ExpertPool:
         """Settle every copy that has ended."""
         with self._lock:
             self._loads.reap()
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return bytes and seconds of copies that have ended since the last call, if they are measured."""
+        return self._transfer.take_copy_times()
 
     # ---- between requests
 
@@ -341,7 +366,15 @@ class ExpertPool:
             self._cache.eviction.on_use(layer, resident)
         self._ledger.hit(len(demand.ready))
         self._ledger.late(len(demand.waiting))
-        self._ledger.demanded(len(demand.absent))
+
+    def _leave_to_cpu(self, demand: Demand, choose: ChooseForCpu) -> None:
+        """Move absent experts that the CPU computes to `demand.on_cpu`."""
+        # experts that this layer waits for may be among those that the link is busy with
+        backlog = max(len(demand.waiting), self._transfer.queued_bytes() / self.blob_bytes)
+        demand.on_cpu = list(choose(demand.absent, self._cache.move_losses(demand.absent), backlog))
+        if demand.on_cpu:
+            demand.absent = [key for key in demand.absent if key not in demand.on_cpu]
+            self._cache.eviction.on_use(demand.on_cpu[0].layer, [key.expert for key in demand.on_cpu])
 
     def _commit(self, pinned: PinnedLayer, experts: Sequence[int]) -> None:
         layer = pinned.layer

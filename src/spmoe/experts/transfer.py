@@ -104,6 +104,14 @@ class Transfer(Protocol):
         """Return how long the compute stream has waited for copies since the last call."""
         ...
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of prefetches that a demand submitted now would wait for."""
+        ...
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return bytes and seconds of copies that have ended since the last call, if they are measured."""
+        ...
+
     def drain(self) -> None:
         """Let copies in flight end and fail the others; afterwards no slot is written, and copies may start again."""
         ...
@@ -142,6 +150,14 @@ class HostCompute:
     def take_stall_seconds(self) -> float:
         """Return 0: the caller measures its own waits."""
         return 0.0
+
+    def queued_bytes(self) -> int:
+        """Return 0: urgent copies wait for no other."""
+        return 0
+
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return nothing: copies are not measured."""
+        return []
 
 
 class BlobReader(Protocol):

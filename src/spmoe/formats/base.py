@@ -20,6 +20,7 @@ from spmoe.formats.layout import Part, dtype_name, round_up
 from spmoe.registry import WEIGHT_FORMATS
 
 Parts = dict[str, Tensor]
+OPERATOR_ROWS = 64  # with more, CPU operators are slower than dequantizing and a dense product
 _CACHED_BYTES = 2**18  # of packed weights that are dequantized at a time on a CPU
 _CACHED_WEIGHTS = 2**18  # that are quantized at a time on a CPU
 _KERNEL_WEIGHTS = 2**22  # on other devices, where many small kernels would take longer
@@ -117,6 +118,21 @@ class WeightFormat(ABC):
 
     def linear(self, parts: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Multiply rows with the packed matrix by a CPU operator of PyTorch."""  # x: [rows, in] -> [rows, out]
+        raise NotImplementedError
+
+    def repacked_parts(self, outs: int, ins: int, dtype: torch.dtype) -> dict[str, Part] | None:
+        """Return the dtypes and shapes of the parts that `repack` makes of a matrix [outs, ins].
+
+        None: PyTorch has no CPU operator with a layout of its own that is fast for this shape and dtype of rows.
+        """
+        return None
+
+    def repack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Parts:
+        """Return the matrix in the layout of PyTorch's CPU operator, for rows of a dtype."""
+        raise NotImplementedError
+
+    def repacked_linear(self, repacked: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Multiply rows with a matrix of `repack`."""  # x: [rows, in] -> [rows, out]
         raise NotImplementedError
 
     def check(self, parts: Mapping[str, Tensor], outs: int, ins: int) -> None:

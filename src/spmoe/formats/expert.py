@@ -157,6 +157,14 @@ class ExpertFormat:
                 tensors[name] = weight.T if self.transposed else weight
         return tensors
 
+    def repacked_parts(self, shapes: Shapes) -> dict[str, dict[str, Part] | None]:
+        """Return the parts of each projection after `WeightFormat.repack`; None: the format has no such operator."""
+        return {
+            name: self.weight.repacked_parts(*self._sides(shape), self.dtype)
+            for name, shape in shapes.items()
+            if len(shape) == 2
+        }
+
     def check(self, views: Mapping[str, Tensor], shapes: Shapes) -> None:
         """Raise ValueError, with a sentence, if a blob's fields cannot be an expert of these shapes."""
         for name, shape in shapes.items():

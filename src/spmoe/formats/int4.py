@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -31,6 +32,10 @@ NAMES = ("int4-g32", "int4-g64", "int4-g128", "int4-asym-g32", "int4-asym-g64", 
 
 _MIDDLE = 8  # the zero point of symmetric codes
 _LARGEST_CODE = 15
+_OPERATOR_GROUPS = (32, 64, 128)
+_OPERATOR_OUTPUTS = 16  # must divide the outputs of a matrix
+_REPACKED_ROWS = 256  # repacked at a time; a multiple of the operator's blocks of 16, 32 or 64 outputs
+_OPERATOR_ERROR = 0.01  # most that results may differ by, relative to the largest; rounding to bfloat16 is 0.002
 
 
 @WEIGHT_FORMATS.register(*NAMES)
@@ -88,9 +93,50 @@ class Int4(WeightFormat):
         codes *= scale
         return weight.to(dtype)
 
+    def repacked_parts(self, outs: int, ins: int, dtype: torch.dtype) -> dict[str, Part] | None:
+        # in float32 and float16 the operator is not vectorized, and slower than a dense product
+        divisible = self.group in _OPERATOR_GROUPS and not ins % self.group and not outs % _OPERATOR_OUTPUTS
+        if dtype != torch.bfloat16 or not divisible or not _operator_works(self):
+            return None
+        return {
+            "codes": Part(torch.uint8, (outs, ins // 2)),
+            "scale_and_zero": Part(dtype, (ins // self.group, outs, 2)),
+        }
+
+    def repack(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Parts:
+        codes, scale = torch.empty_like(parts["codes"]), parts["scale"].float()
+        values = torch.arange(16, dtype=torch.int32)
+        for at in range(0, len(codes), _REPACKED_ROWS):
+            wide = unpack_nibbles(parts["codes"][at : at + _REPACKED_ROWS], values)
+            codes[at : at + _REPACKED_ROWS] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(wide, 1)
+        # the operator computes (code - 8) * scale + zero
+        zero = (_MIDDLE - parts["zero"].float()) * scale if self.asymmetric else torch.zeros_like(scale)
+        return {"codes": codes, "scale_and_zero": torch.stack((scale.T, zero.T), dim=-1).to(dtype).contiguous()}
+
+    def repacked_linear(self, repacked: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        codes, scale_and_zero = repacked["codes"], repacked["scale_and_zero"]
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        found: Tensor = multiply(x.contiguous(), codes, self.group, scale_and_zero)
+        return found
+
     def check(self, parts: Mapping[str, Tensor], outs: int, ins: int) -> None:
         super().check(parts, outs, ins)
         if not bool(torch.isfinite(parts["scale"]).all()):
             raise ValueError(f"a scale of {self.name} is not a finite number")
         if self.asymmetric and bool((parts["zero"] > _LARGEST_CODE + 1).any()):  # 16 occurs: gptq stores zero - 1
             raise ValueError(f"a zero point of {self.name} is above 16")
+
+
+@cache
+def _operator_works(format: Int4) -> bool:
+    """Return whether this PyTorch has the CPU operator for 4-bit weights, and it agrees with `dequantize`."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(80, 2 * format.group, generator=generator)  # 80 outputs: a whole block and a smaller one
+    x = torch.randn(3, weight.shape[1], generator=generator).bfloat16()
+    parts = format.quantize(weight)
+    expected = x.float() @ format.dequantize(parts, torch.float32).T
+    try:
+        found = format.repacked_linear(format.repack(parts, torch.bfloat16), x).float()
+    except (AttributeError, RuntimeError):  # no such operator; not for this processor
+        return False
+    return bool(((found - expected).abs() <= _OPERATOR_ERROR * expected.abs().max()).all())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmoe.formats.base import (
+    OPERATOR_ROWS,
     KernelWeights,
     Parts,
     WeightFormat,
@@ -27,7 +28,6 @@ from spmoe.registry import WEIGHT_FORMATS
 NAMES = ("int8-channel", "int8-g32", "int8-g64", "int8-g128")
 
 _LARGEST = 127
-_OPERATOR_ROWS = 64  # with more, the CPU operator is slower than dequantizing and a dense product
 
 
 @WEIGHT_FORMATS.register(*NAMES)
@@ -70,7 +70,7 @@ class Int8(WeightFormat):
 
     def has_operator(self, x: Tensor) -> bool:
         dtypes = x.dtype == self.scale_dtype == torch.bfloat16
-        return x.is_cpu and dtypes and self.group == 0 and len(x) <= _OPERATOR_ROWS
+        return x.is_cpu and dtypes and self.group == 0 and len(x) <= OPERATOR_ROWS
 
     def linear(self, parts: Mapping[str, Tensor], x: Tensor) -> Tensor:
         found: Tensor = torch.ops.aten._weight_int8pack_mm(x.contiguous(), parts["weight"], parts["scale"].view(-1))

@@ -1,7 +1,8 @@
-"""Attention over a KV cache whose length is stored on the device, registered with transformers' attention interface.
+"""Attention over KV caches whose ranges are stored on the device, registered with transformers' attention interface.
 
-A captured CUDA graph cannot change shapes, so it attends up to a length that it reads from device memory. No mask
-function is registered, so models build no masks: this module applies causality and sliding windows itself.
+A captured CUDA graph cannot change shapes or addresses, so it reads from device memory where the keys and values of
+each sequence lie, and how many there are. No mask function is registered, so models build no masks: this module applies
+causality and sliding windows itself.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from transformers import AttentionInterface
 
 IMPLEMENTATION = "spmoe"
 _SUPPORTED_ARGUMENTS = {"position_ids", "cache_position"}
-_length: Tensor | None = None  # [1] int64, number of cached positions; set while a forward is captured
+_ranges: Tensor | None = None  # set while a forward is captured
 
 
 @contextmanager
-def device_length(length: Tensor) -> Iterator[None]:
-    """Make KV caches append at, and attention read up to, a length in device memory ([1] int64)."""
-    global _length
-    _length = length
+def device_ranges(ranges: Tensor) -> Iterator[None]:
+    """Let KV caches append to, and attention read, the ranges of sequences in device memory.
+
+    Each sequence has an equal share of a forward's rows, in order.
+    """
+    # ranges: [3, sequences] int64: start in the arena, positions before the new rows, capacity
+    global _ranges
+    _ranges = ranges
     try:
         yield
     finally:
-        _length = None
+        _ranges = None
 
 
-def current_length() -> Tensor | None:
-    """Return the length in device memory inside `device_length`, else None."""
-    return _length
+def current_ranges() -> Tensor | None:
+    """Return the ranges in device memory inside `device_ranges`, else None."""
+    return _ranges
 
 
 def without_cudnn() -> Any:
@@ -63,10 +68,10 @@ def _attend(
     if attention_mask is not None or unsupported:
         raise NotImplementedError(f"its attention needs {', '.join(unsupported or ['a mask'])}, which is unsupported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if _length is not None:
+    if _ranges is not None:
         from spmoe.backends.kernels.attention import decode_attention
 
-        return decode_attention(query, key, value, _length, scaling, sliding_window), None
+        return decode_attention(query, key, value, _ranges, scaling, sliding_window), None
     rows, positions = query.shape[2], key.shape[2]
     mask, beyond_window = None, sliding_window is not None and positions > sliding_window
     if beyond_window or (rows > 1 and positions > rows):

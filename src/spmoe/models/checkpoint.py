@@ -246,12 +246,14 @@ def load_errors(checkpoint: Checkpoint) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Turn off the progress bars and log messages of transformers; failures are raised as errors of spmoe."""
     verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    logs, bars = verbosity != transformers_logging.ERROR, transformers_logging.is_progress_bar_enabled()
+    if logs:  # setting a level, even to the present one, clears the caches of all loggers
+        transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        if logs:
+            transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

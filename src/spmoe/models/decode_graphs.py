@@ -1,4 +1,4 @@
-"""Captured forwards of a few rows: one graph per number of rows and KV cache, replayed with new tokens.
+"""Captured forwards of a few rows: one graph per number of rows, replayed with new tokens of any sequences.
 
 Greedy draft tokens never visit the host on their way from one pass to the next: each graph ends by appending its argmax
 to a token chain on the device, and the next graph reads it there. The forward that verifies a draft begins the same
@@ -7,6 +7,7 @@ way: its first graph waits on the device, behind the draft. `RunAhead` says whic
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,21 +25,24 @@ from spmoe.backends.kernels.inputs import (
     load_inputs,
     new_token_chain,
     pending_tokens,
-    set_chain_length,
+    set_chain_range,
 )
 from spmoe.experts.run_ahead import ReadTokens
-from spmoe.models.attention import device_length
+from spmoe.models.attention import device_ranges
 from spmoe.models.hidden_states import LayerObserver, OnChunk
-from spmoe.models.kv import KvState
+from spmoe.models.kv import KvState, kernel_cache
+from spmoe.models.kv_pool import KvPool
+from spmoe.models.ragged import BATCH_ROWS, RaggedPart
 from spmoe.types import Routing
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
 # context in which a forward's hidden states are shown, chunk by chunk, to the callable
 Observing = Callable[[LayerObserver | None, OnChunk], AbstractContextManager[None]]
+KvRange = tuple[int, int, int]  # start in the KV arena, length before a forward, capacity
 
 
 class GraphKey(NamedTuple):
-    """Properties in which captured forwards over one KV cache differ."""
+    """Properties in which captured forwards differ."""
 
     rows: int
     num_logits: int
@@ -46,6 +50,7 @@ class GraphKey(NamedTuple):
     choices: int | None = None  # size of the vocabulary that a greedy draft selects from; None: not a draft pass
     place: int = 0  # number of the greedy draft pass; passes after the first read their token from the chain
     observer: str = ""  # the observer's key
+    is_batch: bool = False  # whether each row belongs to a sequence of its own
 
 
 @dataclass
@@ -59,12 +64,32 @@ class CapturedChunk:
     arrived: Any  # CUDA event
 
 
+class BatchRows:
+    """Result of one sequence in a forward of several."""
+
+    def __init__(self, graph: DecodeGraph, rows: slice) -> None:
+        self._graph = graph
+        self._rows = rows
+
+    @property
+    def logits(self) -> Tensor:
+        return self._graph.logits[self._rows]
+
+    def argmax(self) -> RowArgmax:
+        values, tokens = self._graph.argmax()
+        return values[self._rows], tokens[self._rows]
+
+
 class DecodeGraphs:
     """Captures and replays a model's forwards."""
 
-    def __init__(self, model: Any, observing: Observing, capture: CaptureContext) -> None:
+    def __init__(self, model: Any, observing: Observing, kv_pool: KvPool, capture: CaptureContext) -> None:
         self.model = model
         self.observing = observing
+        self.arena = kv_pool.arena
+        self._scratch = kv_pool.scratch
+        self._captured: dict[GraphKey, DecodeGraph] = {}
+        self._generation = self.arena.generation  # of the memory that graphs are captured over
         self.recorder = capture.recorder
         self.run_ahead = capture.run_ahead
         self.chain = new_token_chain(model.device) if capture.chain is None else capture.chain
@@ -72,22 +97,50 @@ class DecodeGraphs:
         self._host_chain = pinned_zeros(len(self.chain))
         self._arrived = capture.recorder.new_event()
 
+    def clear(self) -> None:
+        """Drop all captured forwards: those of an experiment, or over memory that is not used any more."""
+        if self._captured:
+            self.recorder.wait()  # one of them may still run
+            self._captured.clear()
+
     def forward(self, tokens: list[int], kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
         """Append tokens to a sequence; return the graph, which has the logits until its next replay."""
-        graph = self.prepare(len(tokens), kv, num_logits, observer)
+        graph = self.prepare(len(tokens), num_logits, observer)
         if not self.run_ahead.take_verify(graph, tokens, kv.length):
-            graph.launch_first(tokens, kv.length)
+            graph.launch_first(tokens, [kv.range])
         graph.launch_rest(observer)
         graph.show_chunks()
         kv.advance(len(tokens))
         return graph
 
+    def forward_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> list[BatchRows]:
+        """Append tokens to several sequences; the results are valid until the graph's next replay.
+
+        Each row is a sequence of its own for the kernels. The last row is repeated up to a captured number of rows: it
+        needs no other experts, and writes the same keys and values to the same place.
+        """
+        tokens, ranges, found = list[int](), list[KvRange](), list[slice]()
+        for part in parts:
+            start, length, capacity = part.kv.range
+            tokens += part.tokens
+            ranges += [(start, length + row, capacity) for row in range(len(part.tokens))]
+            found.append(slice(len(tokens) - part.num_logits, len(tokens)))
+        rows = next(rows for rows in BATCH_ROWS if rows >= len(tokens))
+        repeated = rows - len(tokens)
+        graph = self.prepare_batch(rows, observer)
+        graph.launch_first(tokens + tokens[-1:] * repeated, ranges + ranges[-1:] * repeated)
+        graph.launch_rest(observer)
+        graph.show_chunks()
+        for part in parts:
+            part.kv.advance(len(part.tokens))
+        return [BatchRows(graph, rows_of_part) for rows_of_part in found]
+
     def launch_verify(self, token: int, k: int, kv: KvState, observer: LayerObserver | None) -> None:
         """Launch the first graph of the forward that verifies a token and the launched draft's K tokens."""
 
         def launch() -> DecodeGraph:
-            graph = self.prepare(1 + k, kv, 1 + k, observer)
-            graph.launch_first([token, *pending_tokens(k)], kv.length)
+            graph = self.prepare(1 + k, 1 + k, observer)
+            graph.launch_first([token, *pending_tokens(k)], [kv.range])
             return graph
 
         self.run_ahead.launch_verify(k, token, kv.length, launch)
@@ -100,9 +153,9 @@ class DecodeGraphs:
         The first step appends `tokens`, each later step the token that the step before selected. When the tokens are
         read, the KV cache holds all of them but the last.
         """
-        chain = self.prepare_greedy(len(tokens), kv, observers, choices)
+        chain = self.prepare_greedy(len(tokens), observers, choices)
         for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
-            graph.launch_first(None if place else tokens, kv.length)
+            graph.launch_first(None if place else tokens, [kv.range])
             graph.launch_rest(observer)
         self._host_chain.copy_(self.chain, non_blocking=True)
         self._arrived.record()
@@ -117,36 +170,42 @@ class DecodeGraphs:
 
         return read
 
-    def prepare(self, rows: int, kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
+    def prepare(self, rows: int, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
         """Return the graph that `forward` replays; capture it if it is missing."""
         chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
-        return self._graph(GraphKey(rows, num_logits, chunks, observer=key), kv, observer)
+        return self._graph(GraphKey(rows, num_logits, chunks, observer=key), observer)
 
-    def prepare_greedy(
-        self, rows: int, kv: KvState, observers: Sequence[LayerObserver | None], choices: int
-    ) -> list[DecodeGraph]:
+    def prepare_batch(self, rows: int, observer: LayerObserver | None) -> DecodeGraph:
+        """Return the graph that `forward_batch` replays for so many rows; capture it if it is missing."""
+        chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
+        return self._graph(GraphKey(rows, rows, chunks, observer=key, is_batch=True), observer)
+
+    def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> list[DecodeGraph]:
         """Return the graphs that `launch_greedy` replays; capture those that are missing."""
         chain = []
         for place, observer in enumerate(observers):
             chunks = observer.chunks if observer is not None else 0
-            chain.append(self._graph(GraphKey(1 if place else rows, 1, chunks, choices, place), kv, observer))
+            chain.append(self._graph(GraphKey(1 if place else rows, 1, chunks, choices, place), observer))
         return chain
 
-    def _graph(self, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> DecodeGraph:
-        owned = (self, key)  # a target and its quantized self share KV caches
-        if owned not in kv.graphs:
-            kv.graphs[owned] = DecodeGraph(self, key, kv, observer)
-        graph: DecodeGraph = kv.graphs[owned]
-        return graph
+    def _graph(self, key: GraphKey, observer: LayerObserver | None) -> DecodeGraph:
+        if self._generation != self.arena.generation:
+            self.clear()
+            self._generation = self.arena.generation
+        if key not in self._captured:
+            self._captured[key] = DecodeGraph(self, key, (self._scratch.start, 1, self._scratch.capacity), observer)
+        return self._captured[key]
 
 
 class DecodeGraph:
-    """One captured forward over one KV cache. It keeps every tensor alive that its replays write."""
+    """One captured forward. It keeps every tensor alive that its replays write."""
 
-    def __init__(self, owner: DecodeGraphs, key: GraphKey, kv: KvState, observer: LayerObserver | None) -> None:
+    def __init__(self, owner: DecodeGraphs, key: GraphKey, scratch: KvRange, observer: LayerObserver | None) -> None:
+        # scratch: range that the warm-up writes to
         model, self._recorder, self._run_ahead = owner.model, owner.recorder, owner.run_ahead
-        self._inbox = pinned_zeros(key.rows + 1)  # tokens, then the length of the KV cache before them
-        self._inbox[key.rows] = kv.length
+        sequences = key.rows if key.is_batch else 1
+        self._inbox = pinned_zeros(key.rows + 3 * sequences)  # tokens, then the ranges of their sequences, by column
+        self._inbox[key.rows :] = torch.tensor(scratch).repeat_interleave(sequences)
         self._inbox_values = self._inbox.numpy()  # the same memory
         self._inbox_read = self._recorder.new_event()  # by the last replay
         self._inbox_written = False
@@ -158,21 +217,22 @@ class DecodeGraph:
         self._chunks: list[CapturedChunk] = []
         self._host_routings: list[Routing | None] = []  # by chunk, pinned
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
-        positions, length = torch.zeros_like(ids), ids.new_zeros(1)
-        self._inputs = (ids, positions, length)
+        positions, ranges = torch.zeros_like(ids), ids.new_zeros(3, sequences)
+        cache = kernel_cache(owner.arena)
+        self._inputs = (ids, positions, ranges, cache)
 
         def forward() -> Tensor:
             self._chunks.clear()
             if key.place:
-                load_chained_inputs(owner.chain, ids, positions, length)
+                load_chained_inputs(owner.chain, ids, positions, ranges)
             else:
-                load_inputs(self._inbox, owner.chain, owner.draft_chain, ids, positions, length)
+                load_inputs(self._inbox, owner.chain, owner.draft_chain, ids, positions, ranges)
             on_chunk = self._capture_chunk(observer is not None and observer.immediate)
-            with torch.inference_mode(), device_length(length), owner.observing(observer, on_chunk):
+            with torch.inference_mode(), device_ranges(ranges), owner.observing(observer, on_chunk):
                 output = model(
                     input_ids=ids,
                     position_ids=positions,
-                    past_key_values=kv.cache,
+                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=key.num_logits,
                 )
@@ -184,18 +244,21 @@ class DecodeGraph:
             return logits
 
         if key.place:  # without this, the warm-up would write after the last chain, maybe over positions in use
-            set_chain_length(owner.chain, kv.length)
+            set_chain_range(owner.chain, *scratch)
         self._captured, self.logits = self._recorder.capture(forward)
 
-    def launch_first(self, tokens: list[int] | None, length: int) -> None:
-        """Launch the forward up to the first host work. `tokens` None: append the last token of the chain."""
+    def launch_first(self, tokens: list[int] | None, ranges: Sequence[KvRange]) -> None:
+        """Launch the forward up to the first host work. `tokens` None: append the last token of the chain.
+
+        `ranges`: of the sequences, before these tokens.
+        """
         if tokens is None:
             self._run_ahead.note_launch()
             self._captured.launch_first()
             return
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
-        self._inbox_values[:] = [*tokens, length]
+        self._inbox_values[:] = [*tokens, *itertools.chain.from_iterable(zip(*ranges, strict=True))]
         self._run_ahead.note_launch()
         try:
             self._captured.launch_first()

@@ -7,9 +7,10 @@ the snapshot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,44 +24,163 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from spmoe.models.attention import current_length
+from spmoe.models.attention import current_ranges
+
+
+class KvArena:
+    """Keys and values of all sequences of one model: one tensor per layer, in which each sequence has a range.
+
+    Captured graphs read the range of a sequence from device memory, so one graph serves every sequence. All copies run
+    on the compute stream, behind the kernels that were launched before.
+    """
+
+    def __init__(self, on_move: Callable[[], None] = lambda: None) -> None:
+        # on_move: called before sequences get other places
+        self.positions = 0
+        self.generation = 0  # counts allocations of the tensors; graphs captured over older ones are invalid
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by layer; keys, values: [1, heads, positions, dim]
+        self._ranges: list[KvState] = []  # in order of their starts
+        self._on_move = on_move
+
+    def plan(self, positions: int) -> None:
+        """Allocate at least so many positions from now on."""
+        self._lay({kv: kv.start for kv in self._ranges}, max(positions, self.positions))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that have run."""
+        return len(self._tensors)
+
+    @property
+    def used(self) -> int:
+        """Positions of all ranges."""
+        return sum(kv.capacity for kv in self._ranges)
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return the keys and values of a layer; None if it has not run yet."""
+        return self._tensors.get(layer)
+
+    @torch.inference_mode()  # as the forwards that write them
+    def allocate(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the keys and values of a layer, with the shapes of some that it has computed."""
+        if (found := self._tensors.get(layer)) is None:
+            found = self._tensors[layer] = (
+                _positions(key_states, self.positions),
+                _positions(value_states, self.positions),
+            )
+            self.generation += 1
+        return found
+
+    def place(self, kv: KvState, capacity: int) -> None:
+        """Give a sequence a range of so many positions, or change the size of the one it has; contents are kept."""
+        is_placed = kv in self._ranges
+        others = [one for one in self._ranges if one is not kv]
+        gaps = _gaps(others, self.positions)
+        starts = [start for start, end in gaps if capacity <= end - start]
+        if is_placed and any(start <= kv.start and kv.start + capacity <= end for start, end in gaps):
+            kv.capacity = capacity
+        elif starts:
+            self._lay({one: one.start for one in others} | {kv: starts[0]}, self.positions)
+            kv.capacity = capacity
+        else:
+            ranges = self._ranges if is_placed else [*self._ranges, kv]
+            sizes = [capacity if one is kv else one.capacity for one in ranges]
+            *packed, needed = accumulate(sizes, initial=0)
+            positions = self.positions if needed <= self.positions else max(needed, 2 * self.positions)
+            self._lay(dict(zip(ranges, packed, strict=True)), positions)
+            kv.capacity = capacity
+
+    def remove(self, kv: KvState) -> None:
+        """Free the range of a sequence; idempotent."""
+        self._ranges = [one for one in self._ranges if one is not kv]
+
+    @torch.inference_mode()
+    def _lay(self, starts: Mapping[KvState, int], positions: int) -> None:
+        """Move ranges to these starts, in tensors of so many positions; an error changes nothing, or is remembered."""
+        grows = positions != self.positions
+        moved = [(kv, start) for kv, start in starts.items() if kv.length and (grows or kv.start != start)]
+        moved = [(kv, start) for kv, start in moved if kv in self._ranges]
+        if moved:
+            self._on_move()
+        new = self._tensors
+        if grows:
+            new = {
+                layer: (_positions(keys, positions), _positions(values, positions))
+                for layer, (keys, values) in new.items()
+            }
+        try:
+            for layer, tensors in self._tensors.items():
+                for source, target in zip(tensors, new[layer], strict=True):
+                    parts = [source[:, :, kv.start : kv.start + kv.length] for kv, _ in moved]
+                    parts = parts if grows else [part.clone() for part in parts]  # ranges may overlap
+                    for (kv, start), part in zip(moved, parts, strict=True):
+                        target[:, :, start : start + kv.length] = part
+        except BaseException:
+            if not grows:  # some layers have moved
+                for kv, _ in moved:
+                    kv.is_lost = True
+            raise
+        self._tensors, self.positions = new, positions
+        self.generation += grows
+        for kv, start in starts.items():
+            kv.start = start
+        self._ranges = sorted(starts, key=lambda kv: kv.start)
+
+
+def _positions(states: Tensor, count: int) -> Tensor:
+    """Allocate keys or values of so many positions, of the shape and kind of others."""
+    return states.new_empty(*states.shape[:2], count, states.shape[-1])  # [1, heads, positions, dim]
+
+
+def _gaps(ranges: Sequence[KvState], positions: int) -> list[tuple[int, int]]:
+    """Return the unused parts between ranges, which are in order, and after the last."""
+    ends = [0, *(kv.start + kv.capacity for kv in ranges)]
+    return list(zip(ends, [*(kv.start for kv in ranges), positions], strict=True))
 
 
 class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, allocated once; the first `length` positions count.
+    """Keys and values of one sequence in one layer, a range of the arena; the first `length` positions count.
 
     A sliding-window layer has full length too: the mask applies the window, and a rollback past it stays possible.
     """
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity = capacity
+    def __init__(self, arena: KvArena, index: int, kv: KvState) -> None:
+        # without the base class's constructor: keys and values are those of the arena
         self.length = 0
+        self._arena = arena
+        self._index = index
+        self._kv = kv
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._arena.tensors(self._index) is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All positions of the sequence's range."""
+        return self._own(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        """All positions of the sequence's range."""
+        return self._own(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # key_states, value_states: [batch, heads, tokens, head size]
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(*key_states.shape[:2], self.capacity, key_states.shape[-1])
-        self.values = value_states.new_empty(*value_states.shape[:2], self.capacity, value_states.shape[-1])
-        self.is_initialized = True
+        # key_states, value_states: [1, heads, tokens, head size]
+        self._arena.allocate(self._index, key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if (length := current_length()) is not None:
-            from spmoe.backends.kernels.attention import append_kv
-
-            append_kv(self.keys, self.values, key_states, value_states, length)
-            return self.keys, self.values
+        start, _, capacity = self._kv.range
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:  # torch would write one row into no space without an error
-            raise ValueError(f"a KV cache of {self.capacity} positions cannot hold {end}")
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        if end > capacity:  # it would write into another sequence's range
+            raise ValueError(f"a KV cache of {capacity} positions cannot hold {end}")
+        keys, values = self._arena.allocate(self._index, key_states, value_states)
+        keys[:, :, start + self.length : start + end] = key_states
+        values[:, :, start + self.length : start + end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, start : start + end], values[:, :, start : start + end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -69,25 +189,105 @@ class RollbackLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.length
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self._kv.capacity
+
+    def _own(self, which: int) -> Tensor | None:
+        tensors, kv = self._arena.tensors(self._index), self._kv
+        return None if tensors is None else tensors[which][:, :, kv.start : kv.start + kv.capacity]
+
+
+class _KernelLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of the arena, for forwards that find the ranges of their sequences in device memory."""
+
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, arena: KvArena, index: int) -> None:
+        self._arena = arena
+        self._index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the arena is allocated."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        from spmoe.backends.kernels.attention import append_kv
+
+        ranges = current_ranges()
+        assert ranges is not None, "inside `device_ranges`"
+        keys, values = self._arena.allocate(self._index, key_states, value_states)
+        append_kv(keys, values, key_states, value_states, ranges)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # no masks are made
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are given
+
+    def get_max_length(self) -> int:
+        return self._arena.positions
+
+
+def kernel_cache(arena: KvArena) -> Any:
+    """Return a cache for forwards inside `device_ranges`: each row is appended to the range of its sequence."""
+    return Cache(layers=[_KernelLayer(arena, index) for index in range(arena.layers)])
 
 
 class KvState:
     """One sequence's KV cache in one model."""
 
-    def __init__(self, config: Any, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, config: Any, capacity: int, arena: KvArena | None = None) -> None:
+        # arena: of the model's other sequences; None: one of its own
+        self.arena = KvArena() if arena is None else arena
+        self.start = 0  # of its range in the arena
+        self.capacity = 0
         self.length = 0
         self.tokens: list[int] = []  # of the sequence; those before `length` are in the cache
-        self.graphs: dict[Any, Any] = {}  # forwards captured over this cache's memory
         self.can_rewind = can_rewind(config)
+        self.is_lost = False  # whether its contents were lost, since memory ran out while they were moved
+        self._swapped: list[tuple[Tensor, ...]] | None = None  # keys and values by layer, in host memory
         self._snapshot: _Snapshot | None = None
         self.cache: Any = _new_cache(config)
-        layers = [RollbackLayer(capacity) if type(x) in _POSITIONS_ONLY else x for x in self.cache.layers]
+        layers = [
+            RollbackLayer(self.arena, number, self) if type(layer) in _POSITIONS_ONLY else layer
+            for number, layer in enumerate(self.cache.layers)
+        ]
         if self.can_rewind:
             self.cache = Cache(layers=layers)
         else:
             self.cache.layers = layers
+        self.arena.place(self, capacity)
+
+    @property
+    def range(self) -> tuple[int, int, int]:
+        """Start in the arena, length and capacity."""
+        if self.is_lost:
+            raise RuntimeError("keys and values of the sequence were lost when memory ran out; send the request again")
+        return self.start, self.length, self.capacity
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether its contents are in host memory, and it has no range in the arena."""
+        return self._swapped is not None
+
+    @torch.inference_mode()
+    def swap_out(self) -> None:
+        """Copy keys and values to host memory and free their range; other state stays where it is."""
+        own = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
+        self._swapped = [
+            tuple(tensor[:, :, : self.length].to("cpu", copy=True) for tensor in _key_values(layer)) for layer in own
+        ]
+        self.arena.remove(self)
+
+    @torch.inference_mode()
+    def swap_in(self, capacity: int) -> None:
+        """Take a range of so many positions, and copy keys and values back into it."""
+        swapped, self._swapped = self._swapped or [], None
+        self.arena.place(self, capacity)
+        own = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
+        for layer, tensors in zip(own, swapped, strict=True):
+            for into, tensor in zip(_key_values(layer), tensors, strict=False):
+                into[:, :, : self.length] = tensor
 
     def snapshot(self) -> None:
         """Copy the state as it is, so that `rewind` can restore it; keys and values need no copy."""

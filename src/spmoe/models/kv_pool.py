@@ -1,37 +1,60 @@
 """KV caches of one model: of the sequences that run, and of finished ones, which are kept until their place is needed.
 
-A new prompt starts from the longest prefix that one of them has in common with it. Graphs are captured over the memory
-of KV caches, which is another reason to keep them.
+A new prompt starts from the longest prefix that one of them has in common with it. A sequence takes more positions as
+it grows; one that has to wait for others can be swapped out to host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
 
-from spmoe.models.kv import KvState
+from spmoe.models.kv import KvArena, KvState
 
-MIN_CAPACITY = 1024  # positions; KV caches that graphs are captured over are larger than needed, and are reused
+SCRATCH_POSITIONS = 64  # of the range that warm-ups of captured forwards write to
+_FIRST_POSITIONS = 1024  # of an arena that is not allocated at once
+_GROWTH = 256  # positions that a sequence gets beyond the ones it needs, if there is place
+
+
+def kv_sizes(length: int, rows: int, most: int) -> tuple[int, int]:
+    """Return the positions that a sequence of `length` tokens needs for `rows` more, and those it should get.
+
+    `most`: tokens that it will have at its end.
+    """
+    least = min(most, length + rows)
+    return least, min(most, least + _GROWTH)
 
 
 class KvPool:
     """Owner of a model's KV caches."""
 
-    def __init__(self, config: Any, wait: Callable[[], None]) -> None:
-        # wait: until no launched kernel writes a KV cache any more that is about to be freed
+    def __init__(self, config: Any, on_move: Callable[[], None] = lambda: None) -> None:
+        # on_move: called before KV caches move to other places in the arena
+        self.arena = KvArena(on_move)
         self.spare: list[KvState] = []  # of finished sequences, the one that was used last at the end
-        self.keeps_graphs = False  # whether graphs are captured over KV caches: they are kept and have round sizes
         self._config = config
-        self._wait = wait
         self._limit: int | None = None  # positions of all KV caches; None: not limited
-        self._spare_limit = 0  # positions of KV caches that are kept for their contents alone
+        self._spare_limit = 0  # positions of KV caches that are kept for their contents, if there is no other limit
         self._reuses_prefixes = False
-        self._used: WeakSet[KvState] = WeakSet()
+        self._used: list[KvState] = []
+        self._used_positions = 0
+        self._scratch: KvState | None = None
 
-    def plan(self, limit: int | None, spare_limit: int, *, reuse_prefixes: bool) -> None:
-        """Set the positions that all KV caches, and the kept ones, may have; reuse prefixes from now on, or not."""
-        self._limit, self._spare_limit, self._reuses_prefixes = limit, spare_limit, reuse_prefixes
+    def plan(self, limit: int | None, expected: int, *, reuse_prefixes: bool, at_once: bool = True) -> None:
+        """Set the positions that all KV caches may have; reuse prefixes from now on, or not.
+
+        `expected`: positions to allocate, and to keep for finished sequences if there is no limit. Unless `at_once`,
+        few are allocated first, and more as they are needed.
+        """
+        self._limit, self._spare_limit, self._reuses_prefixes = limit, expected, reuse_prefixes
+        self.arena.plan((expected if at_once else min(expected, _FIRST_POSITIONS)) + SCRATCH_POSITIONS)
+
+    @property
+    def scratch(self) -> KvState:
+        """A range that holds nothing; it stays when it was asked for once."""
+        if self._scratch is None:
+            self._scratch = KvState(self._config, SCRATCH_POSITIONS, self.arena)
+        return self._scratch
 
     def clear(self) -> None:
         """Free the KV caches of finished sequences."""
@@ -40,95 +63,121 @@ class KvPool:
     @property
     def usage(self) -> float | None:
         """Share of all positions that the KV caches of running sequences have; None if they are not limited."""
-        return None if self._limit is None else sum(kv.capacity for kv in self._used) / self._limit
+        return None if self._limit is None else self._used_positions / self._limit
 
     def has_place(self, capacity: int) -> bool:
-        """Return whether one more KV cache of so many positions fits, if kept ones are freed for it."""
-        used = sum(kv.capacity for kv in self._used)
-        return self._limit is None or used + self._size(capacity) <= self._limit
+        """Return whether so many more positions fit, if kept KV caches are freed for them."""
+        return self._limit is None or self._used_positions + capacity <= self._limit
 
-    def take(self, capacity: int, tokens: list[int] | None = None) -> KvState:
+    def take(self, capacity: int, tokens: list[int] | None = None, preferred: int = 0) -> KvState:
         """Return a KV cache of at least `capacity` positions; it has as many of the first tokens as another one had.
 
         `tokens`: the sequence's own list, which grows with it. At least its last token is left to be read.
+        `preferred`: positions to give it if there is place for them.
         """
         tokens = [] if tokens is None else tokens
+        capacity = preferred if preferred > capacity and self.has_place(preferred) else capacity
         source, common = self._longest_prefix(tokens)
-        if source in self.spare and source.capacity >= capacity and source.length <= 2 * common:
+        is_spare = source is not None and source in self.spare
+        if (
+            source is not None
+            and is_spare
+            and (source.length <= 2 * common or not self.has_place(capacity + source.capacity))
+        ):
             kv = source
+            self.spare.remove(kv)
+            kv.cut(common)
+            self._free_places(max(0, capacity - kv.capacity), [kv])
+            self.arena.place(kv, max(capacity, kv.capacity))
         else:  # the source keeps its other tokens, for a sequence that continues them
-            kv = self._unused(capacity)
+            self._free_places(capacity, [] if source is None else [source])
+            kv = KvState(self._config, capacity, self.arena)
             if source is not None:
                 kv.copy_prefix(source, common)
-        if kv in self.spare:
-            self.spare.remove(kv)
-        kv.cut(common)
+                self._free_places(0)  # now of the source
         kv.tokens = tokens
-        self._used.add(kv)
+        self._set_used([*self._used, kv])
         return kv
+
+    def reserve(self, kv: KvState, capacity: int, preferred: int) -> bool:
+        """Give a running sequence's KV cache at least `capacity` positions; return whether there is place for them."""
+        if capacity <= kv.capacity:
+            return True
+        for size in (preferred, capacity):
+            if self.has_place(size - kv.capacity):
+                self.grow(kv, size)
+                return True
+        return False
+
+    def grow(self, kv: KvState, capacity: int) -> None:
+        """Give a running sequence's KV cache at least `capacity` positions, also beyond the limit."""
+        if capacity > kv.capacity:
+            self._free_places(capacity - kv.capacity)
+            self.arena.place(kv, capacity)
+            self._set_used(self._used)
+
+    def swap_out(self, kv: KvState) -> None:
+        """Move a running sequence's KV cache to host memory."""
+        kv.swap_out()
+        self._set_used([one for one in self._used if one is not kv])
+
+    def swap_in(self, kv: KvState, capacity: int, preferred: int) -> None:
+        """Move it back, to at least `capacity` positions, also beyond the limit."""
+        capacity = preferred if self.has_place(preferred) else capacity
+        self._free_places(capacity)
+        kv.swap_in(capacity)
+        self._set_used([*self._used, kv])
 
     def discard(self, kv: KvState) -> None:
         """Free a KV cache whose contents nobody needs."""
-        self._used.discard(kv)
+        self._set_used([one for one in self._used if one is not kv])
+        self.arena.remove(kv)
 
     def give_back(self, kv: KvState) -> None:
         """Keep a finished sequence's KV cache for others, or free it."""
-        self._used.discard(kv)
         kv.cut(len(kv.tokens))
         kv.tokens = kv.tokens[: kv.length]
-        if self.keeps_graphs or (self._reuses_prefixes and kv.can_rewind and kv.length):
-            if not self._reuses_prefixes:
-                kv.cut(0)
-            self.spare.append(kv)
-            self._free_places(0)
+        if not self._reuses_prefixes or not kv.can_rewind or not kv.length or kv.is_swapped_out or kv.is_lost:
+            self.discard(kv)
+            return
+        self._set_used([one for one in self._used if one is not kv])
+        self.arena.place(kv, kv.length)
+        self.spare.append(kv)
+        self._free_places(0)
+
+    def _set_used(self, used: list[KvState]) -> None:
+        self._used = used
+        self._used_positions = sum(kv.capacity for kv in used)  # other threads read it
 
     def _longest_prefix(self, tokens: list[int]) -> tuple[KvState | None, int]:
         """Return the KV cache that has the most of the first tokens, and how many; a kept one rather than another."""
         best, most = None, 0
         for kv in [*reversed(self.spare), *self._used] if self._reuses_prefixes else []:
             common = min(_common_prefix(tokens, kv.tokens), kv.length, len(tokens) - 1)
-            if common > most:
+            if common > most and not kv.is_lost:
                 best, most = kv, common
         return best, most
 
-    def _unused(self, capacity: int) -> KvState:
-        """Return a kept KV cache that is large enough, preferably one with graphs, or a new one."""
-        if self.keeps_graphs:
-            fitting = [kv for kv in self.spare if kv.capacity >= capacity]
-            self._drop([kv for kv in self.spare if kv.capacity < capacity and not self._reuses_prefixes])
-            if fitting:
-                return max(fitting, key=lambda kv: bool(kv.graphs))  # of several, the one that was used first
-        size = self._size(capacity)
-        self._free_places(size)
-        return KvState(self._config, size)
+    def _free_places(self, needed: int, besides: Sequence[KvState] = ()) -> None:
+        """Free kept KV caches, the ones used first, until all others and `needed` more positions fit.
 
-    def _size(self, capacity: int) -> int:
-        return kv_capacity(capacity) if self.keeps_graphs else capacity
-
-    def _free_places(self, needed: int) -> None:
-        """Free kept KV caches, the ones used first, until all others and `needed` more positions fit."""
-        used = sum(kv.capacity for kv in self._used) + needed
+        `besides`: KV caches that are not freed; those that are not in use count as if they were.
+        """
+        used = needed + sum(kv.capacity for kv in {*self._used, *besides})
 
         def fits(kept: Sequence[KvState]) -> bool:
             size = sum(kv.capacity for kv in kept)
-            if self._limit is not None:
-                return used + size <= self._limit
-            return self.keeps_graphs or size <= self._spare_limit
+            return size <= self._spare_limit if self._limit is None else used + size <= self._limit
 
-        kept = list(self.spare)
+        kept = [kv for kv in self.spare if kv not in besides]
         while kept and not fits(kept):
             kept.pop(0)
-        self._drop([kv for kv in self.spare if kv not in kept])
+        self._drop([kv for kv in self.spare if kv not in kept and kv not in besides])
 
     def _drop(self, dropped: Sequence[KvState]) -> None:
-        if dropped:
-            self._wait()
-            self.spare = [kv for kv in self.spare if kv not in dropped]
-
-
-def kv_capacity(needed: int) -> int:
-    """Return the capacity of KV caches that graphs are captured over, so that most sequences can share one."""
-    return max(MIN_CAPACITY, 1 << (needed - 1).bit_length())
+        for kv in dropped:
+            self.arena.remove(kv)
+        self.spare = [kv for kv in self.spare if kv not in dropped]
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -26,10 +26,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spmoe.models import attention
 from spmoe.models.kv import KvState
 from spmoe.models.longrope import rotary_modules
 
+BATCH_ROWS = (2, 4, 8, 16)  # of captured forwards of several sequences; results do not depend on others up to the last
 _PREFIX = "spmoe-ragged-"  # of attention implementations, before the name of the one that runs each sequence
 _SHARED_ARGUMENTS = {"position_ids", "cache_position", "s_aux"}  # tensors that attention may get beside its inputs
 
@@ -47,8 +47,7 @@ class _Forward:
     """Sizes of the forward that runs, by sequence."""
 
     rows: list[int]  # new positions
-    positions: list[int]  # that keys and values have: all so far or, where kernels read lengths, the whole capacity
-    lengths: Tensor | None  # [sequences] int64, positions before the new ones, on the device; None: no kernels
+    positions: list[int]  # all so far
     joins: bool  # caches return one tensor of all sequences, since the model computes with it before attention
 
 
@@ -77,8 +76,6 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         forward = _forward.get()
         new = zip(*(torch.split(states, forward.rows, dim=-2) for states in (key_states, value_states)), strict=True)
         updated = [layer.update(*one) for layer, one in zip(self._layers, new, strict=True)]
-        if forward.lengths is not None:
-            updated = [(layer.keys, layer.values) for layer in self._layers]
         keys, values = (_Segments(tensors) for tensors in zip(*updated, strict=True))
         return (torch.cat(keys, dim=-2), torch.cat(values, dim=-2)) if forward.joins else (keys, values)
 
@@ -129,12 +126,8 @@ def _attend(
     )
     attend, found = _function(base, module), []
     for number, inputs in enumerate(zip(queries, keys, values, strict=True)):
-        if forward.lengths is not None:  # the kernels of captured forwards, so that results are equal in every bit
-            with attention.device_length(forward.lengths[number : number + 1]):
-                found.append(attend(module, *inputs, None, **kwargs)[0])
-        else:
-            mask = None if attention_mask is None else attention_mask.of(number, forward)
-            found.append(attend(module, *inputs, mask, **kwargs)[0])
+        mask = None if attention_mask is None else attention_mask.of(number, forward)
+        found.append(attend(module, *inputs, mask, **kwargs)[0])
     return torch.cat(found, dim=1), None
 
 
@@ -165,21 +158,19 @@ def _ragged_attention(model: Any, forward: _Forward) -> Iterator[None]:
         _forward.reset(token)
 
 
-def run_ragged(model: Any, parts: Sequence[RaggedPart], *, use_kernels: bool, joins: bool) -> list[Tensor]:
+def run_ragged(model: Any, parts: Sequence[RaggedPart], *, joins: bool) -> list[Tensor]:
     """Append tokens to several sequences; return the logits that each of them asks for.
 
-    `use_kernels`: attend with the kernels of captured forwards, which read lengths from device memory. `joins`: see
-    `_Forward`; families that cache compressed keys need it.
+    `joins`: see `_Forward`; families that cache compressed keys need it.
     """
     device, rows, starts = model.device, [len(part.tokens) for part in parts], [part.kv.length for part in parts]
     ends = list(accumulate(rows))
     ids = [token for part in parts for token in part.tokens]
     position_ids = [start + row for start, count in zip(starts, rows, strict=True) for row in range(count)]
     kept = [row for end, part in zip(ends, parts, strict=True) for row in range(end - part.num_logits, end)]
-    lengths = torch.tensor(starts, device=device) if use_kernels else None
-    sizes = [part.kv.capacity if use_kernels else part.kv.length + len(part.tokens) for part in parts]
+    positions = [start + count for start, count in zip(starts, rows, strict=True)]
     layers = zip(*(part.kv.cache.layers for part in parts), strict=True)
-    with _ragged_attention(model, _Forward(rows, sizes, lengths, joins)):
+    with _ragged_attention(model, _Forward(rows, positions, joins)):
         output = model(
             input_ids=torch.tensor([ids], device=device),
             past_key_values=Cache(layers=[_RaggedLayer(list(layer)) for layer in layers]),

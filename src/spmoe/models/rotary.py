@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from spmoe.models.attention import current_length
+from spmoe.models.attention import current_ranges
 from spmoe.models.longrope import names_used_by, rotary_modules, switch_positions
 
 _FUNCTION = "apply_rotary_pos_emb"  # its name in transformers, where kernels may replace it
@@ -198,7 +198,7 @@ def _table_forward(module: Any, tables: dict[str | None, RotaryTable], probe: Te
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         table = tables.get(layer_type)
         same_kind = x.dtype == probe.dtype and position_ids.ndim == 2
-        if current_length() is None or table is None or not same_kind:
+        if current_ranges() is None or table is None or not same_kind:
             return own(x, position_ids, **({} if layer_type is None else {"layer_type": layer_type}))
         rows = table.rows(position_ids)
         return rows if len(rows) > 1 else rows[0]

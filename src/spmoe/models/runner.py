@@ -6,8 +6,8 @@ graph if it has few rows and continues a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind, position_arguments
 from spmoe.models.kv_pool import KvPool
 from spmoe.models.longrope import LongRope, rope_for_length
-from spmoe.models.ragged import RaggedPart, positions_depend_on_others, run_ragged
+from spmoe.models.ragged import BATCH_ROWS, RaggedPart, positions_depend_on_others, run_ragged
 from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 class ForwardResult(Protocol):
     """Logits of a forward, and their argmax per row."""
 
-    logits: Tensor  # [num_logits, vocabulary]; the next replay of the same graph overwrites them
+    @property
+    def logits(self) -> Tensor:
+        """Logits [num_logits, vocabulary]; the next replay of the same graph overwrites them."""
+        ...
 
     def argmax(self) -> RowArgmax:
         """Wait for the device; return the argmax of each row of logits."""
@@ -66,10 +69,10 @@ class ModelRunner:
         self._hooks = HiddenStateHooks(self.inspection.norms)
         self._graphs: DecodeGraphs | None = None
         self._captured_rows = 0
-        self.kv_pool = KvPool(model.config, self._wait_for_launched)
+        self.kv_pool = KvPool(model.config, self._invalidate_launched)
         self.batches = False  # whether `run_batch` works; see `try_batching`
         self.batching_failure: str | None = None  # the reason why it does not
-        self._joins_kv = False  # how it does
+        self._joins_kv = False  # whether the model computes with cached keys before attention; see `run_ragged`
 
     @property
     def has_hidden_states(self) -> bool:
@@ -82,32 +85,39 @@ class ModelRunner:
         return self._graphs is not None
 
     @property
-    def spare_kv(self) -> list[KvState]:
-        """KV caches of finished sequences, which graphs are captured over."""
-        return self.kv_pool.spare
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that stay in memory; tied ones count once."""
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.model.parameters()}
         return sum(storages.values())
 
-    def new_kv(self, capacity: int, tokens: list[int] | None = None) -> KvState:
+    def new_kv(self, capacity: int, tokens: list[int] | None = None, preferred: int = 0) -> KvState:
         """Return a KV cache for one sequence of up to `capacity` positions; see `KvPool.take`."""
-        return self.kv_pool.take(capacity, tokens)
+        return self.kv_pool.take(capacity, tokens, preferred)
 
     def release_kv(self, kv: KvState) -> None:
         """Keep a finished sequence's KV cache for another sequence, or free it."""
         self.kv_pool.give_back(kv)
 
-    def plan_kv(self, limit: int | None, spare_limit: int, *, reuse_prefixes: bool) -> None:
+    @contextmanager
+    def temporary_kv(self, capacity: int) -> Iterator[KvState]:
+        """Provide a KV cache whose contents nobody needs afterwards."""
+        kv = self.new_kv(capacity)
+        try:
+            yield kv
+        finally:
+            self.kv_pool.discard(kv)
+
+    def plan_kv(self, limit: int | None, expected: int, *, reuse_prefixes: bool) -> None:
         """Limit the positions of KV caches; reuse prefixes of earlier sequences, if the model allows it."""
         reusable = self.can_rewind and not positions_depend_on_others(self.model)
-        self.kv_pool.plan(limit, spare_limit, reuse_prefixes=reuse_prefixes and reusable)
+        # captured forwards of models that compute with cached keys before attention do so for the whole arena
+        at_once = self._graphs is None or not self._joins_kv
+        self.kv_pool.plan(limit, expected, reuse_prefixes=reuse_prefixes and reusable, at_once=at_once)
 
-    def _wait_for_launched(self) -> None:
+    def _invalidate_launched(self) -> None:
+        """Discard what was launched ahead of the host: it used the places that KV caches had."""
         if self._graphs is not None:
-            self._graphs.recorder.wait()  # a launched draft that nobody reads may still write a cache
+            self._graphs.run_ahead.note_launch()
 
     def forward(
         self,
@@ -155,12 +165,16 @@ class ModelRunner:
         return EagerResult(output.logits[0])
 
     def run_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None = None) -> list[ForwardResult]:
-        """Append tokens to several sequences in one forward, which is not captured; requires `batches`."""
-        if self._graphs is not None:
-            self._graphs.run_ahead.note_launch()
-        use_kernels = self._graphs is not None and all(len(part.tokens) <= self._captured_rows for part in parts)
+        """Append tokens to several sequences in one forward; requires `batches`. Captured if it has few rows."""
+        rows = sum(len(part.tokens) for part in parts)
+        if self._graphs is not None and rows <= BATCH_ROWS[-1] and all(part.kv.length for part in parts):
+            return list[ForwardResult](self._graphs.forward_batch(parts, observer))
+        return self._run_ragged(parts, observer)
+
+    def _run_ragged(self, parts: Sequence[RaggedPart], observer: LayerObserver | None = None) -> list[ForwardResult]:
+        self._invalidate_launched()
         with torch.inference_mode(), self.observing(observer), attention.without_cudnn():
-            found = run_ragged(self.model, parts, use_kernels=use_kernels, joins=self._joins_kv)
+            found = run_ragged(self.model, parts, joins=self._joins_kv)
         return [EagerResult(logits) for logits in found]
 
     def try_batching(self) -> None:
@@ -173,31 +187,36 @@ class ModelRunner:
         elif positions_depend_on_others(self.model):
             self.batching_failure = "positions depend on the longest sequence of a forward"
         else:
-            for self._joins_kv in (False, True):
-                self.batching_failure = self._compare_batch()
-                if self.batching_failure is None:
-                    break
+            self.batching_failure = self._try_ragged()
+            if self.batching_failure is None and self._graphs is not None:
+                self.batching_failure = self._compare_batch(self.run_batch)
+                self._graphs.clear()
         self.batches = self.batching_failure is None
 
-    def _compare_batch(self) -> str | None:
+    def _try_ragged(self) -> str | None:
+        """Find out whether forwards of several sequences that are not captured work, and how."""
+        for self._joins_kv in (False, True):
+            if (failure := self._compare_batch(self._run_ragged)) is None:
+                return None
+        return failure
+
+    def _compare_batch(self, run_batch: Callable[[Sequence[RaggedPart]], list[ForwardResult]]) -> str | None:
         prompts, new = (
             [[number % self.vocab_size for number in range(first, first + count)] for first, count in sizes]
             for sizes in (((3, 6), (20, 3)), ((9, 2), (23, 3)))  # of two sequences, of unequal lengths
         )
-        states = [self.new_kv(64) for _ in prompts]
         try:
-            for prompt, kv in zip(prompts, states, strict=True):
-                self.forward(prompt, kv, 1)
-            parts = [RaggedPart(tokens, kv, len(tokens)) for tokens, kv in zip(new, states, strict=True)]
-            together = torch.cat([result.logits for result in self.run_batch(parts)])
-            for prompt, kv in zip(prompts, states, strict=True):
-                kv.rewind(len(prompt))
-            alone = [self.forward(tokens, kv, len(tokens)).clone() for tokens, kv in zip(new, states, strict=True)]
+            with ExitStack() as stack:
+                states = [stack.enter_context(self.temporary_kv(64)) for _ in prompts]
+                for prompt, kv in zip(prompts, states, strict=True):
+                    self.forward(prompt, kv, 1)
+                parts = [RaggedPart(tokens, kv, len(tokens)) for tokens, kv in zip(new, states, strict=True)]
+                together = torch.cat([result.logits for result in run_batch(parts)])
+                for prompt, kv in zip(prompts, states, strict=True):
+                    kv.rewind(len(prompt))
+                alone = [self.forward(tokens, kv, len(tokens)).clone() for tokens, kv in zip(new, states, strict=True)]
         except Exception as error:  # whatever a model's own code raises
             return str(error) or type(error).__name__
-        finally:
-            for kv in states:
-                self.kv_pool.discard(kv)
         expected = torch.cat(alone)
         if not torch.allclose(together.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
             return "several sequences at once do not give the result of each alone"
@@ -237,16 +256,20 @@ class ModelRunner:
             graphs.launch_verify(token, k, kv, observer)
 
     def prepare(self, rows: int, num_logits: int, observer: LayerObserver | None) -> None:
-        """Capture the forward of `rows` tokens over every spare KV cache."""
+        """Capture the forward of `rows` tokens."""
         if self._graphs is not None and rows <= self._captured_rows:
-            for kv in self.spare_kv:
-                self._graphs.prepare(rows, kv, num_logits, observer)
+            self._graphs.prepare(rows, num_logits, observer)
+
+    def prepare_batches(self, observer: LayerObserver | None) -> None:
+        """Capture the forwards of several sequences."""
+        if self._graphs is not None and self.batches:
+            for rows in BATCH_ROWS:
+                self._graphs.prepare_batch(rows, observer)
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> None:
-        """Capture the forwards of a greedy draft over every spare KV cache."""
+        """Capture the forwards of a greedy draft."""
         if self._graphs is not None and rows <= self._captured_rows:
-            for kv in self.spare_kv:
-                self._graphs.prepare_greedy(rows, kv, observers, choices)
+            self._graphs.prepare_greedy(rows, observers, choices)
 
     def capture_forwards(self, capture: CaptureContext, rows: int) -> str | None:
         """Replay forwards of up to this many rows and positions from now on; return the reason if that is impossible.
@@ -263,33 +286,29 @@ class ModelRunner:
 
             undo.append(use_tables(self.model, min(capture.max_positions, self.max_positions)))
             attention.use(self.model)
-            self._graphs = DecodeGraphs(self.model, self.observing, capture)
+            self._graphs = DecodeGraphs(self.model, self.observing, self.kv_pool, capture)
             self._captured_rows = 2
-            self.kv_pool.keeps_graphs = True
             found = self._try(tokens)
         except Exception as error:  # whatever a model's own code raises during capture
             reason = str(error) or type(error).__name__
         else:
             if torch.allclose(found.float(), expected.float(), rtol=0, atol=_tolerance(expected)):
+                self._try_ragged()  # for `plan_kv`
                 self._captured_rows = rows
-                self.kv_pool.clear()
+                self._graphs.clear()
                 return None
             reason = "it does not give the same result when captured"
         self._graphs, self._captured_rows = None, 0
-        self.kv_pool.keeps_graphs = False
         self.model.set_attn_implementation(before)
         for restore in undo:
             restore()
         return reason
 
     def _try(self, chunks: list[list[int]]) -> Tensor:
-        kv = self.new_kv(64)
-        try:
+        with self.temporary_kv(64) as kv:
             for tokens in chunks:
                 logits = self.forward(tokens, kv, len(tokens))
             return logits.clone()
-        finally:
-            self.kv_pool.discard(kv)
 
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
         """Return the captured forwards if they can run this many rows; None also while the KV cache is empty."""

@@ -24,11 +24,13 @@ class Counters:
     accepted_at: list[int] = field(default_factory=list)  # accepted draft tokens by position in the draft
     verified: int = 0  # steps that had a draft
     missing: int = 0  # in those steps, routed experts that were in no slot when the step began
-    # routed experts, once per layer and forward: routed = hits + late + demand_loads
+    # routed experts, once per layer and forward: routed = hits + late + demand_loads + cpu_experts
     hits: int = 0  # READY when routed to
     late: int = 0  # LOADING when routed to
     demand_loads: int = 0  # ABSENT when routed to
     demand_bytes: int = 0
+    cpu_experts: int = 0  # ABSENT when routed to, and computed on the CPU instead
+    cpu_bytes: int = 0
     # prefetched experts: issued = used + wasted + failed + held
     prefetch_loads: int = 0
     issued_bytes: int = 0
@@ -46,6 +48,16 @@ class Counters:
     stall_seconds: float = 0.0  # compute waited for experts
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    # the CPU path
+    cpu_seconds: float = 0.0  # the CPU computed experts
+    cpu_wait_seconds: float = 0.0  # the host waited for them; the device may have waited for copies meanwhile
+    cpu_copies: int = 0  # experts that were copied into a layout that the CPU computes faster
+    cpu_copy_seconds: float = 0.0  # that this took; not part of cpu_seconds
+    cpu_failures: int = 0  # experts that the CPU failed to compute; they were loaded
+    path_choices: int = 0  # layers whose missing experts were divided between link and CPU, and judged later
+    wrong_path_choices: int = 0  # of these, another division would have finished earlier, by later times
+    timed_bytes: int = 0  # of copies whose time was measured
+    timed_seconds: float = 0.0
 
     def copy(self) -> Self:
         """Return a snapshot."""
@@ -106,7 +118,17 @@ class Counters:
     @property
     def asked(self) -> int:
         """Routed experts."""
-        return self.hits + self.late + self.demand_loads
+        return self.hits + self.late + self.demand_loads + self.cpu_experts
+
+    @property
+    def cpu_gbps(self) -> float | None:
+        """Rate at which the CPU computed experts, in gigabytes of stored weights per second; None if it did not."""
+        return self.cpu_bytes / self.cpu_seconds / 1e9 if self.cpu_seconds else None
+
+    @property
+    def link_gbps(self) -> float | None:
+        """Rate of the copies whose time was measured, in gigabytes per second; None if none was."""
+        return self.timed_bytes / self.timed_seconds / 1e9 if self.timed_seconds else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -122,6 +144,11 @@ class Counters:
     def useful_loads(self) -> int:
         """Experts copied into slots and used."""
         return self.demand_loads + self.prefetch_used
+
+    @property
+    def missed(self) -> int:
+        """Routed experts that were in no slot when their step began: loaded and used, or computed on the CPU."""
+        return self.useful_loads + self.cpu_experts
 
     @property
     def held_bytes(self) -> int:
@@ -146,7 +173,7 @@ class Ledger:
     Every event belongs to the accounts of the requests whose step began last, in equal shares; what `step` counts
     belongs to one request alone. So accounts add up to the totals. They are brought up to date only when others are
     charged, so that counting costs nothing more. Callers of the events hold `lock`, the expert pool's; `stalled`,
-    `step` and the methods that read take it themselves.
+    `step`, events of the CPU path and the methods that read take it themselves.
     """
 
     def __init__(self, blob_bytes: int, lock: threading.RLock | None = None) -> None:
@@ -208,6 +235,43 @@ class Ledger:
         """Count routed experts that were ABSENT and are loaded on demand."""
         self.counters.demand_loads += count
         self.counters.demand_bytes += count * self._blob_bytes
+
+    # ---- the CPU path
+
+    def computed(self, seconds: float) -> None:
+        """Count a routed expert that was ABSENT and that the CPU has computed in so many seconds."""
+        with self._lock:
+            self.counters.cpu_experts += 1
+            self.counters.cpu_bytes += self._blob_bytes
+            self.counters.cpu_seconds += seconds
+
+    def expert_copied(self, seconds: float) -> None:
+        """Count an expert that was copied, in so many seconds, into a layout that the CPU computes faster."""
+        with self._lock:
+            self.counters.cpu_copies += 1
+            self.counters.cpu_copy_seconds += seconds
+
+    def waited_for_cpu(self, seconds: float) -> None:
+        """Add time that the host waited for experts on the CPU."""
+        with self._lock:
+            self.counters.cpu_wait_seconds += seconds
+
+    def computing_failed(self, count: int) -> None:
+        """Count experts that the CPU has failed to compute."""
+        with self._lock:
+            self.counters.cpu_failures += count
+
+    def path_chosen(self, wrong: bool) -> None:
+        """Count a choice between link and CPU, once it is known whether another one would have been better."""
+        with self._lock:
+            self.counters.path_choices += 1
+            self.counters.wrong_path_choices += wrong
+
+    def timed_copies(self, nbytes: int, seconds: float) -> None:
+        """Count copies whose time was measured."""
+        with self._lock:
+            self.counters.timed_bytes += nbytes
+            self.counters.timed_seconds += seconds
 
     # ---- prefetch requests
 

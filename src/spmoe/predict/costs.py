@@ -65,11 +65,12 @@ class StepReport:
     accepted: float
     seconds: float  # since the end of the step before, without the time between steps
     needed: float  # routed experts, over all layers
-    missing: float  # of these, experts that were loaded for this step
+    missing: float  # of these, experts that were loaded for this step, or computed on the CPU
     disturbed: bool = False  # contains work of another K, such as reading tokens that the draft has not seen
     verify_seconds: float = 0.0  # of `seconds`; 0: not measured
     stall_seconds: float = 0.0  # of `verify_seconds`, compute waited for experts
-    demanded: int = 0  # of `missing`, experts that were not even being loaded when a router asked for them
+    demanded: int = 0  # of `missing`, experts that were loaded only when a router had asked for them
+    computed: int = 0  # of `missing`, experts that were computed on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ class Rates:
         """Take note of a step, if its parts were measured."""
         if not 0.0 < step.verify_seconds <= step.seconds < math.inf:
             return
-        if step.missing >= _MIN_LOADS:
-            longest = step.seconds / step.missing  # a copy cannot have taken longer
+        loads = step.missing - step.computed
+        if loads >= _MIN_LOADS:
+            longest = step.seconds / loads  # a copy cannot have taken longer
             if not self.load or longest < self.load:
                 self.load = longest
             elif self.load > _LINK_BOUND * longest:  # the link was busy all the time, so it may have become slower
@@ -108,7 +110,7 @@ class Rates:
         compute = max(0.0, step.verify_seconds - step.stall_seconds)
         hidden = max(0.0, step.demanded * self.load - step.stall_seconds)  # copies beside compute
         self.layer = _mean(self.layer, max(0.0, compute - hidden) / layers)
-        busy = min(1.0, step.missing * self.load / step.verify_seconds)
+        busy = min(1.0, loads * self.load / step.verify_seconds)
         self.busy = _RATE_DECAY * self.busy + (1 - _RATE_DECAY) * busy if self.busy else busy
         if step.drafted and not step.disturbed:
             self.draft_pass = _mean(self.draft_pass, (step.seconds - step.verify_seconds) / step.drafted)

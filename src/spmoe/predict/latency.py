@@ -21,6 +21,21 @@ class StepCosts:
     verify_layer: float  # every expert resident
     load: float  # one expert
     expert_share: float = 0.0  # share of `verify_layer` that comes after the router, from 0 to 1
+    cpu: float = 0.0  # one expert on the CPU while the link is busy; 0: missing experts are always loaded
+    cpu_alone: float = 0.0  # the same while the link is idle
+
+    def missing_seconds(self, count: int) -> float:
+        """Return the time until so many missing experts are there: loaded, or computed on the CPU."""
+        return self._best_split(count)[0] if self.cpu else count * self.load
+
+    def loaded_share(self, count: int) -> float:
+        """Return the share of so many missing experts that is loaded, if they are divided for the shortest time."""
+        return 1 - self._best_split(count)[1] / count if self.cpu else 1.0
+
+    def _best_split(self, count: int) -> tuple[float, int]:
+        """Return the shortest time and the experts that the CPU computes for it."""
+        found = [(count * self.load, 0), (count * (self.cpu_alone or self.cpu), count)]
+        return min(found + [(max((count - n) * self.load, n * self.cpu), n) for n in range(1, count)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +144,12 @@ class _StepSimulation:
         self._predict_next(layer + 1)
         compute = costs.verify_layer * costs.expert_share
         if demanded > 0.0:
-            self.loaded += demanded
             after_last = compute * min(1.0, demanded) / max(1.0, step.needed)  # compute of the last expert to arrive
             needed = max(1, round(step.needed))
-            seconds = after_last + _expected_longer(compute - after_last, demanded, needed, costs.load)
-            self._prefetch(seconds - demanded * costs.load)
+            seconds, loaded = _expected_longer(compute - after_last, demanded, needed, costs)
+            seconds += after_last
+            self._prefetch(seconds - loaded * costs.load)
+            self.loaded += loaded
             self.stalled += seconds - compute
             self.now += seconds
         else:
@@ -171,20 +187,24 @@ class _StepSimulation:
 
 
 @lru_cache(maxsize=1024)  # many layers, and many of the compared depths, have the same arguments
-def _expected_longer(compute: float, demanded: float, needed: int, load: float) -> float:
-    """Return the mean of max(compute, loads) in seconds, where the number of loads is binomial with mean `demanded`.
+def _expected_longer(compute: float, demanded: float, needed: int, costs: StepCosts) -> tuple[float, float]:
+    """Return the mean of max(compute, time of missing experts) in seconds, and the mean number that is loaded.
 
-    The number varies from layer to layer: a layer with many loads waits, and a layer without loads gains nothing.
+    The number of missing experts is binomial with mean `demanded`. It varies from layer to layer: a layer with many of
+    them waits, and a layer without them gains nothing.
     """
     chance = min(1.0, demanded / needed)
-    if compute <= 0.0 or chance >= 1.0 or load <= 0.0:
-        return max(compute, demanded * load)
-    mean, probability = compute, (1 - chance) ** needed  # of no load
+    if not costs.cpu and (compute <= 0.0 or chance >= 1.0 or costs.load <= 0.0):
+        return max(compute, demanded * costs.load), demanded
+    if chance >= 1.0:
+        return max(compute, costs.missing_seconds(needed)), needed * costs.loaded_share(needed)
+    mean, loaded, probability = compute, 0.0, (1 - chance) ** needed  # of no missing expert
     for count in range(1, needed + 1):
         probability *= (needed - count + 1) / count * chance / (1 - chance)
-        if (longer := count * load - compute) > 0.0:
+        loaded += probability * count * costs.loaded_share(count)
+        if (longer := costs.missing_seconds(count) - compute) > 0.0:
             mean += probability * longer
-    return mean
+    return mean, loaded
 
 
 # ---- how many experts a step needs and misses

@@ -10,6 +10,7 @@ from contextlib import closing
 
 from torch import Tensor
 
+from spmoe.experts.cpu_path import CpuPath
 from spmoe.experts.eviction import Eviction
 from spmoe.experts.experts import Experts
 from spmoe.observe.clock import VirtualClock
@@ -18,6 +19,7 @@ from spmoe.observe.timeline import Timeline
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates, StepReport
 from spmoe.replay.trace import Shape
+from spmoe.replay.virtual_cpu import VirtualCpu, VirtualRows
 from spmoe.replay.virtual_link import make_link
 from spmoe.types import NO_PREFETCHES, PrefetchRequests
 
@@ -54,8 +56,13 @@ class ReplayEngine:
         timeline: Timeline | None = None,
         *,
         admits: bool = False,  # whether prefetches are admitted one by one
+        cpu_bytes_per_second: float | None = None,  # at which the CPU computes missing experts; None: it does not
     ) -> None:
         self._clock = VirtualClock()
+        self.uses_cpu = cpu_bytes_per_second is not None
+        cpu_path = None
+        if cpu_bytes_per_second is not None:
+            cpu_path = CpuPath(VirtualCpu(self._clock, shape.expert_bytes / cpu_bytes_per_second))
         self.seconds_per_expert = shape.expert_bytes / bytes_per_second
         # where the device runs behind the host, a layer's hidden states are read after its demand loads were submitted
         self._demands_first = shape.chunk_bytes is not None
@@ -71,8 +78,9 @@ class ReplayEngine:
         self._link = make_link(self._clock, shape, bytes_per_second)
         blob_bytes = shape.expert_bytes
         self._experts = Experts.build(
-            NoWeights(slots), self._link.transfer, eviction, blob_bytes, self._clock, threaded=False, timeline=timeline
-        )
+            NoWeights(slots), self._link.transfer, eviction, blob_bytes, self._clock, threaded=False,
+            timeline=timeline, cpu_path=cpu_path,
+        )  # fmt: skip
         self._experts.scheduler.step_budget = None if step_budget is None else step_budget * blob_bytes
         self._clock.add_event_source(self._link.next_event, self._on_link_event)
 
@@ -121,20 +129,22 @@ class ReplayEngine:
         seconds: float,
         shares: Sequence[float],
         predicted: PrefetchRequests | None = None,
+        rows: Mapping[int, int] | None = None,
     ) -> None:
         """Run a layer's experts, `seconds` each, batch by batch as they become ready.
 
         `shares` are the shares of a prompt's rows routed to each expert, or empty; `predicted` are requests that follow
-        from the layer's own hidden states.
+        from the layer's own hidden states. `rows`: those routed to each expert; with them, the CPU may compute some.
         """
         if predicted is not None:
             if self._demands_first:
                 self._deferred = predicted
             else:
                 self._experts.scheduler.request(predicted, self._admission)
-        with closing(self._experts.access.use(layer, experts, shares=shares)) as batches:
+        on_cpu = None if rows is None else VirtualRows(rows)
+        with closing(self._experts.access.use(layer, experts, shares=shares, on_cpu=on_cpu)) as batches:
             for batch in batches:
-                self._clock.sleep(seconds * len(batch.experts))
+                self._clock.sleep(seconds * len(batch.slots))
 
     def end_step(self) -> None:
         """End the step; requests that still wait are dropped."""
@@ -143,8 +153,9 @@ class ReplayEngine:
             counts, verified = self.counters.minus(self._before), self.now - self._drafted
             self._rates.learn(
                 StepReport(
-                    self._k, self._k, 0, self.now - self._began, counts.asked, counts.useful_loads,
-                    verify_seconds=verified, stall_seconds=counts.stall_seconds, demanded=counts.demand_loads,
+                    self._k, self._k, 0, self.now - self._began, counts.asked, counts.missed,
+                    verify_seconds=verified, stall_seconds=counts.stall_seconds + counts.cpu_wait_seconds,
+                    demanded=counts.demand_loads, computed=counts.cpu_experts,
                 ),
                 self._layers,
             )  # fmt: skip

@@ -35,6 +35,7 @@ class ReplayConfig:
     cutoff: Cutoff = _ALL_LAYERS
     memory: Size | None = None
     link_gbps: float | None = None
+    cpu_gbps: float | None = None  # at which the CPU computes experts beside a busy link; None: it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,17 @@ class ReplayResult:
             "cutoff_layers": self.cutoff_layers,
             "slots": self.slots,
             "link_gbps": self.link_bytes_per_second / 1e9,
+            "cpu_gbps": self.config.cpu_gbps,
             "steps": self.steps,
             "tokens": self.tokens,
             "step_ms": 1e3 * self.seconds / steps,
             "tpot_ms": 1e3 * self.seconds / tokens,
             "compute_ms_per_step": 1e3 * self.compute_seconds / steps,
             "stall_ms_per_step": 1e3 * c.stall_seconds / steps,
+            "cpu_wait_ms_per_step": 1e3 * c.cpu_wait_seconds / steps,
+            "cpu_experts_per_step": c.cpu_experts / steps,
+            "cpu_experts_per_token": c.cpu_experts / tokens,
+            "wrong_path_choices_share": c.wrong_path_choices / c.path_choices if c.path_choices else None,
             "loads_per_step": c.loads / steps,
             "loads_per_token": c.loads / tokens,
             "useful_loads_per_step": c.useful_loads / steps,
@@ -143,6 +149,8 @@ class Replayer:
         require_eviction(config.eviction)
         slot_count(config.memory, shape)
         link_rate(config.link_gbps, shape)
+        if config.cpu_gbps is not None and not 0 < config.cpu_gbps < float("inf"):
+            raise UsageError(f"the CPU's rate must be above 0 GB/s, not {config.cpu_gbps:g}")
 
     def steps(self, draft_tokens: int) -> list[StepPlan]:
         """Return the trace's steps for this K, with their compute times."""
@@ -181,7 +189,10 @@ class ReplayRun:
         self.policy = ReplayPolicy(config.prefetch, shape, self.plan)
         eviction = make_replay_eviction(config.eviction, shape.experts, self.plan)
         budget = self.slots if self.policy.uses_step_budget else None
-        self.engine = ReplayEngine(shape, self.slots, self.rate, eviction, budget, timeline, admits=self.policy.admits)
+        self.engine = ReplayEngine(
+            shape, self.slots, self.rate, eviction, budget, timeline, admits=self.policy.admits,
+            cpu_bytes_per_second=None if config.cpu_gbps is None else config.cpu_gbps * 1e9,
+        )  # fmt: skip
         self._cutoff_inputs = CutoffInputs(shape.layers, max(shape.experts), shape.top_k, self.slots, self.draft_tokens)
         self._profile = self._first_profile()
         self._missing = self._verified = 0  # experts that verified steps had to load, and those steps
@@ -207,14 +218,15 @@ class ReplayRun:
             if self.timeline is not None:
                 self.timeline.recording = number >= len(self.plan) - _DRAWN_STEPS
             started, busy = engine.now, engine.link_seconds
-            stalled, useful = counters.stall_seconds, counters.useful_loads
+            stalled, useful = counters.stall_seconds + counters.cpu_wait_seconds, counters.useful_loads
             self.step(number, step)
             useful = counters.useful_loads - useful
             if step.drafted:
                 self._verified += 1
                 self._missing += useful
             if not reads_prompt:
-                took, waited = engine.now - started, counters.stall_seconds - stalled
+                took = engine.now - started
+                waited = counters.stall_seconds + counters.cpu_wait_seconds - stalled
                 seconds += took
                 compute += took - waited
                 link += engine.link_seconds - busy
@@ -288,7 +300,8 @@ def replay_step(engine: ReplayEngine, policy: ReplayPolicy, step: StepPlan) -> f
         for layer, experts in enumerate(forward.experts):
             engine.compute(forward.front[layer])
             predicted = policy.on_prediction(forward.ahead[layer])
-            engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted)
+            rows = forward.expert_rows(layer) if engine.uses_cpu else None
+            engine.run_layer(layer, experts, forward.per_expert[layer], forward.shares[layer], predicted, rows)
     engine.compute(step.rest)
     engine.end_step()
     return drafted

@@ -53,6 +53,12 @@ class ForwardPlan:
     routed: np.ndarray  # int16 [rows, layers, top_k]; -1: none
     ahead: list[Prediction | None]  # by layer, the prediction from its hidden states for the next layers
 
+    def expert_rows(self, layer: int) -> dict[int, int]:
+        """Return the number of rows that are routed to each expert of a layer."""
+        found = self.routed[:, layer]
+        experts, counts = np.unique(found[found >= 0], return_counts=True)
+        return dict(zip(experts.tolist(), counts.tolist(), strict=True))
+
     @property
     def seconds(self) -> float:
         """Seconds without stalls."""

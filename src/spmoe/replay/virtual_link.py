@@ -143,6 +143,10 @@ class VirtualCopyStream:
         """Return 0: the caller measures every wait on the clock."""
         return 0.0
 
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return the time of one copy: the rate is always the same."""
+        return [(self._blob_bytes, self._blob_bytes / self._rate)]
+
     def synchronize(self) -> None:
         self._clock.sleep_until(self._free_at)
 

@@ -12,8 +12,8 @@ from spmoe.engine.outputs import CompletionOutput, Logprob
 from spmoe.engine.prompts import ParsedPrompt
 from spmoe.errors import UsageError
 from spmoe.serve.completions import LEAST_LOGPROB
+from spmoe.serve.http import event
 from spmoe.serve.protocol import ChatCompletionRequest
-from spmoe.serve.responses import event
 from spmoe.serve.service import Service, Submission
 from spmoe.serve.tools import Reply
 

@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from spmoe.engine.outputs import CompletionOutput, Logprob
 from spmoe.engine.prompts import ParsedPrompt
+from spmoe.serve.http import event
 from spmoe.serve.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest
-from spmoe.serve.responses import event
 from spmoe.serve.service import Service, Submission
 
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in vLLM

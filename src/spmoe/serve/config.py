@@ -10,14 +10,15 @@ from spmoe.errors import UsageError
 
 TOOL_CALL_PARSERS = ("hermes", "gpt-oss")
 DEFAULT_MODEL_NAME = "spmoe-pair"  # of the pair that ships with the package
-_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
+_LIBRARIES = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "ray": ("ray",)}  # by extra
 
 
-def require_serve_extra() -> None:
-    """Raise UsageError unless the libraries of the server are installed."""
-    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
+def require_extra(extra: str) -> None:
+    """Raise UsageError unless the libraries of an extra, `serve` or `ray`, are installed."""
+    if missing := [name for name in _LIBRARIES[extra] if find_spec(name) is None]:
+        what = "the server" if extra == "serve" else "--ray-replicas"
         raise UsageError(
-            f"the server needs {', '.join(missing)}, not installed here; install with pip install 'spmoe[serve]'"
+            f"{what} needs {', '.join(missing)}, not installed here; install with pip install 'spmoe[{extra}]'"
         )
 
 

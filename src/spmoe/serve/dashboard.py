@@ -22,7 +22,6 @@ from spmoe import __version__
 from spmoe.engine.engine import Engine
 from spmoe.observe.expert_uses import UseCounts
 from spmoe.observe.ledger import Counters
-from spmoe.serve.metrics import kv_usage
 from spmoe.serve.service import Service
 
 WINDOW_SECONDS = 5.0  # rates are of the last so many seconds, once a page is open for so long
@@ -113,7 +112,7 @@ class Dashboard:
             "slots": {"used": int(np.count_nonzero(present)), "total": engine.slots},
             "cutoff_layers": engine.prefetching.cutoff,
             "layers": len(engine.spec.experts),
-            "kv_usage": kv_usage(engine),
+            "kv_usage": engine.target.kv_pool.usage,
             "running": running,
             "waiting": len(requests) - running,
             "requests": [asdict(one) for one in requests[:_MAX_LISTED]],

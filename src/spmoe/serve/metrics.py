@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from spmoe.engine.async_llm import AsyncLLM
-from spmoe.engine.engine import Engine
 from spmoe.engine.outputs import RequestOutput
 from spmoe.observe.ledger import Counters
 
@@ -29,6 +27,12 @@ _TOTALS = (
     ("spmoe_expert_late", "late", "Routed experts whose copy was in flight."),
     ("spmoe_expert_demand_loads", "demand_loads", "Routed experts that were loaded on demand."),
     ("spmoe_expert_demand_bytes", "demand_bytes", "Bytes of experts that were loaded on demand."),
+    ("spmoe_cpu_experts", "cpu_experts", "Routed experts that were computed on the CPU."),
+    ("spmoe_cpu_bytes", "cpu_bytes", "Bytes of experts that were computed on the CPU."),
+    ("spmoe_cpu_seconds", "cpu_seconds", "Time that the CPU computed experts."),
+    ("spmoe_cpu_copies", "cpu_copies", "Packed experts that were copied for the CPU."),
+    ("spmoe_cpu_copy_seconds", "cpu_copy_seconds", "Time of these copies."),
+    ("spmoe_cpu_failures", "cpu_failures", "Experts that the CPU failed to compute; they were loaded."),
     ("spmoe_prefetch_loads", "prefetch_loads", "Prefetched experts."),
     ("spmoe_prefetch_issued_bytes", "issued_bytes", "Bytes of prefetched experts."),
     ("spmoe_prefetch_used_bytes", "used_bytes", "Bytes of prefetched experts that were used."),
@@ -43,7 +47,6 @@ _TOTALS = (
 
 _RECENT_SECONDS = 60.0  # age up to which a value counts for a recent median
 _MAX_RECENT = 512  # values that a recent median is of, at most
-_KV_ATTEMPTS = 10
 
 
 class Metrics:
@@ -157,6 +160,10 @@ class _EngineCollector:
         counters: Counters = engine.counters
         for name, field, text in _TOTALS:
             yield self._with_value(CounterMetricFamily(name, text, labels=self._labels[0]), getattr(counters, field))
+        preempted = CounterMetricFamily(
+            "vllm:num_preemptions", "Sequences that lost their place.", None, self._labels[0]
+        )
+        yield self._with_value(preempted, self._llm.llm.num_preemptions)
         mean = counters.drafted / counters.verified if counters.verified else 0.0
         cutoff = engine.prefetching.cutoff
         gauges = [
@@ -167,7 +174,7 @@ class _EngineCollector:
             ("spmoe_draft_tokens_mean", mean, "Mean number of draft tokens (K) of the steps that had a draft."),
         ]
         gauges.append(("spmoe_link_busy_ratio", engine.loop.rates.busy, "Share of recent steps that copies filled."))
-        if (used := kv_usage(engine)) is not None:
+        if (used := engine.target.kv_pool.usage) is not None:
             gauges.append(("vllm:kv_cache_usage_perc", used, "Share of the planned KV positions in use; 1 is all."))
         if cutoff is not None:  # the prefetch policy has one
             gauges.append(("spmoe_cutoff_layers", cutoff, "Layers that the draft stage prefetches for."))
@@ -177,11 +184,3 @@ class _EngineCollector:
     def _with_value(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric(self._labels[1], value)
         return family
-
-
-def kv_usage(engine: Engine) -> float | None:
-    """Return the share of the planned KV positions in use; None if they are not limited."""
-    for _ in range(_KV_ATTEMPTS):
-        with suppress(RuntimeError):  # the engine's thread has added a KV cache while they were summed up
-            return engine.target.kv_pool.usage
-    return None

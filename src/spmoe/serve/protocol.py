@@ -1,4 +1,4 @@
-"""Requests as OpenAI's API and vLLM define them, checked; errors in OpenAI's shape.
+"""Requests as OpenAI's API and vLLM define them, checked.
 
 A field that the server does not know, or does not support, is refused by its name. Sampling fields are checked by
 `SamplingParams`, whose names they have.
@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails, from_json
 from spmoe.config import SamplingParams, StructuredOutputsParams
 from spmoe.engine.prompts import ParsedPrompt, parse_prompts
 from spmoe.errors import SpmoeError, UsageError
+from spmoe.serve.http import ApiError
 from spmoe.serve.tools import hermes_grammar
 
 MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
@@ -25,7 +26,6 @@ MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
 MAX_STOP_STRINGS = 16  # each is searched for after every token
 MAX_STOP_LENGTH = 1024  # characters
 DEFAULT_COMPLETION_TOKENS = 16  # `max_tokens` of /v1/completions, as in OpenAI's and vLLM's
-_MAX_MESSAGE = 500  # characters of an error message, which may quote a value of the request
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values without an effect; advice
     "audio": ((), "the server generates text only"),
@@ -38,7 +38,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values without an ef
     "modalities": ((["text"],), "the server generates text only"),
     "moderation": ((), "leave it out"),
     "prediction": ((), "drafts are chosen with --draft when the server starts"),
-    "prompt_cache_key": ((), "leave it out"),
     "prompt_cache_retention": ((), "leave it out"),
     "safety_identifier": ((), "leave it out"),
     "service_tier": (("auto", "default"), "leave it out"),
@@ -47,32 +46,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values without an ef
     "verbosity": (("medium",), "leave it out"),
     "web_search_options": ((), "leave it out"),
 }
-
-
-class ApiError(Exception):
-    """A failed request: HTTP status and the error that its client gets."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}..."
-        self.param = param
-        self.code = code
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-        self.headers = dict(headers or {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the response body."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(error: SpmoeError) -> ApiError:
@@ -260,6 +233,7 @@ class GenerationRequest(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # names the client's user; no effect, as in OpenAI's API
+    prompt_cache_key: str | None = None  # requests with the same key go to the same replica
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:

@@ -1,79 +1,18 @@
-"""HTTP responses: JSON, errors and server-sent events; watching for clients that leave."""
+"""The response of a stream: server-sent events."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from spmoe.errors import reason
-from spmoe.serve.protocol import ApiError
+from spmoe.serve.http import DONE, ApiError, ClientGone, event, internal_error, unless_gone
 from spmoe.serve.service import Submission
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-DONE = b"data: [DONE]\n\n"
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
-
-
-def encode_json(value: Any) -> bytes:
-    """Return JSON; numbers that JSON lacks are null."""
-    return to_json(value, inf_nan_mode="null")
-
-
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response of JSON."""
-    return Response(encode_json(value), status, dict(headers or {}), "application/json")
-
-
-def error_response(error: ApiError) -> Response:
-    """Return a response in OpenAI's shape."""
-    return json_response(error.to_dict(), error.status, error.headers)
-
-
-def internal_error(error: Exception) -> ApiError:
-    """Return the answer to a request that met a bug; details are for the server's log."""
-    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has details")
-
-
-def event(value: Any) -> bytes:
-    """Return a server-sent event."""
-    return b"data: %b\n\n" % encode_json(value)
-
-
-class NoResponse(Response):
-    """The response to a client that is gone: nothing."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send nothing."""
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; cancel it and raise ClientGone when the client leaves. The body must have been read."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_wait_until_gone(receive))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientGone
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):

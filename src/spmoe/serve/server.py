@@ -8,14 +8,28 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from spmoe.serve.config import ServeConfig
-from spmoe.serve.service import Service
 
 _EXTRA_SECONDS = 5  # for clients to read the errors of requests that were ended; then connections are closed
+
+
+class Stoppable(Protocol):
+    """Requests under way, as the server ends them: `state.service` of an application."""
+
+    draining: bool  # requests under way go on, new ones are refused
+
+    async def abort_all(self) -> None:
+        """End all requests; their clients get an error."""
+        ...
+
+    def close(self) -> None:
+        """Release threads."""
+        ...
 
 
 class Server(uvicorn.Server):
@@ -37,7 +51,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=timeout,
             )
         )
-        self._service: Service = app.state.service
+        self._service: Stoppable = app.state.service
         self._timeout = config.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None

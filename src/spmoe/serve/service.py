@@ -20,14 +20,14 @@ from spmoe.engine.stats import Stats
 from spmoe.errors import PromptError, SpmoeError, UsageError, reason
 from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
+from spmoe.serve.http import RETRY_AFTER_SECONDS, ApiError
 from spmoe.serve.metrics import Metrics
-from spmoe.serve.protocol import ApiError, Constraint, bad_request
+from spmoe.serve.protocol import Constraint, bad_request
 from spmoe.serve.tools import ReplyParser, make_reply_parser
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 1
 _MAX_SEED = 2**63
 
 

@@ -1,8 +1,10 @@
-"""Decode attention of a few new rows over a static KV cache whose length is known to the device only.
+"""Decode attention of a few new rows over ranges of a KV arena that are known to the device only.
 
-Loop bounds come from that length, so one captured graph serves every context up to the cache's capacity. Blocks of the
-cache start at fixed positions and are assigned to the splits round-robin, and masked positions contribute exactly zero.
-The kernels are therefore batch-invariant: a row's result is bit-equal whichever other rows are in the batch.
+`ranges` has a column per sequence: the start of its range, the positions before its new rows, and the capacity. Loop
+bounds come from there, so one captured graph serves all sequences of every length. Each sequence has an equal share of
+the rows. Blocks of a sequence start at fixed positions and are assigned to the splits round-robin, and masked positions
+contribute exactly zero. The kernels are therefore batch-invariant: a row's result is bit-equal whichever other rows are
+in the batch, and wherever its sequence lies.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,42 +23,51 @@ _MAX_SPLITS = 64
 _SHARED_MEMORY = 96 * 1024  # bytes that a program may use; a consumer GPU has 99 KiB per multiprocessor
 
 
-def append_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-    """Write new rows at position `length` of the cache; drop rows beyond its capacity."""
-    # keys, values: [1, kv heads, capacity, dim], new: [1, kv heads, rows, dim] with any strides, length: [1]
+def append_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, ranges: Tensor) -> None:
+    """Append new rows to their sequences; drop rows beyond the capacity."""
+    # keys, values: [1, kv heads, positions, dim], new: [1, kv heads, rows, dim], any strides, ranges: [3, sequences]
     _, heads, rows, dim = new_keys.shape
-    value_dim = new_values.shape[-1]
+    value_dim, sequences = new_values.shape[-1], ranges.shape[1]
     _append_kernel[(rows, heads)](
-        keys, values, new_keys, new_values, length, keys.shape[2],
+        keys, values, new_keys, new_values, ranges, sequences, rows // sequences,
         *keys.stride()[1:3], *values.stride()[1:3], *new_keys.stride()[1:], *new_values.stride()[1:],
         D=dim, DV=value_dim, PAD=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
     )  # fmt: skip
 
 
-def append_kv_plain(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+def append_kv_plain(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, ranges: Tensor) -> None:
     """PyTorch reference of `append_kv`."""
-    start = int(length)
-    keys[:, :, start : start + new_keys.shape[2]] = new_keys
-    values[:, :, start : start + new_values.shape[2]] = new_values
+    for row, position in enumerate(_row_positions(ranges, new_keys.shape[2])):
+        start, _, capacity = ranges[:, row * ranges.shape[1] // new_keys.shape[2]].tolist()
+        if position < capacity:
+            keys[:, :, start + position] = new_keys[:, :, row]
+            values[:, :, start + position] = new_values[:, :, row]
+
+
+def _row_positions(ranges: Tensor, rows: int) -> list[int]:
+    """Return the position of each row in its sequence."""
+    share = rows // ranges.shape[1]
+    return [length + row for length in ranges[1].tolist() for row in range(share)]
 
 
 def decode_attention(
     query: Tensor,  # [1, heads, rows, dim], any strides
-    keys: Tensor,  # [1, kv heads, capacity, dim]
-    values: Tensor,  # [1, kv heads, capacity, value dim]
-    length: Tensor,  # [1], positions in the cache before these rows
+    keys: Tensor,  # [1, kv heads, positions, dim]
+    values: Tensor,  # [1, kv heads, positions, value dim]
+    ranges: Tensor,  # [3, sequences] int64
     scaling: float,
     window: int | None = None,
 ) -> Tensor:  # [1, rows, heads, value dim]
-    """Attend from row i to all positions up to length + i, or to the last `window` of them."""
+    """Attend from each row to the positions of its sequence up to its own, or to the last `window` of them."""
     _, heads, rows, dim = query.shape
-    kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    kv_heads, value_dim, sequences = keys.shape[1], values.shape[3], ranges.shape[1]
     pad, value_pad = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     itemsize = query.element_size()
     kv_block = kv_block_size(pad, value_pad, itemsize)
-    splits = num_kv_splits(kv_heads, capacity, kv_block)
-    queries = rows * heads // kv_heads  # per KV head
+    splits = num_kv_splits(kv_heads)
     query_block = query_block_size(heads // kv_heads, itemsize)
+    share = rows // sequences
+    tiles = triton.cdiv(share * heads // kv_heads, query_block)  # of queries of one sequence and KV head
     fitting = (
         n for n in (3, 2) if _shared_memory(pad, value_pad, itemsize, kv_block, query_block, n) <= _SHARED_MEMORY
     )
@@ -64,8 +75,8 @@ def decode_attention(
     sums = query.new_empty(splits, rows * heads, value_dim, dtype=torch.float32)
     stats = query.new_empty(2, splits, rows * heads, dtype=torch.float32)  # maximum score, and sum of weights
     out = query.new_empty(1, rows, heads, value_dim)
-    _split_kernel[(kv_heads, triton.cdiv(queries, query_block), splits)](
-        query, keys, values, length, sums, stats, scaling * math.log2(math.e), rows,
+    _split_kernel[(kv_heads, sequences * tiles, splits)](
+        query, keys, values, ranges, sums, stats, scaling * math.log2(math.e), sequences, share, tiles,
         *query.stride()[1:], *keys.stride()[1:3], *values.stride()[1:3],
         GROUP=heads // kv_heads, HEADS=heads, WINDOW=window or 0, SPLITS=splits, D=dim, DV=value_dim, D_PAD=pad,
         DV_PAD=value_pad, BLOCK_M=query_block, BLOCK_N=kv_block, num_warps=4, num_stages=stages,
@@ -85,10 +96,9 @@ def query_block_size(group: int, itemsize: int) -> int:
     return min(64, max(16, triton.next_power_of_2(4 * group))) if itemsize <= 2 else 16  # more would spill registers
 
 
-def num_kv_splits(kv_heads: int, capacity: int, block: int) -> int:
-    """Return the number of splits of the cache: a power of two, by the cache's shape only."""
-    splits = min(_MAX_SPLITS, max(1, _MAX_PROGRAMS // kv_heads), -(-capacity // block))
-    return 1 << splits.bit_length() - 1
+def num_kv_splits(kv_heads: int) -> int:
+    """Return the number of splits of a sequence: a power of two, by the model's shape only."""
+    return 1 << min(_MAX_SPLITS, max(1, _MAX_PROGRAMS // kv_heads)).bit_length() - 1
 
 
 def _shared_memory(pad: int, value_pad: int, itemsize: int, kv_block: int, query_block: int, stages: int) -> int:
@@ -97,52 +107,63 @@ def _shared_memory(pad: int, value_pad: int, itemsize: int, kv_block: int, query
 
 
 def decode_attention_plain(
-    query: Tensor, keys: Tensor, values: Tensor, length: Tensor, scaling: float, window: int | None = None
+    query: Tensor, keys: Tensor, values: Tensor, ranges: Tensor, scaling: float, window: int | None = None
 ) -> Tensor:
     """PyTorch reference of `decode_attention`, in float32."""
-    _, heads, rows, _ = query.shape
-    start, end = int(length), int(length) + rows
-    key, value = (t[:, :, :end].float().repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values))
-    last = torch.arange(start, end, device=query.device)[:, None]
-    position = torch.arange(end, device=query.device)
-    visible = position <= last  # [rows, end]
-    if window is not None:
-        visible &= position > last - window
-    scores = (query.float() @ key.transpose(-1, -2) * scaling).masked_fill(~visible, -math.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype)
+    heads, found = query.shape[1], []
+    for queries, (start, length, _) in zip(query.chunk(ranges.shape[1], dim=2), ranges.T.tolist(), strict=True):
+        end = length + queries.shape[2]
+        key, value = (
+            t[:, :, start : start + end].float().repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values)
+        )
+        last = torch.arange(length, end, device=query.device)[:, None]
+        position = torch.arange(end, device=query.device)
+        visible = position <= last  # [rows, end]
+        if window is not None:
+            visible &= position > last - window
+        scores = (queries.float() @ key.transpose(-1, -2) * scaling).masked_fill(~visible, -math.inf)
+        found.append((scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype))
+    return torch.cat(found, dim=1)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["sequences", "share"])
 def _append_kernel(
-    keys, values, new_keys, new_values, length, capacity,
+    keys, values, new_keys, new_values, ranges, sequences, share,
     key_head, key_position, value_head, value_position, nk_head, nk_row, nk_dim, nv_head, nv_row, nv_dim,
     D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    position = tl.load(length).to(tl.int64) + row
+    sequence = row // share
+    position = tl.load(ranges + sequences + sequence) + row % share
+    inside = position < tl.load(ranges + 2 * sequences + sequence)
+    position += tl.load(ranges + sequence)
     d = tl.arange(0, PAD)
     k = tl.load(new_keys + head * nk_head + row * nk_row + d * nk_dim, mask=d < D)
     v = tl.load(new_values + head * nv_head + row * nv_row + d * nv_dim, mask=d < DV)
-    tl.store(keys + head * key_head + position * key_position + d, k, mask=(d < D) & (position < capacity))
-    tl.store(values + head * value_head + position * value_position + d, v, mask=(d < DV) & (position < capacity))
+    tl.store(keys + head * key_head + position * key_position + d, k, mask=(d < D) & inside)
+    tl.store(values + head * value_head + position * value_position + d, v, mask=(d < DV) & inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["sequences", "share", "tiles"])
 def _split_kernel(
-    query, keys, values, length, sums, stats, scale, rows,
+    query, keys, values, ranges, sums, stats, scale, sequences, share, tiles,
     q_head, q_row, q_dim, key_head, key_position, value_head, value_position,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # queries of this KV head: row * GROUP + head in the group
-    row, head = m // GROUP, kv_head * GROUP + m % GROUP
+    kv_head, split, rows = tl.program_id(0).to(tl.int64), tl.program_id(2), sequences * share
+    sequence = tl.program_id(1) // tiles
+    # queries of this sequence and KV head: row * GROUP + head in the group
+    m = (tl.program_id(1) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    own_row, head = m // GROUP, kv_head * GROUP + m % GROUP
+    row = sequence * share + own_row
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    kv_length = tl.load(length).to(tl.int32)
-    valid = row < rows
+    kv_start = tl.load(ranges + sequence)
+    kv_length = tl.load(ranges + sequences + sequence).to(tl.int32)
+    valid = own_row < share
     q_ptrs = query + head[:, None] * q_head + row[:, None] * q_row + d[None, :] * q_dim
     q = tl.load(q_ptrs, mask=valid[:, None] & (d[None, :] < D), other=0.0)
-    last = kv_length + row  # last position visible to each query
+    last = kv_length + own_row  # last position visible to each query
     first = 0  # first block visible to the first row
     if WINDOW > 0:
         first = tl.maximum(kv_length - WINDOW + 1, 0) // BLOCK_N
@@ -150,10 +171,10 @@ def _split_kernel(
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
-    for block in range(start, tl.cdiv(kv_length + rows, BLOCK_N), SPLITS):
+    for block in range(start, tl.cdiv(kv_length + share, BLOCK_N), SPLITS):
         j = tl.arange(0, BLOCK_N)
-        inside = j < kv_length + rows - block * BLOCK_N
-        base = tl.cast(block * BLOCK_N, tl.int64)
+        inside = j < kv_length + share - block * BLOCK_N
+        base = kv_start + block * BLOCK_N
         k_ptrs = keys + (kv_head * key_head + base * key_position) + j[None, :] * key_position + d[:, None]
         k = tl.load(k_ptrs, mask=inside[None, :] & (d[:, None] < D), other=0.0)
         position = block * BLOCK_N + j

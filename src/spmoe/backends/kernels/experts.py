@@ -230,6 +230,27 @@ def reduce_experts(scratch: ExpertScratch, out: Tensor) -> Tensor:
     return out
 
 
+def place_results(values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+    """Copy results that the CPU has computed, in pinned memory, to the rows of their pairs.
+
+    A result of pair p goes to row p - first, if there is such a row: `sums` is that of one pass.
+    """
+    # values: [results, hidden] float32, pairs: [results] int64, sums: [splits, pairs, hidden] float32
+    splits, count, hidden = sums.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    _place_kernel[triton.cdiv(hidden, block), len(pairs)](
+        values, pairs, sums, first, count, HIDDEN=hidden, SPLITS=splits, BLOCK_N=block, num_warps=4
+    )
+
+
+def place_results_plain(values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+    """PyTorch reference of `place_results`."""
+    inside = (pairs >= first) & (pairs < first + sums.shape[1])
+    rows = (pairs[inside] - first).to(sums.device)
+    sums[:, rows] = 0.0
+    sums[0, rows] = values[inside].to(sums.device)
+
+
 def run_expert_batch_plain(
     hidden: Tensor,
     index: Tensor,
@@ -372,6 +393,20 @@ def _down_kernel(
     y *= tl.load(routing_weights + pairs, mask=routed, other=0.0).to(tl.float32)[:, None]
     out_ptrs = partial_sums + (split * rows * TOP_K + pairs)[:, None] * HIDDEN + n[None, :]
     tl.store(out_ptrs, y, mask=routed[:, None] & (n[None, :] < HIDDEN))
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _place_kernel(
+    values, pairs, sums, first, count, HIDDEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    result = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.load(pairs + result) - first
+    inside = (row >= 0) & (row < count) & (n < HIDDEN)
+    y = tl.load(values + result * HIDDEN + n, mask=inside, other=0.0)
+    for split in tl.static_range(SPLITS):
+        tl.store(sums + (split * count + row) * HIDDEN + n, y, mask=inside)
+        y = tl.zeros((BLOCK_N,), tl.float32)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -28,7 +28,7 @@ class Eviction(Protocol):
         ...
 
     def on_use(self, layer: int, experts: Sequence[int]) -> None:
-        """Record that these experts of a layer, at least one and each in a slot, are about to run."""
+        """Record that these experts of a layer, at least one, are about to run, in slots or on the CPU."""
         ...
 
     def on_prompt(self, layer: int, experts: Sequence[int], shares: Sequence[float]) -> None:
@@ -49,6 +49,10 @@ class Eviction(Protocol):
 
     def score(self, key: ExpertKey) -> float:
         """Return the bound below which residents may be evicted to prefetch this expert."""
+        ...
+
+    def chance(self, key: ExpertKey) -> float:
+        """Return the chance that an expert, resident or not, is used soon; only if `scores_are_chances`."""
         ...
 
     def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
@@ -112,6 +116,9 @@ class ScoredEviction:
 
     def score(self, key: ExpertKey) -> float:
         return self._swap_margin * float(self.scores()[key])
+
+    def chance(self, key: ExpertKey) -> float:
+        return float(self.scores()[key])
 
     def victims(self, n: int, held: np.ndarray, below: float, layer: int | None = None) -> list[ExpertKey] | None:
         numbers = self._select(n, self._resident > held, below, layer)
