@@ -14,7 +14,6 @@ from spmoe import LLM, SamplingParams
 PROMPT = [5, 9, 2, 6, 5, 3]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 SECONDS = 40.0  # for one request
-_READERS = 8  # threads that read expert files start when they are needed
 
 
 class Resources:
@@ -22,7 +21,7 @@ class Resources:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._threads, self._descriptors = threading.active_count(), _descriptors()
+        self._threads, self._descriptors = set(threading.enumerate()), _descriptors()
 
     def lost(self) -> list[str]:
         """Return a line for each pin, slot, thread, descriptor or KV cache that the engine has lost."""
@@ -40,8 +39,10 @@ class Resources:
             found.append("a slot is lost")
         if self._llm.engine.parts.target_kv:
             found.append("a KV cache is not released")
-        if threading.active_count() > self._threads + _READERS:
-            found.append(f"{threading.active_count()} threads instead of {self._threads}")
+        # the engine's pools start their threads when they are needed; a second pool in place of a lost one repeats names
+        started = [t.name for t in threading.enumerate() if t not in self._threads and t.name.startswith("spmoe")]
+        if len(set(started)) < len(started):
+            found.append(f"threads of a replaced pool still run: {sorted(started)}")
         if _descriptors() > self._descriptors:
             found.append("a file descriptor is lost")
         return found
