@@ -39,7 +39,7 @@ class Resources:
             found.append("a slot is lost")
         if self._llm.engine.parts.target_kv:
             found.append("a KV cache is not released")
-        # the engine's pools start their threads when they are needed; a second pool in place of a lost one repeats names
+        # pools start their threads when needed; one that takes the place of a lost pool repeats its names
         started = [t.name for t in threading.enumerate() if t not in self._threads and t.name.startswith("spmoe")]
         if len(set(started)) < len(started):
             found.append(f"threads of a replaced pool still run: {sorted(started)}")
