@@ -636,6 +636,75 @@ class FakeGraphRecorder:
             raise _FirstGraphEnds
 
 
+class _ThreadEvent(FakeEvent):
+    """An event behind the gated forward that was launched last."""
+
+    def __init__(self, recorder: GatedRecorder, device: FakeCudaDevice) -> None:
+        super().__init__(device)
+        self._recorder = recorder
+        self._after: threading.Thread | None = None
+
+    def record(self) -> None:
+        self._after = self._recorder.thread
+        self.passed = True
+
+    def query(self) -> bool:
+        return super().query() and (self._after is None or not self._after.is_alive())
+
+    def synchronize(self) -> None:
+        if self._after is not None:
+            self._after.join(TIMEOUT)
+            assert not self._after.is_alive(), "the forward does not end"
+        super().synchronize()
+
+
+class GatedRecorder(FakeGraphRecorder):
+    """Runs forwards that look their experts up themselves in a thread: the host and the device run side by side."""
+
+    def __init__(self, device: FakeCudaDevice | None = None) -> None:
+        super().__init__(device)
+        self.thread: threading.Thread | None = None
+        self.launches_gated = False  # the next launch
+        self._failure: BaseException | None = None
+
+    def new_event(self) -> FakeEvent:
+        return _ThreadEvent(self, self._device)
+
+    def wait(self) -> None:
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the forward that runs; raise its error."""
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(TIMEOUT)
+            assert not self.thread.is_alive(), "the forward does not end"
+            self.thread = None
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+
+    def capture(self, forward: Callable[[], T]) -> tuple[CapturedGraph, T]:
+        self.join()
+        return super().capture(forward)
+
+    def _launch_first(self, forward: _Forward) -> None:
+        self.join()
+        launch, gated = partial(super()._launch_first, forward), self.launches_gated
+        self.launches_gated = False
+        if not gated:
+            launch()
+            return
+
+        def run() -> None:
+            try:
+                launch()
+            except BaseException as error:
+                self._failure = error
+
+        self.thread = threading.Thread(target=run, name="device", daemon=True)
+        self.thread.start()
+
+
 # ---- threads
 
 

@@ -5,13 +5,14 @@ The fake device is explained in tests/fake_cuda.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from fake_cuda import FakeCudaDevice, FakeGraphRecorder
+from fake_cuda import FakeCudaDevice, FakeGraphRecorder, GatedRecorder
 
 pytest.importorskip("triton", reason="no triton")
 
@@ -19,7 +20,8 @@ from spmoe.backends.cpu_experts import CpuExperts, cpu_thread
 from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaRowStream
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.kernels import attention, dense, experts, inputs, packed
+from spmoe.backends.kernels import attention, dense, experts, inputs, packed, residency
+from spmoe.backends.residency import GatedForward, ResidencyGate
 from spmoe.engine import build
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.experts.cpu_path import CpuPath
@@ -36,6 +38,30 @@ class FakeCuda:
     copy_budget: int = 2**30  # bytes of copies of experts for the CPU
 
 
+class JoinedGate(ResidencyGate):
+    """A gate whose forwards run in a thread of the recorder: wait for its end as well."""
+
+    def __init__(
+        self, experts: Sequence[int], count: int, device: torch.device, transfer: CudaTransfer, recorder: GatedRecorder
+    ) -> None:
+        super().__init__(experts, count, device, transfer)
+        self._recorder = recorder
+        self.followed = 0  # forwards
+
+    def launch(self, forward: GatedForward) -> None:
+        super().launch(forward)
+        self._recorder.launches_gated = True
+
+    def follow(self) -> None:
+        super().follow()
+        self.followed += 1
+        self._recorder.join()
+
+    def abort(self) -> None:
+        super().abort()
+        self._recorder.join()
+
+
 PLAIN_KERNELS = (  # the module that calls the kernels, the module that has their twins, and the kernels
     ("backends.cuda", experts, ("run_expert_batch", "reduce_experts", "place_results")),
     ("backends.cuda", inputs, ("take_batch",)),
@@ -44,6 +70,7 @@ PLAIN_KERNELS = (  # the module that calls the kernels, the module that has thei
     ("backends.cuda", packed, ("dequantize_matrix",)),
     ("backends.kernels.experts", experts, ("run_expert_batch", "reduce_experts")),  # of quantized drafts
     ("backends.kernels.dense", dense, ("norm_and_route_layers",)),
+    ("backends.residency", residency, ("check_residency", "await_missing", "end_forward")),
 )
 
 
@@ -59,6 +86,7 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for user in (
         "backends.cuda",
         "backends.cpu_experts",
+        "backends.residency",
         "models.decode_graphs",
     ):  # without CUDA no memory can be pinned
         monkeypatch.setattr(
@@ -76,11 +104,15 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         if config.cpu_experts != "off":
             cpu = CpuExperts(store, models.expert_format, CudaRowStream(fake.recorder), fake.copy_budget)
             cpu_path = CpuPath(cpu_thread(config.cpu_experts), PathChooser(fake.cpu_share))
-        backend = CudaBackend(slots, fake.recorder, models.expert_format, cpu)
-        backend.synchronize = lambda: None  # type: ignore[method-assign]
         transfer = CudaTransfer(fake.device, CudaBlobAddresses(store, slots), chunk=1000)
+        gate = None
+        if config.residency_check == "device" and count < models.spec.count:
+            fake.recorder = GatedRecorder(fake.device)
+            gate = JoinedGate(models.spec.experts, count, torch.device("cpu"), transfer, fake.recorder)
+        backend = CudaBackend(slots, fake.recorder, models.expert_format, cpu, gate)
+        backend.synchronize = lambda: None  # type: ignore[method-assign]
         recorder = None if config.enforce_eager else fake.recorder
-        return ExpertRuntime(slots, transfer, backend, recorder, backend, store, cpu_path)
+        return ExpertRuntime(slots, transfer, backend, recorder, backend, store, cpu_path, gate)
 
     monkeypatch.setattr(build, "make_runtime", make_runtime)
     return fake

@@ -106,6 +106,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         drafts = ["none", "self:int4", "shipped", "owner/name"]
         expert_formats = ["auto", "int4-g128"]
         cpu_experts = ["off", "auto", 8]
+        residency_checks = ["host", "device"]
         links = ["own", 16, 2.5]
         prompts = ["prompts.txt", "sample", "gsm8k"]
         budgets = ["25%", "6GiB"]
@@ -134,6 +135,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
         "drafts": ("none", "self:int4", "shipped", "owner/name"),
         "expert_formats": ("auto", "int4-g128"),
         "cpu_experts": ("off", "auto", 8),
+        "residency_checks": ("host", "device"),
         "links": (None, 16.0, 2.5),
         "prompts": (str(tmp_path / "prompts.txt"), "sample", "gsm8k"),
         "budgets": (QUARTER, Size(bytes=6 * 2**30)),

@@ -41,6 +41,7 @@ from spmoe.backends.kernels.experts import (
 )
 from spmoe.backends.kernels.inputs import take_batch
 from spmoe.backends.kernels.packed import SlotMatrix, dequantize_matrix
+from spmoe.backends.residency import ResidencyGate, follow_layer
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import PinnedLayer
 from spmoe.experts.experts import Experts
@@ -48,6 +49,7 @@ from spmoe.experts.transfer import DeviceEvent
 from spmoe.formats.expert import ExpertFormat, Shapes
 from spmoe.types import ExpertKey
 
+_OVERLAP_BYTES = 32 * 2**20  # of an expert: resident ones of this size run while others arrive; else all at once
 _TIMED_COPIES = 256  # whose times are kept until they are taken
 _RING = 4096  # expert batches that may be posted and not taken; a step has fewer, and ends when all have run
 
@@ -152,10 +154,16 @@ class CudaBackend:
     """Experts on one CUDA device and, with `cpu`, on the CPU beside it."""
 
     def __init__(
-        self, slots: DeviceSlots, recorder: GraphRecorder, format: ExpertFormat, cpu: CpuExperts | None = None
+        self,
+        slots: DeviceSlots,
+        recorder: GraphRecorder,
+        format: ExpertFormat,
+        cpu: CpuExperts | None = None,
+        residency: ResidencyGate | None = None,
     ) -> None:
         self.slots = slots
         self.cpu = cpu
+        self.residency = residency  # None: the host decides in every layer which experts run
         self.recorder = recorder
         self.all_resident = False
         self.dtype: torch.dtype = getattr(torch, slots.layout.dtype)
@@ -335,6 +343,8 @@ class CudaExperts:
             on_cpu = self._cpu_rows(experts, hidden, weights, index)
             with backend.resync_on_failure():
                 self._run_batches(run_next_batch, needed, shares=shares, on_cpu=on_cpu, place=place)
+        elif backend.residency is not None and backend.residency.takes(rows, top_k, self._layer):
+            self._run_gated(backend.residency, index, run)
         else:
             if recorder.phase is Phase.WARMUP:
                 with backend.resync_on_failure():
@@ -375,6 +385,8 @@ class CudaExperts:
         recorder = self._backend.recorder
         if recorder.phase is Phase.EAGER:
             return run()
+        if backend.residency is not None:
+            backend.residency.refuse()
         out, observations = torch.zeros_like(hidden), recorder.take_observations()
 
         def between() -> None:
@@ -383,6 +395,15 @@ class CudaExperts:
 
         recorder.split(between)
         return out
+
+    def _run_gated(self, gate: ResidencyGate, index: Tensor, run: Callable[[Tensor], None]) -> None:
+        """Capture a layer that looks its experts up on the device; the host follows behind."""
+        observations = self._backend.recorder.take_observations()
+        follow = partial(follow_layer, gate, self._layer, self._access, self._run_ahead, index.numel(), observations)
+        overlaps = self._backend.slots.layout.nbytes >= _OVERLAP_BYTES
+        run(gate.check(self._layer, index, follow, waits=not overlaps))
+        if overlaps:
+            run(gate.await_missing(self._layer))
 
     def _wait_for_router(self, index: Tensor) -> tuple[list[int], list[float]]:
         """Return the routed experts and, for a prompt, the share of rows of each; copies go on meanwhile."""

@@ -147,6 +147,7 @@ class CudaTransfer:
         self._in_flight: deque[tuple[DeviceEvent, int]] = deque()  # chunks of prefetches on the stream: end, bytes
         self._last_use: dict[int, int] = {}  # by slot, the epoch of the kernels that read it last
         self._epoch = 1
+        self._before_forward: DeviceEvent | None = None  # while a forward may wait for copies
         self._finished = 0  # kernels of this epoch and of earlier ones have finished
         self._closed = False
 
@@ -214,6 +215,23 @@ class CudaTransfer:
             if not handle.settled:
                 self._send([handle])
                 self._waiting.remove(handle)
+
+    def begin_forward(self) -> None:
+        """Let later copies wait for no kernel behind this point: a forward is launched next that waits for copies."""
+        with self._lock:
+            self._before_forward = self.copy_stream.record_compute_event()
+
+    def end_forward(self) -> None:
+        """Undo `begin_forward`."""
+        with self._lock:
+            self._before_forward = None
+
+    def signal(self, copied: CopyRange) -> None:
+        """Submit a small copy behind all that were submitted."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the engine is closed")
+            self.copy_stream.copy([copied])
 
     def drain(self) -> None:
         with self._lock:
@@ -288,7 +306,7 @@ class CudaTransfer:
         key, slot = handle.job
         if handle.sent == 0 and self._last_use.pop(slot, 0) > self._finished:
             # also waits for kernels that do not read the slot; this is rare
-            self.copy_stream.wait_event(self.copy_stream.record_compute_event())
+            self.copy_stream.wait_event(self._before_forward or self.copy_stream.record_compute_event())
         size = end - handle.sent
         to, source = self._addresses.slot(slot) + handle.sent, self._addresses.source(key) + handle.sent
         handle.sent += size

@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.gc_pause import gc_paused
+
+if TYPE_CHECKING:
+    from spmoe.backends.residency import ResidencyGate
 
 T = TypeVar("T")
 HostWork = Callable[[], None]
@@ -136,6 +139,7 @@ class CaptureContext:
     max_positions: int  # longest sequence
     chain: Tensor | None = None  # where a draft's greedy tokens are appended on the device
     draft_chain: Tensor | None = None  # the chain of the draft whose tokens these forwards verify
+    gate: ResidencyGate | None = None  # None: the host decides in every layer which experts run
 
 
 @cache

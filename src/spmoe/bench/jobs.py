@@ -24,7 +24,7 @@ from spmoe.models.tokenizer import tokenizer_of
 
 @dataclass(frozen=True)
 class Workload:
-    """One model, draft, shape, link, prompt set, expert format and setting of the CPU path of a matrix."""
+    """One model, draft, shape, link, prompt set, expert format, CPU path and residency check of a matrix."""
 
     matrix: Matrix
     model: str | None
@@ -34,6 +34,7 @@ class Workload:
     prompts: str
     expert_format: str = "auto"
     cpu_experts: CpuThreads = "off"
+    residency_check: str = "host"
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class Workload:
                 "shape": self.shape,
                 "expert_format": self.expert_format,
                 "cpu_experts": self.cpu_experts,
+                "residency_check": self.residency_check,
                 "link_gbps": self.link,
                 "dtype": self.matrix.dtype,
                 "device": self.matrix.device,
@@ -59,8 +61,8 @@ class Workload:
 def make_workloads(matrix: Matrix) -> list[Workload]:
     """Return every workload of a matrix, in the order given."""
     models, drafts = matrix.models or (None,), matrix.drafts or (AUTO_DRAFT,)
-    formats, on_cpu = matrix.expert_formats, matrix.cpu_experts
-    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts, formats, on_cpu)
+    paths = matrix.expert_formats, matrix.cpu_experts, matrix.residency_checks
+    combinations = product(models, drafts, matrix.shapes, matrix.links, matrix.prompts, *paths)
     return [Workload(matrix, *values) for values in combinations]
 
 

@@ -141,6 +141,7 @@ def expert_format(machine: Row) -> str:
 def _fields(machine: Row) -> dict[str, str]:
     link, draft, requested = machine["link_gbps"], machine["draft"], machine.get("requested") or {}
     projection, on_cpu = requested.get("projection"), requested.get("cpu_experts")
+    residency_check = requested.get("residency_check")
     return {
         "scenario": str(machine.get("scenario") or ""),
         "matrix": str(machine.get("matrix") or ""),
@@ -150,6 +151,7 @@ def _fields(machine: Row) -> dict[str, str]:
         "dtype": str(machine["dtype"]),
         "format": expert_format(machine),
         "cpu": "" if on_cpu is None else f"experts on the CPU: {on_cpu}",
+        "residency": "" if residency_check is None else f"residency check: {residency_check}",
         "link": "own link" if link is None else f"{link:g} GB/s",
         "eager": "eager" if machine["enforce_eager"] else "",
         "prompts": f"{machine.get('prompt_set')}",

@@ -28,6 +28,7 @@ from spmoe.engine.stats import Stats
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 
+_USUAL = {"expert_format": "auto", "cpu_experts": "off", "residency_check": "host"}  # named if they are others
 _MAY_DIFFER = ("command", "scenario_text")  # labels that do not identify a workload
 
 # ---- records
@@ -53,8 +54,7 @@ def workload_record(job: BenchJob) -> dict[str, Any]:
         "weights": "random" if random_weights else "checkpoint",
         "weights_note": RANDOM_WEIGHTS_NOTE if random_weights else None,
         "requested": {name: job.engine.get(name) for name in ("dtype", "device", "projection")}
-        | {name: value for name, value in job.engine.items() if name == "expert_format" and value != "auto"}
-        | {name: value for name, value in job.engine.items() if name == "cpu_experts" and value != "off"},
+        | {name: job.engine[name] for name, usual in _USUAL.items() if job.engine[name] != usual},
         "prompts": len(job.prompts),
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "output_len": job.output_len,

@@ -33,6 +33,7 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
+    RESIDENCY_CHECKS,
     CpuThreads,
     Cutoff,
     DraftTokens,
@@ -135,6 +136,7 @@ OptionalText = Annotated[Text | None, BeforeValidator(lambda value: None if valu
 Policy = Annotated[Text, _choice("prefetch policy", PREFETCH_POLICIES.names, combined=True)]
 Eviction = Annotated[Text, _choice("eviction policy", lambda: ("auto", *EVICTION_POLICIES.names()))]
 Format = Annotated[Text, _choice("expert format", expert_formats)]
+ResidencyCheck = Annotated[Text, _choice("residency check", lambda: RESIDENCY_CHECKS)]
 CpuExperts = Annotated[CpuThreads, _parsed_by(parse_cpu_experts)]
 Budget = Annotated[Size, _parsed_by(Size.parse)]
 Link = Annotated[float | None, PlainValidator(_parse_link)]
@@ -166,6 +168,7 @@ class Matrix(BaseModel):
     shapes: OneOrMore[OptionalText] = (None,)
     expert_formats: OneOrMore[Format] = ("auto",)
     cpu_experts: OneOrMore[CpuExperts] = ("off",)
+    residency_checks: OneOrMore[ResidencyCheck] = ("host",)
     links: OneOrMore[Link] = (None,)  # GB/s to emulate; None: the machine's own link
     prompts: OneOrMore[Located] = (SAMPLE,)
     # one configuration for each combination of these

@@ -88,6 +88,9 @@ def bench(
     cpu_experts: Annotated[
         str | None, typer.Option(help="CUDA: off, auto or numbers of threads, separated by commas; see spmoe run.")
     ] = None,
+    residency_check: Annotated[
+        str | None, typer.Option(help="CUDA: host, device or both, separated by commas; see spmoe run.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     link_gbps: Annotated[
         float | None, typer.Option(help="Emulate a slower link to the experts, in gigabytes per second.")
@@ -125,6 +128,7 @@ def bench(
         "shapes": ("--shape", shape),
         "expert_formats": ("--expert-format", _list("--expert-format", expert_format, str)),
         "cpu_experts": ("--cpu-experts", _list("--cpu-experts", cpu_experts, str)),
+        "residency_checks": ("--residency-check", _list("--residency-check", residency_check, str)),
         "budgets": ("--expert-memory", _list("--expert-memory", expert_memory, str)),
         "policies": ("--prefetch", _list("--prefetch", prefetch, str)),
         "evictions": ("--eviction", _list("--eviction", eviction, str)),
@@ -317,5 +321,7 @@ def _job_name(job: BenchJob) -> str:
     parts = [record["matrix"], model_name(record), record["requested"].get("expert_format")]
     if (on_cpu := record["requested"].get("cpu_experts")) is not None:
         parts.append(f"experts on the CPU: {on_cpu}")
+    if (check := record["requested"].get("residency_check")) is not None:
+        parts.append(f"residency check: {check}")
     parts.append(f"prompts: {record['prompt_set']}")
     return ", ".join([part for part in parts if part] + ([f"{link:g} GB/s"] if link is not None else []))

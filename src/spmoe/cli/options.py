@@ -130,6 +130,13 @@ def _engine(
             "on most cores) or a number of threads. In 16-bit types the CPU rounds differently."
         ),
     ] = "off",
+    residency_check: Annotated[
+        str,
+        typer.Option(
+            help="CUDA: who looks up in each layer whether its experts are in slots: host, or device (experimental: "
+            "the whole forward is one graph, which waits for the host only if an expert is missing)."
+        ),
+    ] = "host",
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: capture no CUDA graphs, for debugging.")
     ] = False,

@@ -18,7 +18,15 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from spmoe.cli import output, settings
-from spmoe.config import DEVICES, DTYPES, LOAD_FORMATS, SELF_DRAFTS, VERIFY_EXPERTS, expert_formats
+from spmoe.config import (
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    RESIDENCY_CHECKS,
+    SELF_DRAFTS,
+    VERIFY_EXPERTS,
+    expert_formats,
+)
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
 from spmoe.serve.config import TOOL_CALL_PARSERS
 
@@ -36,7 +44,7 @@ PANELS = (
 
 _BY_PANEL = {
     "Model": "dtype expert_format load_format device max_model_len shape generation_config chat_template system",
-    "Memory": "expert_memory device_memory host_memory pin_memory verify_experts cpu_experts",
+    "Memory": "expert_memory device_memory host_memory pin_memory verify_experts cpu_experts residency_check",
     "Speculation": "draft num_speculative_tokens acceptance",
     "Prefetching": "prefetch cutoff projection eviction",
     "Sampling": """
@@ -60,6 +68,7 @@ _METAVARS = {  # by option; the others by type
     **dict.fromkeys(("expert_memory", "device_memory", "host_memory", "expert_size", "max_body_size"), "SIZE"),
     **dict.fromkeys(("prefetch", "eviction", "dtype", "device", "shape", "transfer", "scenario", "draft"), "NAME"),
     **dict.fromkeys(("generation_config", "load_format", "reference", "verify_experts", "expert_format"), "NAME"),
+    "residency_check": "NAME",
     "tool_call_parser": "NAME",
     **dict.fromkeys(("num_speculative_tokens", "cutoff", "link_gbps", "cpu_gbps", "cpu_experts"), "N"),
     **dict.fromkeys(("prompts", "json_file"), "PATH"),
@@ -83,6 +92,7 @@ _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "generation_config": lambda: ("auto", "none"),
     "verify_experts": lambda: VERIFY_EXPERTS,
     "cpu_experts": lambda: ("off", "auto"),
+    "residency_check": lambda: RESIDENCY_CHECKS,
     "load_format": lambda: LOAD_FORMATS,
     "expert_format": expert_formats,
     "tool_call_parser": lambda: TOOL_CALL_PARSERS,

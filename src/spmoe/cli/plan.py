@@ -32,6 +32,7 @@ _ROUTING_LABELS = {"even": "even routing", "recorded": "as recorded", "measured"
     "pin_memory",
     "verify_experts",
     "cpu_experts",
+    "residency_check",
     "enforce_eager",
     "batching",
     "overlap",

@@ -280,6 +280,7 @@ class Engine:
         Whatever the error has left of the bookkeeping of experts, and of the eviction policy, is replaced.
         """
         try:
+            self.experts.run_ahead.invalidate()  # or a forward that was launched ahead would wait for its experts
             self.parts.runtime.backend.synchronize()  # kernels of the failed step may still read slots
             name = self.config.eviction_policy
             self.learned.evictions = {name: make_eviction(name, self.spec.experts)}
@@ -297,6 +298,7 @@ class Engine:
             if governor.steps >= ENOUGH_STEPS:
                 write_governor(file, governor, self.parts.origins)
         with suppress(RuntimeError):  # of a device that is broken
+            self.experts.run_ahead.invalidate()
             self.parts.runtime.backend.synchronize()  # a launched draft may still use memory that is freed below
         self.experts.close()
         self.parts.runtime.close()

@@ -77,6 +77,7 @@ class LLM:
         cpu_experts: int | Literal["off", "auto"] = "off",
         batching: bool = True,
         overlap: bool = True,
+        residency_check: Literal["host", "device"] = "host",
         enforce_eager: bool = False,
         shape: str | None = None,
         progress: bool = True,

@@ -28,7 +28,9 @@ from spmoe.types import ExpertKey
 if TYPE_CHECKING:
     from spmoe.backends.cuda import CudaBackend
     from spmoe.backends.cuda_memory import HostStore
+    from spmoe.backends.cuda_transfer import CudaTransfer
     from spmoe.backends.graphs import GraphRecorder
+    from spmoe.backends.residency import ResidencyGate
 
 _SWITCH_SECONDS = 2e-4  # the interpreter's default of 5 ms is longer than a layer takes
 
@@ -44,6 +46,7 @@ class ExpertRuntime:
     cuda: CudaBackend | None = None
     store: HostStore | None = None
     cpu_path: CpuPath | None = None  # closed with the expert pool
+    gate: ResidencyGate | None = None  # None: the host decides in every layer which experts run
     notices: list[str] = field(default_factory=list)
     switch_seconds: float | None = None  # the interpreter's switch interval before this runtime changed it
 
@@ -175,10 +178,11 @@ def _cuda_runtime(
             cpu = CpuExperts(store, models.expert_format, CudaRowStream(recorder), copy_budget)
             cpu_path = CpuPath(cpu_thread(None if config.cpu_experts == "auto" else config.cpu_experts))
             notices += cpu_rounding_notice(models)
-        backend = CudaBackend(slots, recorder, models.expert_format, cpu)
         addresses = CudaBlobAddresses(store, slots)
         copy_stream = CudaCopyStream(cuda, models.device, timed=cpu is not None)
         transfer = CudaTransfer(copy_stream, addresses, chunk=chunk_for(addresses.nbytes))
+        gate = make_gate(config, models, slot_count, transfer, notices)
+        backend = CudaBackend(slots, recorder, models.expert_format, cpu, gate)
     except BaseException:
         if cpu_path is not None:
             cpu_path.close()
@@ -186,10 +190,34 @@ def _cuda_runtime(
         raise
     captured = None if config.enforce_eager else recorder
     runtime = ExpertRuntime(
-        slots, transfer, backend, captured, backend, store, cpu_path, notices, sys.getswitchinterval()
+        slots, transfer, backend, captured, backend, store, cpu_path, gate, notices, sys.getswitchinterval()
     )
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     return runtime
+
+
+def make_gate(
+    config: EngineConfig, models: LoadedModels, slot_count: int, transfer: CudaTransfer, notices: list[str]
+) -> ResidencyGate | None:
+    """Build what lets the device look its experts up itself, if that was asked for and can be done."""
+    if config.residency_check == "host" or slot_count >= models.spec.count:
+        return None
+    others = {
+        "--cpu-experts": config.cpu_experts != "off",
+        "--link-gbps": config.link_gbps is not None,
+        "--enforce-eager": config.enforce_eager,
+        "--no-overlap": not config.overlap,
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        notices.append(f"--residency-check device has no effect with {given[0]}")
+        return None
+    from spmoe.backends.residency import ResidencyGate
+
+    gate = ResidencyGate(models.spec.experts, slot_count, models.device, transfer)
+    if (failure := gate.try_out()) is not None:
+        notices.append(f"--residency-check device does not work here ({failure}); the host checks instead")
+        return None
+    return gate
 
 
 def cpu_rounding_notice(models: LoadedModels) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,36 @@ class ExpertAccess:
             if pinned is not None:
                 self._pool.unpin_layer(pinned)
             self._timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
+
+    def follow(self, layer: int, experts: Sequence[int], missing: Sequence[int]) -> tuple[Demand, dict[int, int]]:
+        """Account for a layer that a forward runs by itself, and put the copies of its missing experts on the link.
+
+        Return the demand, to be abandoned when the layer has finished, and the slots of the missing experts.
+        """
+        self._scheduler.reach_layer(layer)
+        demand = self._pool.follow(layer, experts, missing)
+        try:
+            while demand.absent:  # every other slot is loading
+                self._pool.poll(demand)
+                time.sleep(0)
+            for entry in demand.waiting:
+                if (handle := entry.handle) is not None:
+                    handle.prioritize()
+                    if handle.ready():
+                        handle.wait()  # raises the error of a copy that failed
+            slots = {entry.key.expert: entry.slot for entry in demand.ready + demand.waiting}
+        except BaseException:
+            self._pool.abandon(demand)
+            raise
+        return demand, slots
+
+    def end_follow(self, demand: Demand) -> None:
+        """Release the experts of a layer that has finished."""
+        self._pool.abandon(demand)
+
+    def routed(self, layer: int, experts: Sequence[int]) -> None:
+        """Report the routed experts of a followed layer to the prefetch policy."""
+        self._step.routed(layer, experts)
 
     def pin_layer(self, layer: int) -> PinnedLayer:
         """Pin a layer's READY experts so that kernels can launch before the routed experts are known.

@@ -8,7 +8,7 @@ question about a layer or about all layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,13 +51,15 @@ class PinnedLayer:
 class ExpertCache:
     """Slots by key. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, slot_count: int, eviction: Eviction) -> None:
+    def __init__(self, slot_count: int, eviction: Eviction, ready: np.ndarray | None = None) -> None:
+        # ready: memory for the table of READY experts, int32 [layers, experts], if others read it too
         self.slot_count = slot_count
         self.peak = 0  # most slots that were occupied at once
         shape = eviction.shape
         self.present = np.zeros(shape, dtype=bool)  # has a slot
         self.prefetched = np.zeros(shape, dtype=bool)  # same as its entry's flag
-        self._ready = np.full(shape, -1, dtype=np.int32)  # slot of each READY expert
+        self._ready = np.empty(shape, dtype=np.int32) if ready is None else ready  # slot of each READY expert
+        self._ready.fill(-1)
         self._held = np.zeros(shape, dtype=bool)  # pinned or LOADING: not evictable
         self._layer_pins = [0] * shape[0]  # a pinned layer's experts are not evictable either
         self.eviction = eviction
@@ -103,11 +105,14 @@ class ExpertCache:
             pinned.is_pinned = False
             self._layer_pins[pinned.layer] -= 1
 
-    def reserve(self, key: ExpertKey, worth: float = math.inf) -> Reservation | None:
+    def reserve(
+        self, key: ExpertKey, worth: float = math.inf, is_quiet: Callable[[int], bool] = lambda layer: True
+    ) -> Reservation | None:
         """Take a slot for an ABSENT key that is prefetched, LOADING from then on; None if no slot may be taken.
 
         Only residents that the eviction policy scores below the prefetched expert are evicted for it, and only those
-        whose chance of use is below `worth`, if its scores are such chances.
+        whose chance of use is below `worth`, if its scores are such chances. A victim stays unless `is_quiet`, called
+        with its layer once the table does not name it, returns True: nobody who reads the table uses it.
         """
         if key in self._entries:
             raise ValueError(f"{key} already has a slot")
@@ -118,6 +123,10 @@ class ExpertCache:
                 below = min(below, worth)
             victims = self.eviction.victims(1, self._not_evictable(), below, key.layer)
             if victims is None:
+                return None
+            slot, self._ready[victims[0]] = int(self._ready[victims[0]]), -1
+            if not is_quiet(victims[0].layer):
+                self._ready[victims[0]] = slot
                 return None
             evicted = self._remove(victims[0])
         return self._insert(key, True, evicted)

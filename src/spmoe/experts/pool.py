@@ -16,6 +16,7 @@ from torch import Tensor
 from spmoe.errors import TransferError
 from spmoe.experts.cache import Entry, ExpertCache, PinnedLayer
 from spmoe.experts.eviction import Eviction
+from spmoe.experts.gate import Gate
 from spmoe.experts.inflight import InflightLoads, wait_for
 from spmoe.experts.slots import Slots
 from spmoe.experts.transfer import CopyHandle, Transfer
@@ -36,6 +37,7 @@ class Demand:
     waiting: list[Entry] = field(default_factory=list)  # LOADING
     absent: list[ExpertKey] = field(default_factory=list)  # without a slot so far
     on_cpu: list[ExpertKey] = field(default_factory=list)  # need no slot
+    held: list[Entry] = field(default_factory=list)  # READY, and read by kernels that were launched
 
 
 class ExpertPool:
@@ -51,6 +53,7 @@ class ExpertPool:
         ledger: Ledger,
         timeline: Timeline,
         lock: threading.RLock,
+        gate: Gate | None = None,
     ) -> None:
         self.blob_bytes = blob_bytes
         self.slot_count = slots.count
@@ -61,7 +64,8 @@ class ExpertPool:
         self._ledger = ledger
         self._clock = clock
         self._timeline = timeline
-        self._cache = ExpertCache(slots.count, eviction)
+        self._gate = gate
+        self._cache = self._new_cache(eviction)
         self._loads = InflightLoads(transfer, self._cache, ledger, clock, timeline)
         self._demands: list[Demand] = []  # claimed and not abandoned
         self._closed = False
@@ -189,6 +193,38 @@ class ExpertPool:
                 raise
         return demand
 
+    def follow(self, layer: int, experts: Sequence[int], missing: Sequence[int]) -> Demand:
+        """Count the experts that a forward has found resident as used, and submit demand loads of the missing ones.
+
+        While some are missing, the forward waits for them: the others are pinned too, until the demand is abandoned.
+        """
+        demand = Demand()
+        with self._lock:
+            self._demands.append(demand)
+            try:
+                self._require_open()
+                self._loads.reap()
+                self._cache.eviction.on_layer(layer)
+                hits = [expert for expert in experts if expert not in missing]
+                self._ledger.hit(len(hits))
+                resident = [entry for e in hits if (entry := self._cache.get(ExpertKey(layer, e))) is not None]
+                if resident:
+                    self._cache.eviction.on_use(layer, [entry.key.expert for entry in resident])
+                for entry in resident:
+                    if entry.prefetched:
+                        self._use_prefetched(entry)
+                    if missing:
+                        self._cache.pin(entry)
+                        demand.held.append(entry)
+                if missing:
+                    self._pin_residents(layer, missing, demand)
+                    self._ledger.demanded(len(demand.absent))
+                    self._load_absent(demand)
+            except BaseException:
+                self.abandon(demand)
+                raise
+        return demand
+
     def load_instead(self, demand: Demand, keys: Sequence[ExpertKey]) -> None:
         """Load experts that the CPU was to compute."""
         with self._lock:
@@ -239,11 +275,11 @@ class ExpertPool:
 
     def abandon(self, demand: Demand) -> None:
         """End a demand and unpin the experts that it still holds. Idempotent."""
-        held = demand.ready + demand.waiting
+        held = demand.ready + demand.waiting + demand.held
         with self._lock:
             if demand in self._demands:
                 self._demands.remove(demand)
-            demand.ready, demand.waiting, demand.absent, demand.on_cpu = [], [], [], []
+            demand.ready, demand.waiting, demand.absent, demand.on_cpu, demand.held = [], [], [], [], []
         self.release(held)
 
     # ---- prefetch
@@ -254,7 +290,7 @@ class ExpertPool:
         Residents whose chance of use is not below `worth` are not evicted either.
         """
         with self._lock:
-            if (reservation := self._cache.reserve(key, worth)) is None:
+            if (reservation := self._cache.reserve(key, worth, self._is_quiet)) is None:
                 return None
             if reservation.evicted is not None and reservation.evicted.prefetched:
                 self._ledger.prefetch_wasted()
@@ -321,7 +357,7 @@ class ExpertPool:
         with self._lock:
             peak, batching = self._cache.peak, self._loads.batching
             self._ledger.prefetch_lost()
-            self._cache = ExpertCache(self.slot_count, eviction)
+            self._cache = self._new_cache(eviction)
             self._cache.peak = peak
             self._loads = InflightLoads(self._transfer, self._cache, self._ledger, self._clock, self._timeline)
             self._loads.set_batching(batching)
@@ -338,6 +374,12 @@ class ExpertPool:
         self._transfer.close()
         with self._lock:
             self._slots.close()
+
+    def _new_cache(self, eviction: Eviction) -> ExpertCache:
+        return ExpertCache(self.slot_count, eviction, None if self._gate is None else self._gate.table)
+
+    def _is_quiet(self, layer: int) -> bool:
+        return self._gate is None or self._gate.is_quiet(layer)
 
     # ---- under the lock
 

@@ -164,6 +164,11 @@ class PrefetchScheduler:
         finally:
             self._held = before
 
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are queued, or copies in flight."""
+        return len(self._queue) > 0 or self._pool.loads_in_flight > 0
+
     def submit(self, until: DeviceEvent | None = None) -> None:
         """Wake the worker to submit requests; without a worker, submit them here until the event has passed."""
         if not self.overlap:

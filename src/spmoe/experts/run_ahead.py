@@ -15,11 +15,13 @@ graphs share memory, and the next forward overwrites their results. On a CPU not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from spmoe.experts.gate import Gate
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.transfer import DeviceEvent, Transfer
 
@@ -60,10 +62,11 @@ class _DeferredLayer:
 class RunAhead:
     """Work launched on the device before the host asks for it, and host work deferred until the device has it."""
 
-    def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler) -> None:
+    def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler, gate: Gate | None = None) -> None:
         self.launched = Launched.NOTHING
         self._transfer = transfer
         self._scheduler = scheduler
+        self._gate = gate
         self._draft: _Draft | None = None
         self._verify: _Verify | None = None
         self._deferred: _DeferredLayer | None = None
@@ -106,14 +109,18 @@ class RunAhead:
     def take_verify(self, graph: object, tokens: list[int], length: int) -> bool:
         """Return whether this forward's first graph was launched for exactly these tokens. A launch is taken once."""
         draft, verify = self._draft, self._verify
-        self.invalidate()
-        return (
+        is_taken = (
             draft is not None
             and verify is not None
             and verify.graph is graph
             and (verify.token, verify.length) == (tokens[0], length)
             and draft.tokens == tokens[1:]
         )
+        if is_taken:
+            self._forget()
+        else:
+            self.invalidate()
+        return is_taken
 
     def launch_next(self, launch: Callable[[], None]) -> Exception | None:
         """Launch the next step's draft and verification. After a failure nothing is launched; return the failure.
@@ -134,6 +141,11 @@ class RunAhead:
 
     def invalidate(self) -> None:
         """Discard all launches. The device still runs them to their end; nobody reads their results."""
+        self._forget()
+        if self._gate is not None:
+            self._gate.abort()
+
+    def _forget(self) -> None:
         self._draft = self._verify = None
         self.launched = Launched.NOTHING
 
@@ -183,6 +195,18 @@ class RunAhead:
     def wait(self, event: DeviceEvent) -> None:
         """Wait for a device event; submit waiting copies meanwhile."""
         self._transfer.wait_and_pump(event)
+
+    def wait_and_prefetch(self, event: DeviceEvent) -> None:
+        """Wait for a device event; submit prefetch requests, and settle copies that end, meanwhile."""
+        while not event.query() and self._scheduler.has_work:
+            self._scheduler.submit(event)
+            time.sleep(0)  # let other threads have the interpreter
+        self.wait(event)
+
+    def take_stall_seconds(self) -> float:
+        """Return how long compute on the device has waited for experts since the last call, as far as it is known."""
+        waited = 0.0 if self._gate is None else self._gate.take_stall_seconds()
+        return waited + self._transfer.take_stall_seconds()
 
     @contextmanager
     def reading_predictions(self) -> Iterator[None]:

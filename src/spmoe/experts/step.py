@@ -66,4 +66,4 @@ class ExpertStep:
 
     def count_stalls(self) -> None:
         """Count the time that the compute stream has waited for copies, as far as it is known."""
-        self._ledger.stalled(self._transfer.take_stall_seconds())
+        self._ledger.stalled(self._run_ahead.take_stall_seconds())

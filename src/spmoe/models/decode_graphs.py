@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from spmoe.backends.kernels.inputs import (
     pending_tokens,
     set_chain_range,
 )
+from spmoe.backends.residency import GatedForward
 from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models.attention import device_ranges
 from spmoe.models.hidden_states import LayerObserver, OnChunk
@@ -96,6 +97,7 @@ class DecodeGraphs:
         self.draft_chain = self.chain if capture.draft_chain is None else capture.draft_chain
         self._host_chain = pinned_zeros(len(self.chain))
         self._arrived = capture.recorder.new_event()
+        self.gate = capture.gate
 
     def clear(self) -> None:
         """Drop all captured forwards: those of an experiment, or over memory that is not used any more."""
@@ -220,9 +222,12 @@ class DecodeGraph:
         positions, ranges = torch.zeros_like(ids), ids.new_zeros(3, sequences)
         cache = kernel_cache(owner.arena)
         self._inputs = (ids, positions, ranges, cache)
+        self._gate = owner.gate  # None: the host decides in every layer which experts run
 
         def forward() -> Tensor:
             self._chunks.clear()
+            if self._gate is not None:
+                self._gate.restart()
             if key.place:
                 load_chained_inputs(owner.chain, ids, positions, ranges)
             else:
@@ -241,11 +246,18 @@ class DecodeGraph:
                     append_token(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
                 elif self._argmax is not None:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
+                if self._gate is not None:
+                    self._gate.end()
             return logits
 
         if key.place:  # without this, the warm-up would write after the last chain, maybe over positions in use
             set_chain_range(owner.chain, *scratch)
-        self._captured, self.logits = self._recorder.capture(forward)
+        with nullcontext(GatedForward()) if self._gate is None else self._gate.capture() as self._gated:
+            self._captured, self.logits = self._recorder.capture(forward)
+        if self._gate is not None and self._gated.layers:
+            self._captured.pieces.append(self._gate.follow)
+        else:
+            self._gate = None
 
     def launch_first(self, tokens: list[int] | None, ranges: Sequence[KvRange]) -> None:
         """Launch the forward up to the first host work. `tokens` None: append the last token of the chain.
@@ -255,13 +267,19 @@ class DecodeGraph:
         if tokens is None:
             self._run_ahead.note_launch()
             self._captured.launch_first()
-            return
+            return  # of a draft
+        self._run_ahead.note_launch()
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
         self._inbox_values[:] = [*tokens, *itertools.chain.from_iterable(zip(*ranges, strict=True))]
-        self._run_ahead.note_launch()
+        if self._gate is not None:
+            self._gate.launch(self._gated)
         try:
             self._captured.launch_first()
+        except BaseException:
+            if self._gate is not None:
+                self._gate.resync()
+            raise
         finally:  # also after an error: the next call waits for this event, which must be one that passes
             self._inbox_read.record()
             self._inbox_written = True
@@ -306,6 +324,8 @@ class DecodeGraph:
                     on_host.copy_(on_device, non_blocking=True)
             chunk = CapturedChunk(depths, residual, routing, host_routing, self._recorder.new_event())
             self._chunks.append(chunk)
+            if self._gate is not None and not immediate:
+                self._gate.refuse()  # it serves forwards that are one graph
             if immediate:
                 self._recorder.observe_later(lambda: self._show(chunk))
             else:

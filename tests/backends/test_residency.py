@@ -1,0 +1,268 @@
+"""The protocol between forwards that look their experts up on the device and the host, in generated interleavings.
+
+`Device` is a plain model of the kernels in small steps. It runs a step at random points of the host's code: whenever
+the host waits, submits a copy, or stands between its write of the table and its read of `started`. Copies run in small
+steps too. Every read of an expert is compared, byte by byte, with the expert that the layer is routed to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fake_cuda import FakeCudaDevice, FakeMemory, FakeSlots
+
+pytest.importorskip("triton", reason="no triton")
+
+from spmoe.backends import cuda_transfer, residency
+from spmoe.backends.cuda_runtime import CopyRange
+from spmoe.backends.cuda_transfer import CudaTransfer
+from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET
+from spmoe.backends.residency import GatedForward, ResidencyGate, follow_layer
+from spmoe.errors import TransferError
+from spmoe.experts import access
+from spmoe.experts.eviction import make_eviction
+from spmoe.experts.experts import Experts
+from spmoe.observe.clock import RealClock
+from spmoe.types import ExpertKey, PrefetchRequest, PrefetchRequests
+
+LAYERS, EXPERTS, TOP_K = 4, 6, 3
+EVICTIONS = ("lru", "lru-per-layer", "draft-informed")
+STEPS = 100_000  # after which a program that hangs fails
+
+
+class SignalDevice(FakeCudaDevice):
+    """Copies tickets to `answered` as well as experts to slots, in order, and runs the program's other work."""
+
+    def __init__(self, program: Program, memory: FakeMemory, seed: int) -> None:
+        super().__init__(memory, seed=seed)
+        self._program = program
+
+    def copy(self, ranges: Sequence[CopyRange]) -> Any:
+        self._program.run_others()
+        return super().copy(ranges)
+
+    def _check_ranges(self, ranges: Sequence[CopyRange], failing: bool) -> None:
+        if ranges[0].nbytes == self._program.memory.nbytes or len(ranges) > 1:
+            super()._check_ranges(ranges, failing)
+
+
+class Program:
+    """A random program of forwards, prefetches and aborted launches."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, eviction: str = "lru") -> None:
+        self.rng = random.Random(seed)
+        slots = self.rng.randint(8, 18)
+        self.memory = FakeMemory(slots, 16, [EXPERTS] * LAYERS)
+        self.device = SignalDevice(self, self.memory, seed)
+        self.transfer = CudaTransfer(self.device, self.memory, chunk=16)
+        monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+        self.gate = ResidencyGate([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
+        self.gate._fence = self  # type: ignore[assignment]
+        waiting = SimpleNamespace(sleep=lambda seconds: self.run_others(at_least=1), monotonic=lambda: 0.0)
+        for module in (residency, access, cuda_transfer):
+            monkeypatch.setattr(module, "time", waiting)
+        rules = make_eviction(eviction, [EXPERTS] * LAYERS)
+        self.experts = Experts.build(
+            FakeSlots(slots), self.transfer, rules, self.memory.nbytes, RealClock(), threaded=False, gate=self.gate
+        )
+        self.steps = 0
+        self.errors: list[str] = []
+        self.reads = 0
+        self.misses = 0
+        self._forward: Iterator[None] | None = None
+
+    # ---- the other side of the host
+
+    def __enter__(self) -> None:
+        """Stand in for the fence between the host's write and its read."""
+        self.run_others()
+
+    def __exit__(self, *error: object) -> None:
+        self.run_others()
+
+    def run_others(self, at_least: int = 0) -> None:
+        """Run a few steps of copies and of the forward."""
+        self.steps += 1
+        assert self.steps < STEPS, "host and device wait for each other"
+        copies = self.rng.choice([0.05, 0.5, 0.95])  # share of the steps: either side may be much faster
+        for _ in range(max(at_least, self.rng.choice([0, 0, 1, 2, 5, 20]))):
+            if self.rng.random() < copies:
+                self.device.step_copies()
+            else:
+                self.device.step_compute()
+                if self._forward is not None and next(self._forward, self) is self:
+                    self._forward = None
+
+    def device_forward(self, routing: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Run a forward as the kernels do, in small steps."""
+        words, reports, answers, state, *_ = self.gate.buffers
+        while self.device._compute:  # the stream is in order
+            yield
+        for layer, routed in enumerate(routing):
+            ticket = int(state[TICKET]) + 1
+            state[TICKET] = words[STARTED] = ticket
+            yield
+            slots = self.gate.table[layer][list(routed)].copy()
+            yield
+            report = reports[ticket % len(reports)]
+            report[0, : len(routed)] = torch.tensor(routed, dtype=torch.int32)
+            report[1, : len(routed)] = torch.from_numpy(slots)
+            state[MISSING] = int((slots < 0).sum())
+            yield
+            words[REPORTED] = ticket
+            yield
+            yield from self.read(layer, routed, slots)
+            if (slots < 0).any():
+                self.misses += 1
+                while state[ANSWERED] < ticket and words[ABORTED] < ticket:
+                    yield
+                if state[ANSWERED] >= ticket:
+                    arrived = answers[ticket % len(answers)].numpy()[list(routed)].copy()
+                    if not ((arrived >= 0) >= (slots < 0)).all():
+                        self.errors.append("an answer without a missing expert")
+                    yield from self.read(layer, routed, np.where(slots < 0, arrived, -1))
+        state[TICKET] += 1
+        words[STARTED] = state[TICKET]
+        yield
+        words[REPORTED] = state[TICKET]
+
+    def read(self, layer: int, routed: Sequence[int], slots: np.ndarray) -> Iterator[None]:
+        """Read experts in slots, a part of each after the other."""
+        for part in (slice(start, start + 2) for start in range(0, 16, 2)):
+            for expert, slot in zip(routed, slots.tolist(), strict=True):
+                if slot >= 0:
+                    found, wanted = self.memory.content(slot)[part], self.memory.blobs[ExpertKey(layer, expert)][part]
+                    if found != wanted:  # not raised here, in the middle of the host's code
+                        self.errors.append(f"layer {layer} reads another expert than {expert} in slot {slot}")
+                    self.reads += 1
+                yield
+
+    # ---- the host
+
+    def run(self, forwards: int) -> None:
+        """Run forwards, with prefetches before and during them; some are launched and never followed."""
+        for number in range(forwards):
+            self.experts.step.begin(number, lambda layer, experts: PrefetchRequests.of(self.guesses(layer)))
+            if self.rng.random() < 0.5:
+                self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
+            if self.rng.random() < 0.2:
+                self.launch()
+                self.experts.run_ahead.invalidate()
+            self.launch()
+            if self.rng.random() < 0.7:  # while the draft runs, say
+                self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
+            self.gate.follow()
+            self.experts.step.end()
+        self.device.finish()
+        assert not self.errors
+
+    def launch(self) -> None:
+        routing = [sorted(self.rng.sample(range(EXPERTS), TOP_K)) for _ in range(LAYERS)]
+        follows = [
+            partial(follow_layer, self.gate, layer, self.experts.access, self.experts.run_ahead, TOP_K, [self.observe])
+            for layer in range(LAYERS)
+        ]
+        self.gate.launch(GatedForward(list(range(LAYERS)), list(follows)))
+        assert self._forward is None, "the forward before has ended"
+        self._forward = self.device_forward(routing)
+
+    def observe(self) -> None:
+        self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
+        self.run_others()
+
+    def guesses(self, layer: int) -> list[PrefetchRequest]:
+        """Return random prefetch requests for later layers."""
+        later = [
+            ExpertKey(other, e) for other in range(layer + 1, LAYERS) for e in range(EXPERTS) if self.rng.random() < 0.3
+        ]
+        return [PrefetchRequest(key, self.rng.random(), key.layer) for key in later]
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("seed", range(40))
+def test_no_layer_reads_another_expert(seed: int, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(seed, monkeypatch, eviction)
+    program.run(12)
+    counters = program.experts.ledger.counters
+    assert program.reads > 0
+    assert program.misses > 0
+    assert counters.asked == 12 * LAYERS * TOP_K
+    assert not any(entry.pins for entry in program.experts.pool._cache.entries())
+
+
+def fails(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether a program reads a wrong expert, or hangs."""
+    for seed in range(60):
+        with monkeypatch.context() as patch:
+            try:
+                Program(seed, patch, EVICTIONS[seed % len(EVICTIONS)]).run(12)
+            except AssertionError:
+                return True
+    return False
+
+
+def test_the_model_sees_a_victim_that_a_layer_still_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResidencyGate, "is_quiet", lambda self, layer: True)
+    assert fails(monkeypatch)
+
+
+def test_the_model_sees_a_check_before_the_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host must write the table first and read `started` then."""
+    own = ResidencyGate.is_quiet
+
+    def stale(self: ResidencyGate, layer: int) -> bool:
+        """Answer for the time before the table was written: one ticket ago."""
+        started = int(self._words[STARTED])
+        self._words[STARTED] = max(started - 1, 0)
+        try:
+            return own(self, layer)
+        finally:
+            self._words[STARTED] = max(started, int(self._words[STARTED]))
+
+    monkeypatch.setattr(ResidencyGate, "is_quiet", stale)
+    assert fails(monkeypatch)
+
+
+def test_the_model_sees_an_answer_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def signal(self: CudaTransfer, copied: CopyRange) -> None:
+        ctypes.memmove(*copied)
+
+    monkeypatch.setattr(CudaTransfer, "signal", signal)
+    assert fails(monkeypatch)
+
+
+def test_the_model_sees_an_aborted_forward_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(self: ResidencyGate) -> None:
+        if self._under_way:
+            self._words[ABORTED] = self._last
+            self._under_way = False
+            self._transfer.end_forward()
+
+    monkeypatch.setattr(ResidencyGate, "abort", abort)
+    assert fails(monkeypatch)
+
+
+def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = 0
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            program = Program(seed, patch)
+            program.run(2)
+            program.device.failing_copies = 1
+            try:
+                program.run(1)
+            except TransferError:
+                failures += 1
+            assert not program.gate.under_way
+            program.device.failing_copies = 0
+            program.run(3)
+    assert failures > 0
