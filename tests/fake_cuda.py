@@ -685,7 +685,15 @@ class GatedRecorder(FakeGraphRecorder):
 
     def capture(self, forward: Callable[[], T]) -> tuple[CapturedGraph, T]:
         self.join()
-        return super().capture(forward)
+        try:
+            return super().capture(forward)
+        finally:
+            self._observations.clear()
+
+    def observe_later(self, observe: HostWork) -> None:
+        """Keep observations for the captured layers that the host follows, as `CudaGraphRecorder` does."""
+        if self.phase is Phase.CAPTURE:
+            self._observations.append(observe)
 
     def _launch_first(self, forward: _Forward) -> None:
         self.join()

@@ -110,7 +110,7 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             fake.recorder = GatedRecorder(fake.device)
             gate = JoinedGate(models.spec.experts, count, torch.device("cpu"), transfer, fake.recorder)
         backend = CudaBackend(slots, fake.recorder, models.expert_format, cpu, gate)
-        backend.synchronize = lambda: None  # type: ignore[method-assign]
+        backend.synchronize = fake.recorder.wait  # type: ignore[method-assign]
         recorder = None if config.enforce_eager else fake.recorder
         return ExpertRuntime(slots, transfer, backend, recorder, backend, store, cpu_path, gate)
 

@@ -50,6 +50,7 @@ def compile_all() -> None:
     compile_dense()
     compile_attention()
     compile_inputs()
+    compile_residency()
     compile_experts()
 
 
@@ -100,6 +101,22 @@ def compile_inputs() -> None:
     inputs.load_chained_inputs(chain, one, one, zeros(3, 1, dtype=torch.int64))
     inputs.append_token(chain, one[0], 1)
     inputs.take_batch(zeros(8, 60, dtype=torch.int32), one, zeros(60, dtype=torch.int32))
+
+
+def compile_residency() -> None:
+    from spmoe.backends.kernels import residency
+
+    def numbers(*size: int) -> torch.Tensor:
+        return zeros(*size, dtype=torch.int32)
+
+    words, state = (zeros(size, dtype=torch.int64) for size in (residency.WORDS, residency.STATE))
+    for rows, top_k, experts in ((1, 2, 8), (16, 8, 128)):
+        entries = numbers(64, 2, rows * top_k), numbers(64, experts)
+        buffers = residency.GateBuffers(words, *entries, state, numbers(experts), numbers(experts))
+        for waits in (False, True):
+            residency.check_residency(zeros(rows, top_k, dtype=torch.int64), numbers(experts), buffers, waits=waits)
+        residency.await_missing(numbers(experts), buffers)
+    residency.end_forward(buffers)
 
 
 def compile_experts() -> None:

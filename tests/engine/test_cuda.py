@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -114,6 +114,48 @@ def test_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any]) -> None:
         assert not [notice for notice in llm.notices if "pageable" not in notice]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": 0, "expert_memory": "90%"},
+        {},
+        {"expert_memory": "50%", "num_speculative_tokens": 7},
+        {"expert_memory": "90%"},
+        {"prefetch": "on-demand", "eviction": "lru"},
+        {"prefetch": "next-gate"},
+        {"prefetch": "draft-gate+next-gate"},
+        {"num_speculative_tokens": "auto"},
+        {"draft": "ngram"},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_with_experts_looked_up_on_the_device(options: dict[str, Any]) -> None:
+    """With prompts one by one and all at once, in captured forwards that the host follows."""
+    given = {"expert_memory": "25%", **options}
+    with LLM(dtype="float32", device="cuda", residency_check="device", progress=False, **given) as llm:
+        gate = llm.engine.parts.runtime.gate
+        assert gate is not None, llm.notices
+        before = gate.tickets
+        for _ in range(2):
+            assert tokens(llm) == expected()
+            assert [tokens(llm, prompts=[prompt])[0] for prompt in PROMPTS] == expected()
+        assert gate.tickets > before
+        assert not [notice for notice in llm.notices if "pageable" not in notice]
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_16_bit_text_does_not_depend_on_who_looks_experts_up(k: int) -> None:
+    params, found = SamplingParams(max_tokens=160, ignore_eos=True), []
+    for check in ("host", "device"):
+        with LLM(
+            dtype="bfloat16", device="cuda", expert_memory="40%", residency_check=check,  # type: ignore[arg-type]
+            num_speculative_tokens=k, progress=False,
+        ) as llm:  # fmt: skip
+            found.append(tokens(llm, params))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_text_does_not_depend_on_the_number_of_draft_tokens(dtype: str) -> None:
     """Captured forwards are batch-invariant: a row's rounding does not depend on the other rows."""
@@ -164,7 +206,10 @@ def test_free_memory_is_divided_by_default() -> None:
         assert limit < torch.cuda.mem_get_info()[1]
 
 
-def test_failed_copies_are_reported_and_corrupt_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", ["host", "device"])
+def test_failed_copies_are_reported_and_corrupt_nothing(
+    check: Literal["host", "device"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from spmoe.backends.cuda import CudaCopyStream
 
     original, rng, failing = CudaCopyStream.copy, random.Random(0), False
@@ -174,7 +219,7 @@ def test_failed_copies_are_reported_and_corrupt_nothing(monkeypatch: pytest.Monk
             raise TransferError("injected failure")
         return original(self, ranges)
 
-    with LLM(dtype="float32", device="cuda", expert_memory="10%", progress=False) as llm:
+    with LLM(dtype="float32", device="cuda", expert_memory="10%", residency_check=check, progress=False) as llm:
         monkeypatch.setattr(CudaCopyStream, "copy", copy)
         failures = 0
         for _ in range(30):
@@ -249,6 +294,7 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
             "prefetch": rng.choice(["draft-gate", "draft-gate", "draft-gate+next-gate", "activation", "on-demand"]),
             "num_speculative_tokens": rng.choice([0, 1, 4, "auto"]),
             "cutoff": rng.choice(["auto", "all"]),
+            "residency_check": rng.choice(["host", "device"]),
         }
         with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]
             ends = min(until, time.monotonic() + 20)

@@ -18,8 +18,12 @@ pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cuda
+from spmoe.engine.loop import Loop
+from spmoe.errors import TransferError
+from spmoe.models.decode_graphs import DecodeGraphs
 
 PROMPT = list(b"def f(x):")
+PROMPTS = [PROMPT, list(b"import"), list(b"class Reader:"), list(b"if x: y = 3")]
 COUNT = 14
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
@@ -58,8 +62,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("overlap_bytes", [1, 2**40], ids=["resident-first", "all-at-once"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen"])
+@pytest.mark.parametrize(
+    ("family", "overlap_bytes"), [("mixtral", 1), ("qwen", 2**40)], ids=["resident-first", "all-at-once"]
+)
 def test_tokens_equal_those_of_transformers(
     fake: FakeCuda,
     request: pytest.FixtureRequest,
@@ -77,7 +82,81 @@ def test_tokens_equal_those_of_transformers(
     assert found == [greedy_tokens(pair.target, PROMPT, COUNT)] * 2
 
 
+@pytest.mark.parametrize("prefetch", ["draft-gate", "next-gate", "activation"])
+def test_followed_forwards_predict_and_prefetch(fake: FakeCuda, mixtral_pair: Pair, prefetch: str) -> None:
+    with make(mixtral_pair, num_speculative_tokens=2, expert_memory="60%", prefetch=prefetch, cutoff="all") as llm:
+        llm.generate(PROMPT, GREEDY)
+        before = llm.engine.counters.prefetches_requested
+        llm.generate(PROMPT, GREEDY)  # a prefix of the prompt is read already: the forwards are followed ones
+        assert llm.engine.counters.prefetches_requested > before
+
+
 def test_forwards_whose_experts_do_not_fit_are_left_to_the_host(fake: FakeCuda, pair: Pair) -> None:
     with make(pair, num_speculative_tokens=3, expert_memory=memory_for(2)) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
         assert gate_of(llm).followed == 0
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_requests_share_followed_forwards(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    forward_batch, followed = DecodeGraphs.forward_batch, list[int]()
+    with make(mixtral_pair, num_speculative_tokens=k, expert_memory="80%", max_num_seqs=4) as llm:
+        gate = gate_of(llm)
+
+        def run(self: DecodeGraphs, *args: Any) -> Any:
+            before = gate.followed
+            result = forward_batch(self, *args)
+            followed.append(gate.followed - before)
+            return result
+
+        monkeypatch.setattr(DecodeGraphs, "forward_batch", run)
+        for _ in range(2):
+            found = [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
+            assert found == [greedy_tokens(mixtral_pair.target, prompt, COUNT) for prompt in PROMPTS]
+    assert 1 in followed
+
+
+def test_failed_copies_end_the_request_only(fake: FakeCuda, pair: Pair) -> None:
+    expected = greedy_tokens(pair.target, PROMPT, COUNT)
+    with make(pair, num_speculative_tokens=2, expert_memory="60%", prefetch="on-demand") as llm:
+        for _ in range(3):
+            fake.device.failing_copies, fake.device.failure = 10**6, TransferError("injected failure")
+            with pytest.raises(TransferError, match="injected failure"):
+                llm.generate(PROMPT, GREEDY)
+            fake.device.failing_copies = 0
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+def test_an_error_behind_a_launched_forward_does_not_hang(
+    fake: FakeCuda, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next verification is launched when the step accounts; nobody follows it then."""
+    account, left = Loop._account, [3]
+
+    def fail(self: Loop, *args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise ZeroDivisionError("injected failure")
+        account(self, *args)
+
+    monkeypatch.setattr(Loop, "_account", fail)
+    with make(pair, num_speculative_tokens=2, expert_memory="60%", draft="random") as llm:
+        with pytest.raises(Exception, match="injected failure"):
+            llm.generate(PROMPT, GREEDY)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
+        assert gate_of(llm).followed > 0
+
+
+def test_streams_that_are_stopped_leave_no_forward_behind(fake: FakeCuda, pair: Pair) -> None:
+    expected = greedy_tokens(pair.target, PROMPT, COUNT)
+    with make(pair, num_speculative_tokens=2, expert_memory="60%") as llm:
+        for count in range(1, 6):
+            stream = llm.stream(PROMPT, GREEDY)
+            for _ in zip(range(count), stream, strict=False):
+                pass
+            stream.stop()
+            stream.run()
+            assert not gate_of(llm).under_way
+            assert stream.token_ids == expected[: len(stream.token_ids)]

@@ -236,6 +236,11 @@ class ResidencyGate:
     # ---- replay
 
     @property
+    def tickets(self) -> int:
+        """Number of the last ticket that was given out."""
+        return self._last
+
+    @property
     def under_way(self) -> bool:
         """Whether a forward is launched that waits for missing experts."""
         return self._under_way
