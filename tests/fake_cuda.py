@@ -637,9 +637,9 @@ class FakeGraphRecorder:
 
 
 class _ThreadEvent(FakeEvent):
-    """An event behind the gated forward that was launched last."""
+    """An event behind the followed forward that was launched last."""
 
-    def __init__(self, recorder: GatedRecorder, device: FakeCudaDevice) -> None:
+    def __init__(self, recorder: FollowedRecorder, device: FakeCudaDevice) -> None:
         super().__init__(device)
         self._recorder = recorder
         self._after: threading.Thread | None = None
@@ -658,13 +658,13 @@ class _ThreadEvent(FakeEvent):
         super().synchronize()
 
 
-class GatedRecorder(FakeGraphRecorder):
+class FollowedRecorder(FakeGraphRecorder):
     """Runs forwards that look their experts up themselves in a thread: the host and the device run side by side."""
 
     def __init__(self, device: FakeCudaDevice | None = None) -> None:
         super().__init__(device)
         self.thread: threading.Thread | None = None
-        self.launches_gated = False  # the next launch
+        self.launches_followed = False  # the next launch
         self._failure: BaseException | None = None
 
     def new_event(self) -> FakeEvent:
@@ -697,9 +697,9 @@ class GatedRecorder(FakeGraphRecorder):
 
     def _launch_first(self, forward: _Forward) -> None:
         self.join()
-        launch, gated = partial(super()._launch_first, forward), self.launches_gated
-        self.launches_gated = False
-        if not gated:
+        launch, followed = partial(super()._launch_first, forward), self.launches_followed
+        self.launches_followed = False
+        if not followed:
             launch()
             return
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_cuda import FakeCudaDevice, FakeGraphRecorder, GatedRecorder
+from fake_cuda import FakeCudaDevice, FakeGraphRecorder, FollowedRecorder
 
 pytest.importorskip("triton", reason="no triton")
 
@@ -21,7 +21,7 @@ from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaRowStream
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.kernels import attention, dense, experts, inputs, packed, residency
-from spmoe.backends.residency import GatedForward, ResidencyGate
+from spmoe.backends.residency import CudaResidency, FollowedForward
 from spmoe.engine import build
 from spmoe.engine.runtime import ExpertRuntime
 from spmoe.experts.cpu_path import CpuPath
@@ -38,19 +38,24 @@ class FakeCuda:
     copy_budget: int = 2**30  # bytes of copies of experts for the CPU
 
 
-class JoinedGate(ResidencyGate):
-    """A gate whose forwards run in a thread of the recorder: wait for its end as well."""
+class JoinedResidency(CudaResidency):
+    """Also waits for the thread of the recorder, in which its forwards run."""
 
     def __init__(
-        self, experts: Sequence[int], count: int, device: torch.device, transfer: CudaTransfer, recorder: GatedRecorder
+        self,
+        experts: Sequence[int],
+        count: int,
+        device: torch.device,
+        transfer: CudaTransfer,
+        recorder: FollowedRecorder,
     ) -> None:
         super().__init__(experts, count, device, transfer)
         self._recorder = recorder
         self.followed = 0  # forwards
 
-    def launch(self, forward: GatedForward) -> None:
+    def launch(self, forward: FollowedForward) -> None:
         super().launch(forward)
-        self._recorder.launches_gated = True
+        self._recorder.launches_followed = True
 
     def follow(self) -> None:
         super().follow()
@@ -105,14 +110,14 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             cpu = CpuExperts(store, models.expert_format, CudaRowStream(fake.recorder), fake.copy_budget)
             cpu_path = CpuPath(cpu_thread(config.cpu_experts), PathChooser(fake.cpu_share))
         transfer = CudaTransfer(fake.device, CudaBlobAddresses(store, slots), chunk=1000)
-        gate = None
+        residency = None
         if config.residency_check == "device" and count < models.spec.count:
-            fake.recorder = GatedRecorder(fake.device)
-            gate = JoinedGate(models.spec.experts, count, torch.device("cpu"), transfer, fake.recorder)
-        backend = CudaBackend(slots, fake.recorder, models.expert_format, cpu, gate)
+            fake.recorder = FollowedRecorder(fake.device)
+            residency = JoinedResidency(models.spec.experts, count, torch.device("cpu"), transfer, fake.recorder)
+        backend = CudaBackend(slots, fake.recorder, models.expert_format, cpu, residency)
         backend.synchronize = fake.recorder.wait  # type: ignore[method-assign]
         recorder = None if config.enforce_eager else fake.recorder
-        return ExpertRuntime(slots, transfer, backend, recorder, backend, store, cpu_path, gate)
+        return ExpertRuntime(slots, transfer, backend, recorder, backend, store, cpu_path, residency)
 
     monkeypatch.setattr(build, "make_runtime", make_runtime)
     return fake

@@ -112,7 +112,7 @@ def compile_residency() -> None:
     words, state = (zeros(size, dtype=torch.int64) for size in (residency.WORDS, residency.STATE))
     for rows, top_k, experts in ((1, 2, 8), (16, 8, 128)):
         entries = numbers(64, 2, rows * top_k), numbers(64, experts)
-        buffers = residency.GateBuffers(words, *entries, state, numbers(experts), numbers(experts))
+        buffers = residency.ResidencyBuffers(words, *entries, state, numbers(experts), numbers(experts))
         for waits in (False, True):
             residency.check_residency(zeros(rows, top_k, dtype=torch.int64), numbers(experts), buffers, waits=waits)
         residency.await_missing(numbers(experts), buffers)

@@ -26,7 +26,7 @@ from spmoe.backends import cuda_transfer, residency
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET
-from spmoe.backends.residency import GatedForward, ResidencyGate, follow_layer
+from spmoe.backends.residency import CudaResidency, FollowedForward, follow_layer
 from spmoe.errors import TransferError
 from spmoe.experts import access
 from spmoe.experts.eviction import make_eviction
@@ -65,14 +65,20 @@ class Program:
         self.device = SignalDevice(self, self.memory, seed)
         self.transfer = CudaTransfer(self.device, self.memory, chunk=16)
         monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
-        self.gate = ResidencyGate([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
-        self.gate._fence = self  # type: ignore[assignment]
+        self.residency = CudaResidency([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
+        self.residency._fence = self  # type: ignore[assignment]
         waiting = SimpleNamespace(sleep=lambda seconds: self.run_others(at_least=1), monotonic=lambda: 0.0)
         for module in (residency, access, cuda_transfer):
             monkeypatch.setattr(module, "time", waiting)
         rules = make_eviction(eviction, [EXPERTS] * LAYERS)
         self.experts = Experts.build(
-            FakeSlots(slots), self.transfer, rules, self.memory.nbytes, RealClock(), threaded=False, gate=self.gate
+            FakeSlots(slots),
+            self.transfer,
+            rules,
+            self.memory.nbytes,
+            RealClock(),
+            threaded=False,
+            residency=self.residency,
         )
         self.steps = 0
         self.errors: list[str] = []
@@ -104,14 +110,14 @@ class Program:
 
     def device_forward(self, routing: Sequence[Sequence[int]]) -> Iterator[None]:
         """Run a forward as the kernels do, in small steps."""
-        words, reports, answers, state, *_ = self.gate.buffers
+        words, reports, answers, state, *_ = self.residency.buffers
         while self.device._compute:  # the stream is in order
             yield
         for layer, routed in enumerate(routing):
             ticket = int(state[TICKET]) + 1
             state[TICKET] = words[STARTED] = ticket
             yield
-            slots = self.gate.table[layer][list(routed)].copy()
+            slots = self.residency.table[layer][list(routed)].copy()
             yield
             report = reports[ticket % len(reports)]
             report[0, : len(routed)] = torch.tensor(routed, dtype=torch.int32)
@@ -160,7 +166,7 @@ class Program:
             self.launch()
             if self.rng.random() < 0.7:  # while the draft runs, say
                 self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
-            self.gate.follow()
+            self.residency.follow()
             self.experts.step.end()
         self.device.finish()
         assert not self.errors
@@ -168,10 +174,12 @@ class Program:
     def launch(self) -> None:
         routing = [sorted(self.rng.sample(range(EXPERTS), TOP_K)) for _ in range(LAYERS)]
         follows = [
-            partial(follow_layer, self.gate, layer, self.experts.access, self.experts.run_ahead, TOP_K, [self.observe])
+            partial(
+                follow_layer, self.residency, layer, self.experts.access, self.experts.run_ahead, TOP_K, [self.observe]
+            )
             for layer in range(LAYERS)
         ]
-        self.gate.launch(GatedForward(list(range(LAYERS)), list(follows)))
+        self.residency.launch(FollowedForward(list(range(LAYERS)), list(follows)))
         assert self._forward is None, "the forward before has ended"
         self._forward = self.device_forward(routing)
 
@@ -211,15 +219,15 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_the_model_sees_a_victim_that_a_layer_still_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResidencyGate, "is_quiet", lambda self, layer: True)
+    monkeypatch.setattr(CudaResidency, "is_quiet", lambda self, layer: True)
     assert fails(monkeypatch)
 
 
 def test_the_model_sees_a_check_before_the_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host must write the table first and read `started` then."""
-    own = ResidencyGate.is_quiet
+    own = CudaResidency.is_quiet
 
-    def stale(self: ResidencyGate, layer: int) -> bool:
+    def stale(self: CudaResidency, layer: int) -> bool:
         """Answer for the time before the table was written: one ticket ago."""
         started = int(self._words[STARTED])
         self._words[STARTED] = max(started - 1, 0)
@@ -228,7 +236,7 @@ def test_the_model_sees_a_check_before_the_table_is_written(monkeypatch: pytest.
         finally:
             self._words[STARTED] = max(started, int(self._words[STARTED]))
 
-    monkeypatch.setattr(ResidencyGate, "is_quiet", stale)
+    monkeypatch.setattr(CudaResidency, "is_quiet", stale)
     assert fails(monkeypatch)
 
 
@@ -241,13 +249,13 @@ def test_the_model_sees_an_answer_before_the_copies(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_model_sees_an_aborted_forward_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def abort(self: ResidencyGate) -> None:
+    def abort(self: CudaResidency) -> None:
         if self._under_way:
             self._words[ABORTED] = self._last
             self._under_way = False
             self._transfer.end_forward()
 
-    monkeypatch.setattr(ResidencyGate, "abort", abort)
+    monkeypatch.setattr(CudaResidency, "abort", abort)
     assert fails(monkeypatch)
 
 
@@ -262,7 +270,7 @@ def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytes
                 program.run(1)
             except TransferError:
                 failures += 1
-            assert not program.gate.under_way
+            assert not program.residency.under_way
             program.device.failing_copies = 0
             program.run(3)
     assert failures > 0

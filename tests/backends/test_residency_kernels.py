@@ -1,4 +1,4 @@
-"""Kernels of the residency gate against their PyTorch references."""
+"""Kernels of the residency check against their PyTorch references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmoe.backends.kernels.residency import (
     TICKET,
     TIMED_OUT,
     WORDS,
-    GateBuffers,
+    ResidencyBuffers,
 )
 
 pytestmark = KERNEL_MARKS
@@ -50,9 +50,9 @@ def shared(*size: int, dtype: torch.dtype, value: int = 0) -> Tensor:
     return tensor if INTERPRETED else tensor.pin_memory()
 
 
-def make_buffers(ticket: int, answered: int = 0, aborted: int = 0) -> GateBuffers:
-    """Return the buffers of a gate whose last ticket was `ticket`."""
-    buffers = GateBuffers(
+def make_buffers(ticket: int, answered: int = 0, aborted: int = 0) -> ResidencyBuffers:
+    """Return the buffers of a residency check whose last ticket was `ticket`."""
+    buffers = ResidencyBuffers(
         words=shared(WORDS, dtype=torch.int64),
         reports=shared(ENTRIES, 2, PAIRS, dtype=torch.int32, value=-7),
         answers=shared(ENTRIES, WIDEST, dtype=torch.int32, value=-1),
@@ -70,7 +70,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def same(found: GateBuffers, expected: GateBuffers) -> bool:
+def same(found: ResidencyBuffers, expected: ResidencyBuffers) -> bool:
     """Compare everything but the time of the stalls."""
     for one in (found, expected):
         one.words[residency.STALLED_NS] = 0

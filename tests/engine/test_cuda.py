@@ -134,13 +134,13 @@ def test_greedy_tokens_with_experts_looked_up_on_the_device(options: dict[str, A
     """With prompts one by one and all at once, in captured forwards that the host follows."""
     given = {"expert_memory": "25%", **options}
     with LLM(dtype="float32", device="cuda", residency_check="device", progress=False, **given) as llm:
-        gate = llm.engine.parts.runtime.gate
-        assert gate is not None, llm.notices
-        before = gate.tickets
+        residency = llm.engine.parts.runtime.residency
+        assert residency is not None, llm.notices
+        before = residency.tickets
         for _ in range(2):
             assert tokens(llm) == expected()
             assert [tokens(llm, prompts=[prompt])[0] for prompt in PROMPTS] == expected()
-        assert gate.tickets > before
+        assert residency.tickets > before
         assert not [notice for notice in llm.notices if "pageable" not in notice]
 
 

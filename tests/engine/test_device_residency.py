@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkpoints import Pair, greedy_tokens, memory_for
-from fake_cuda_engine import FakeCuda, JoinedGate, use_fake_cuda
+from fake_cuda_engine import FakeCuda, JoinedResidency, use_fake_cuda
 
 pytest.importorskip("triton", reason="no triton")
 
@@ -42,10 +42,10 @@ def make(pair: Pair, draft: str = "good", **options: Any) -> LLM:
     return LLM(str(pair.target), str(getattr(pair, draft)) if draft else None, **options)
 
 
-def gate_of(llm: LLM) -> JoinedGate:
-    gate = llm.engine.parts.runtime.gate
-    assert isinstance(gate, JoinedGate)
-    return gate
+def residency_of(llm: LLM) -> JoinedResidency:
+    residency = llm.engine.parts.runtime.residency
+    assert isinstance(residency, JoinedResidency)
+    return residency
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -78,7 +78,7 @@ def test_tokens_equal_those_of_transformers(
     with make(pair, **{"expert_memory": "60%", **options}) as llm:
         assert not llm.notices
         found = [llm.generate(PROMPT, GREEDY)[0].token_ids for _ in range(2)]
-        assert gate_of(llm).followed > 0
+        assert residency_of(llm).followed > 0
     assert found == [greedy_tokens(pair.target, PROMPT, COUNT)] * 2
 
 
@@ -94,7 +94,7 @@ def test_followed_forwards_predict_and_prefetch(fake: FakeCuda, mixtral_pair: Pa
 def test_forwards_whose_experts_do_not_fit_are_left_to_the_host(fake: FakeCuda, pair: Pair) -> None:
     with make(pair, num_speculative_tokens=3, expert_memory=memory_for(2)) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
-        assert gate_of(llm).followed == 0
+        assert residency_of(llm).followed == 0
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -103,12 +103,12 @@ def test_requests_share_followed_forwards(
 ) -> None:
     forward_batch, followed = DecodeGraphs.forward_batch, list[int]()
     with make(mixtral_pair, num_speculative_tokens=k, expert_memory="80%", max_num_seqs=4) as llm:
-        gate = gate_of(llm)
+        residency = residency_of(llm)
 
         def run(self: DecodeGraphs, *args: Any) -> Any:
-            before = gate.followed
+            before = residency.followed
             result = forward_batch(self, *args)
-            followed.append(gate.followed - before)
+            followed.append(residency.followed - before)
             return result
 
         monkeypatch.setattr(DecodeGraphs, "forward_batch", run)
@@ -146,7 +146,7 @@ def test_an_error_behind_a_launched_forward_does_not_hang(
         with pytest.raises(Exception, match="injected failure"):
             llm.generate(PROMPT, GREEDY)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
-        assert gate_of(llm).followed > 0
+        assert residency_of(llm).followed > 0
 
 
 def test_streams_that_are_stopped_leave_no_forward_behind(fake: FakeCuda, pair: Pair) -> None:
@@ -158,5 +158,5 @@ def test_streams_that_are_stopped_leave_no_forward_behind(fake: FakeCuda, pair: 
                 pass
             stream.stop()
             stream.run()
-            assert not gate_of(llm).under_way
+            assert not residency_of(llm).under_way
             assert stream.token_ids == expected[: len(stream.token_ids)]

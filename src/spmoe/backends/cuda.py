@@ -41,7 +41,7 @@ from spmoe.backends.kernels.experts import (
 )
 from spmoe.backends.kernels.inputs import take_batch
 from spmoe.backends.kernels.packed import SlotMatrix, dequantize_matrix
-from spmoe.backends.residency import ResidencyGate, follow_layer
+from spmoe.backends.residency import CudaResidency, follow_layer
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import PinnedLayer
 from spmoe.experts.experts import Experts
@@ -159,7 +159,7 @@ class CudaBackend:
         recorder: GraphRecorder,
         format: ExpertFormat,
         cpu: CpuExperts | None = None,
-        residency: ResidencyGate | None = None,
+        residency: CudaResidency | None = None,
     ) -> None:
         self.slots = slots
         self.cpu = cpu
@@ -344,7 +344,7 @@ class CudaExperts:
             with backend.resync_on_failure():
                 self._run_batches(run_next_batch, needed, shares=shares, on_cpu=on_cpu, place=place)
         elif backend.residency is not None and backend.residency.takes(rows, top_k, self._layer):
-            self._run_gated(backend.residency, index, run)
+            self._run_followed(backend.residency, index, run)
         else:
             if recorder.phase is Phase.WARMUP:
                 with backend.resync_on_failure():
@@ -396,14 +396,16 @@ class CudaExperts:
         recorder.split(between)
         return out
 
-    def _run_gated(self, gate: ResidencyGate, index: Tensor, run: Callable[[Tensor], None]) -> None:
+    def _run_followed(self, residency: CudaResidency, index: Tensor, run: Callable[[Tensor], None]) -> None:
         """Capture a layer that looks its experts up on the device; the host follows behind."""
         observations = self._backend.recorder.take_observations()
-        follow = partial(follow_layer, gate, self._layer, self._access, self._run_ahead, index.numel(), observations)
+        follow = partial(
+            follow_layer, residency, self._layer, self._access, self._run_ahead, index.numel(), observations
+        )
         overlaps = self._backend.slots.layout.nbytes >= _OVERLAP_BYTES
-        run(gate.check(self._layer, index, follow, waits=not overlaps))
+        run(residency.check(self._layer, index, follow, waits=not overlaps))
         if overlaps:
-            run(gate.await_missing(self._layer))
+            run(residency.await_missing(self._layer))
 
     def _wait_for_router(self, index: Tensor) -> tuple[list[int], list[float]]:
         """Return the routed experts and, for a prompt, the share of rows of each; copies go on meanwhile."""

@@ -20,7 +20,7 @@ from spmoe.experts.run_ahead import RunAhead
 from spmoe.gc_pause import gc_paused
 
 if TYPE_CHECKING:
-    from spmoe.backends.residency import ResidencyGate
+    from spmoe.backends.residency import CudaResidency
 
 T = TypeVar("T")
 HostWork = Callable[[], None]
@@ -139,7 +139,7 @@ class CaptureContext:
     max_positions: int  # longest sequence
     chain: Tensor | None = None  # where a draft's greedy tokens are appended on the device
     draft_chain: Tensor | None = None  # the chain of the draft whose tokens these forwards verify
-    gate: ResidencyGate | None = None  # None: the host decides in every layer which experts run
+    residency: CudaResidency | None = None  # None: the host decides in every layer which experts run
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The residency gate: a captured forward runs without the host as long as the experts it needs are in slots.
+"""Captured forwards that look up on the device whether the experts they need are in slots; the host follows behind.
 
 The table of residents, `table[layer, expert]` = slot or -1, is in pinned memory. The host alone writes it: the slot
 once an expert's copy has ended, -1 before its slot is given away. A forward is one graph. Each of its layers has a
@@ -52,7 +52,7 @@ from spmoe.backends.kernels.residency import (
     TIMED_OUT,
     WAIT_SECONDS,
     WORDS,
-    GateBuffers,
+    ResidencyBuffers,
     await_missing,
     check_residency,
     end_forward,
@@ -71,7 +71,7 @@ Follow = Callable[[int], None]  # given a ticket, the host's part of its layer
 
 
 class SignalStream(Protocol):
-    """The transfer, as a gate uses it."""
+    """The transfer, as `CudaResidency` uses it."""
 
     def begin_forward(self) -> None:
         """A forward is launched next that may wait for copies; copies must not wait for it."""
@@ -87,7 +87,7 @@ class SignalStream(Protocol):
 
 
 @dataclass
-class GatedForward:
+class FollowedForward:
     """The layers of a captured forward, in order."""
 
     layers: list[int] = field(default_factory=list)
@@ -105,19 +105,19 @@ class LayerReport:
 class Reported:
     """A device event: the device has reported a ticket."""
 
-    def __init__(self, gate: ResidencyGate, ticket: int) -> None:
-        self._gate = gate
+    def __init__(self, residency: CudaResidency, ticket: int) -> None:
+        self._residency = residency
         self._ticket = ticket
 
     def query(self) -> bool:
-        return self._gate.has_reported(self._ticket)
+        return self._residency.has_reported(self._ticket)
 
     def synchronize(self) -> None:
-        self._gate.wait_for_report(self._ticket)
+        self._residency.wait_for_report(self._ticket)
 
 
-class ResidencyGate:
-    """Table of residents, reports and answers. One thread, the one that launches kernels, uses it."""
+class CudaResidency:
+    """Table of residents, reports and answers. Only the thread that launches kernels uses it."""
 
     def __init__(self, experts: Sequence[int], slot_count: int, device: torch.device, transfer: SignalStream) -> None:
         # experts: number of experts of each layer
@@ -128,7 +128,7 @@ class ResidencyGate:
         self.table = self._rows.numpy()
         self.table.fill(-1)
         entries = max(64, 2 * (len(experts) + 1))  # a forward that is not followed is the only one
-        self.buffers = GateBuffers(
+        self.buffers = ResidencyBuffers(
             words=pinned_zeros(WORDS),
             reports=pinned_zeros(entries, 2, MAX_KERNEL_ROWS * _MAX_TOP_K, dtype=torch.int32),
             answers=pinned_zeros(entries, max(experts), dtype=torch.int32),
@@ -141,11 +141,11 @@ class ResidencyGate:
         self._numbers = pinned_zeros(entries)  # sources of the copies to `answered`
         self._first = 1  # ticket of the forward that was launched last
         self._last = 0  # its last ticket, which is that of its end
-        self._forward = GatedForward()
+        self._forward = FollowedForward()
         self._under_way = False  # launched and neither followed to its end nor aborted
         self._missed = False  # an expert was missing in this forward
         self._missed_before = False  # the same of the forward before
-        self._capturing: GatedForward | None = None
+        self._capturing: FollowedForward | None = None
         self._refused = False
         self._fence = threading.Lock()
         self._stalled_ns = 0
@@ -158,7 +158,7 @@ class ResidencyGate:
             return "CUDA_LAUNCH_BLOCKING is set"
         index = torch.zeros(1, 1, dtype=torch.int64, device=self.buffers.state.device)
         try:
-            self.launch(GatedForward([0]))
+            self.launch(FollowedForward([0]))
             check_residency(index, self._rows[0, : self._experts[0]], self.buffers, waits=True)
             end_forward(self.buffers)
             self.wait_for_report(self._first, _TRIAL_SECONDS)
@@ -176,9 +176,9 @@ class ResidencyGate:
     # ---- capture
 
     @contextmanager
-    def capture(self) -> Iterator[GatedForward]:
+    def capture(self) -> Iterator[FollowedForward]:
         """Capture a forward inside; the object is empty if its layers need the host between graphs."""
-        forward, self._refused = GatedForward(), False
+        forward, self._refused = FollowedForward(), False
         self.abort()
         self._words[ABORTED] = _NEVER_WAIT
         try:
@@ -192,7 +192,7 @@ class ResidencyGate:
                 forward.layers, forward.follows = [], []
 
     def takes(self, rows: int, top_k: int, layer: int) -> bool:
-        """Return whether this gate serves the forward that is captured or replayed: its missing experts fit in slots.
+        """Return whether the forward that is captured or replayed is served: experts that a layer misses fit in slots.
 
         If it does not serve one layer, it serves none of the forward.
         """
@@ -245,7 +245,7 @@ class ResidencyGate:
         """Whether a forward is launched that waits for missing experts."""
         return self._under_way
 
-    def launch(self, forward: GatedForward) -> None:
+    def launch(self, forward: FollowedForward) -> None:
         """Note that this forward is launched next."""
         self.abort()
         self._transfer.begin_forward()
@@ -338,7 +338,7 @@ class ResidencyGate:
 
 
 def follow_layer(
-    gate: ResidencyGate,
+    residency: CudaResidency,
     layer: int,
     access: ExpertAccess,
     run_ahead: RunAhead,
@@ -347,16 +347,16 @@ def follow_layer(
     ticket: int,
 ) -> None:
     """Do the host's part of a layer: count its experts as used, and load those that are missing."""
-    run_ahead.wait_and_prefetch(gate.reported(ticket))
-    report = gate.report(ticket, pairs)
+    run_ahead.wait_and_prefetch(residency.reported(ticket))
+    report = residency.report(ticket, pairs)
     demand, slots = access.follow(layer, report.experts, report.missing)
     try:
         if report.missing:
-            gate.answer(ticket, slots)
+            residency.answer(ticket, slots)
         access.routed(layer, report.experts)
         for observe in observations:
             observe()
         if report.missing:  # its experts stay pinned until the layer has finished
-            run_ahead.wait_and_prefetch(gate.reported(ticket + 1))
+            run_ahead.wait_and_prefetch(residency.reported(ticket + 1))
     finally:
         access.end_follow(demand)

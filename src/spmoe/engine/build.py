@@ -144,7 +144,7 @@ def _build(
     threaded = runtime.cuda is None or config.link_gbps is not None  # with an emulated link, the host waits for copies
     experts = Experts.build(
         runtime.slots, transfer, eviction, spec.layout.nbytes, clock, threaded=threaded, timeline=timeline,
-        cpu_path=runtime.cpu_path, gate=runtime.gate,
+        cpu_path=runtime.cpu_path, residency=runtime.residency,
     )  # fmt: skip
     configure_experts(experts, config)
     try:
@@ -305,13 +305,13 @@ def _capture(
     """Capture forwards of few rows as CUDA graphs if the models allow it: the target's of K + 1."""
     if runtime.recorder is None:
         return
-    capture = CaptureContext(runtime.recorder, experts.run_ahead, max_length, gate=runtime.gate)
+    capture = CaptureContext(runtime.recorder, experts.run_ahead, max_length, residency=runtime.residency)
     plans: list[tuple[str, ModelRunner, int, CaptureContext]] = [("target", target, k + 1, capture)]
     if draft is not None:
         chain = token_chain(target)  # through which the draft's tokens reach their verification
         plans = [
             ("target", target, k + 1, replace(capture, draft_chain=chain)),
-            ("draft", draft, draft_rows, replace(capture, chain=chain, gate=None)),
+            ("draft", draft, draft_rows, replace(capture, chain=chain, residency=None)),
         ]
     for name, runner, rows, context in plans:
         if (reason := runner.capture_forwards(context, rows)) is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
     from spmoe.backends.cuda_transfer import CudaTransfer
     from spmoe.backends.graphs import GraphRecorder
-    from spmoe.backends.residency import ResidencyGate
+    from spmoe.backends.residency import CudaResidency
 
 _SWITCH_SECONDS = 2e-4  # the interpreter's default of 5 ms is longer than a layer takes
 
@@ -46,7 +46,7 @@ class ExpertRuntime:
     cuda: CudaBackend | None = None
     store: HostStore | None = None
     cpu_path: CpuPath | None = None  # closed with the expert pool
-    gate: ResidencyGate | None = None  # None: the host decides in every layer which experts run
+    residency: CudaResidency | None = None  # None: the host decides in every layer which experts run
     notices: list[str] = field(default_factory=list)
     switch_seconds: float | None = None  # the interpreter's switch interval before this runtime changed it
 
@@ -181,8 +181,8 @@ def _cuda_runtime(
         addresses = CudaBlobAddresses(store, slots)
         copy_stream = CudaCopyStream(cuda, models.device, timed=cpu is not None)
         transfer = CudaTransfer(copy_stream, addresses, chunk=chunk_for(addresses.nbytes))
-        gate = make_gate(config, models, slot_count, transfer, notices)
-        backend = CudaBackend(slots, recorder, models.expert_format, cpu, gate)
+        residency = make_residency(config, models, slot_count, transfer, notices)
+        backend = CudaBackend(slots, recorder, models.expert_format, cpu, residency)
     except BaseException:
         if cpu_path is not None:
             cpu_path.close()
@@ -190,15 +190,15 @@ def _cuda_runtime(
         raise
     captured = None if config.enforce_eager else recorder
     runtime = ExpertRuntime(
-        slots, transfer, backend, captured, backend, store, cpu_path, gate, notices, sys.getswitchinterval()
+        slots, transfer, backend, captured, backend, store, cpu_path, residency, notices, sys.getswitchinterval()
     )
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     return runtime
 
 
-def make_gate(
+def make_residency(
     config: EngineConfig, models: LoadedModels, slot_count: int, transfer: CudaTransfer, notices: list[str]
-) -> ResidencyGate | None:
+) -> CudaResidency | None:
     """Build what lets the device look its experts up itself, if that was asked for and can be done."""
     if config.residency_check == "host" or slot_count >= models.spec.count:
         return None
@@ -211,13 +211,13 @@ def make_gate(
     if given := [name for name, is_given in others.items() if is_given]:
         notices.append(f"--residency-check device has no effect with {given[0]}")
         return None
-    from spmoe.backends.residency import ResidencyGate
+    from spmoe.backends.residency import CudaResidency
 
-    gate = ResidencyGate(models.spec.experts, slot_count, models.device, transfer)
-    if (failure := gate.try_out()) is not None:
+    residency = CudaResidency(models.spec.experts, slot_count, models.device, transfer)
+    if (failure := residency.try_out()) is not None:
         notices.append(f"--residency-check device does not work here ({failure}); the host checks instead")
         return None
-    return gate
+    return residency
 
 
 def cpu_rounding_notice(models: LoadedModels) -> list[str]:

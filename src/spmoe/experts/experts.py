@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from spmoe.experts.access import ExpertAccess
 from spmoe.experts.cpu_path import CpuPath
+from spmoe.experts.device_residency import DeviceResidency
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.gate import Gate
 from spmoe.experts.pool import ExpertPool
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.run_ahead import RunAhead
@@ -49,14 +49,14 @@ class Experts:
         threaded: bool = True,
         timeline: Timeline | None = None,
         cpu_path: CpuPath | None = None,
-        gate: Gate | None = None,
+        residency: DeviceResidency | None = None,
     ) -> Experts:
         """Connect slots, transfer and eviction policy. `threaded`: a worker thread submits prefetch requests."""
         timeline, lock = timeline or Timeline(), threading.RLock()
         ledger = Ledger(blob_bytes, lock)
-        pool = ExpertPool(slots, transfer, eviction, blob_bytes, clock, ledger, timeline, lock, gate)
+        pool = ExpertPool(slots, transfer, eviction, blob_bytes, clock, ledger, timeline, lock, residency)
         scheduler = PrefetchScheduler(pool, lock, ledger, clock, timeline, threaded)
-        run_ahead = RunAhead(transfer, scheduler, gate)
+        run_ahead = RunAhead(transfer, scheduler, residency)
         uses = ExpertUses(*eviction.shape)
         step = ExpertStep(pool, scheduler, run_ahead, transfer, ledger, uses)
         access = ExpertAccess(pool, scheduler, step, run_ahead, transfer, clock, ledger, timeline, cpu_path)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spmoe.errors import TransferError
 from spmoe.experts.cache import Entry, ExpertCache, PinnedLayer
+from spmoe.experts.device_residency import DeviceResidency
 from spmoe.experts.eviction import Eviction
-from spmoe.experts.gate import Gate
 from spmoe.experts.inflight import InflightLoads, wait_for
 from spmoe.experts.slots import Slots
 from spmoe.experts.transfer import CopyHandle, Transfer
@@ -53,7 +53,7 @@ class ExpertPool:
         ledger: Ledger,
         timeline: Timeline,
         lock: threading.RLock,
-        gate: Gate | None = None,
+        residency: DeviceResidency | None = None,
     ) -> None:
         self.blob_bytes = blob_bytes
         self.slot_count = slots.count
@@ -64,7 +64,7 @@ class ExpertPool:
         self._ledger = ledger
         self._clock = clock
         self._timeline = timeline
-        self._gate = gate
+        self._residency = residency
         self._cache = self._new_cache(eviction)
         self._loads = InflightLoads(transfer, self._cache, ledger, clock, timeline)
         self._demands: list[Demand] = []  # claimed and not abandoned
@@ -376,10 +376,10 @@ class ExpertPool:
             self._slots.close()
 
     def _new_cache(self, eviction: Eviction) -> ExpertCache:
-        return ExpertCache(self.slot_count, eviction, None if self._gate is None else self._gate.table)
+        return ExpertCache(self.slot_count, eviction, None if self._residency is None else self._residency.table)
 
     def _is_quiet(self, layer: int) -> bool:
-        return self._gate is None or self._gate.is_quiet(layer)
+        return self._residency is None or self._residency.is_quiet(layer)
 
     # ---- under the lock
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from spmoe.experts.gate import Gate
+from spmoe.experts.device_residency import DeviceResidency
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.transfer import DeviceEvent, Transfer
 
@@ -62,11 +62,13 @@ class _DeferredLayer:
 class RunAhead:
     """Work launched on the device before the host asks for it, and host work deferred until the device has it."""
 
-    def __init__(self, transfer: Transfer, scheduler: PrefetchScheduler, gate: Gate | None = None) -> None:
+    def __init__(
+        self, transfer: Transfer, scheduler: PrefetchScheduler, residency: DeviceResidency | None = None
+    ) -> None:
         self.launched = Launched.NOTHING
         self._transfer = transfer
         self._scheduler = scheduler
-        self._gate = gate
+        self._residency = residency
         self._draft: _Draft | None = None
         self._verify: _Verify | None = None
         self._deferred: _DeferredLayer | None = None
@@ -142,8 +144,8 @@ class RunAhead:
     def invalidate(self) -> None:
         """Discard all launches. The device still runs them to their end; nobody reads their results."""
         self._forget()
-        if self._gate is not None:
-            self._gate.abort()
+        if self._residency is not None:
+            self._residency.abort()
 
     def _forget(self) -> None:
         self._draft = self._verify = None
@@ -205,7 +207,7 @@ class RunAhead:
 
     def take_stall_seconds(self) -> float:
         """Return how long compute on the device has waited for experts since the last call, as far as it is known."""
-        waited = 0.0 if self._gate is None else self._gate.take_stall_seconds()
+        waited = 0.0 if self._residency is None else self._residency.take_stall_seconds()
         return waited + self._transfer.take_stall_seconds()
 
     @contextmanager

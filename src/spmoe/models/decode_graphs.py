@@ -27,7 +27,7 @@ from spmoe.backends.kernels.inputs import (
     pending_tokens,
     set_chain_range,
 )
-from spmoe.backends.residency import GatedForward
+from spmoe.backends.residency import FollowedForward
 from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models.attention import device_ranges
 from spmoe.models.hidden_states import LayerObserver, OnChunk
@@ -97,7 +97,7 @@ class DecodeGraphs:
         self.draft_chain = self.chain if capture.draft_chain is None else capture.draft_chain
         self._host_chain = pinned_zeros(len(self.chain))
         self._arrived = capture.recorder.new_event()
-        self.gate = capture.gate
+        self.residency = capture.residency
 
     def clear(self) -> None:
         """Drop all captured forwards: those of an experiment, or over memory that is not used any more."""
@@ -222,12 +222,12 @@ class DecodeGraph:
         positions, ranges = torch.zeros_like(ids), ids.new_zeros(3, sequences)
         cache = kernel_cache(owner.arena)
         self._inputs = (ids, positions, ranges, cache)
-        self._gate = owner.gate  # None: the host decides in every layer which experts run
+        self._residency = owner.residency  # None: the host decides in every layer which experts run
 
         def forward() -> Tensor:
             self._chunks.clear()
-            if self._gate is not None:
-                self._gate.restart()
+            if self._residency is not None:
+                self._residency.restart()
             if key.place:
                 load_chained_inputs(owner.chain, ids, positions, ranges)
             else:
@@ -246,18 +246,18 @@ class DecodeGraph:
                     append_token(owner.chain, logits[-1, : key.choices].argmax(), key.rows)
                 elif self._argmax is not None:
                     self._argmax.copy_(argmax_rows(logits), non_blocking=True)
-                if self._gate is not None:
-                    self._gate.end()
+                if self._residency is not None:
+                    self._residency.end()
             return logits
 
         if key.place:  # without this, the warm-up would write after the last chain, maybe over positions in use
             set_chain_range(owner.chain, *scratch)
-        with nullcontext(GatedForward()) if self._gate is None else self._gate.capture() as self._gated:
+        with nullcontext(FollowedForward()) if self._residency is None else self._residency.capture() as self._followed:
             self._captured, self.logits = self._recorder.capture(forward)
-        if self._gate is not None and self._gated.layers:
-            self._captured.pieces.append(self._gate.follow)
+        if self._residency is not None and self._followed.layers:
+            self._captured.pieces.append(self._residency.follow)
         else:
-            self._gate = None
+            self._residency = None
 
     def launch_first(self, tokens: list[int] | None, ranges: Sequence[KvRange]) -> None:
         """Launch the forward up to the first host work. `tokens` None: append the last token of the chain.
@@ -272,13 +272,13 @@ class DecodeGraph:
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
         self._inbox_values[:] = [*tokens, *itertools.chain.from_iterable(zip(*ranges, strict=True))]
-        if self._gate is not None:
-            self._gate.launch(self._gated)
+        if self._residency is not None:
+            self._residency.launch(self._followed)
         try:
             self._captured.launch_first()
         except BaseException:
-            if self._gate is not None:
-                self._gate.resync()
+            if self._residency is not None:
+                self._residency.resync()
             raise
         finally:  # also after an error: the next call waits for this event, which must be one that passes
             self._inbox_read.record()
@@ -324,8 +324,8 @@ class DecodeGraph:
                     on_host.copy_(on_device, non_blocking=True)
             chunk = CapturedChunk(depths, residual, routing, host_routing, self._recorder.new_event())
             self._chunks.append(chunk)
-            if self._gate is not None and not immediate:
-                self._gate.refuse()  # it serves forwards that are one graph
+            if self._residency is not None and not immediate:
+                self._residency.refuse()  # it serves forwards that are one graph
             if immediate:
                 self._recorder.observe_later(lambda: self._show(chunk))
             else:

@@ -23,7 +23,7 @@ STARTED, REPORTED, ABORTED, STALLED_NS, TIMED_OUT, WORDS = 0, 1, 2, 3, 4, 5
 TICKET, ANSWERED, MISSING, STATE = 0, 1, 2, 3
 
 
-class GateBuffers(NamedTuple):
+class ResidencyBuffers(NamedTuple):
     """Memory that the device and the host share."""
 
     words: Tensor  # [WORDS] int64, pinned
@@ -34,7 +34,7 @@ class GateBuffers(NamedTuple):
     arrived: Tensor  # [experts] int32 on the device: slots of those that were missing
 
 
-def check_residency(index: Tensor, row: Tensor, buffers: GateBuffers, *, waits: bool) -> None:
+def check_residency(index: Tensor, row: Tensor, buffers: ResidencyBuffers, *, waits: bool) -> None:
     """Begin a ticket: look the routed experts up in the layer's row of the table, and report them to the host.
 
     With `waits`, also wait for missing experts and add them to `resident`; else call `await_missing` later.
@@ -58,7 +58,7 @@ def check_residency(index: Tensor, row: Tensor, buffers: GateBuffers, *, waits: 
     )
 
 
-def check_residency_plain(index: Tensor, row: Tensor, buffers: GateBuffers, *, waits: bool) -> None:
+def check_residency_plain(index: Tensor, row: Tensor, buffers: ResidencyBuffers, *, waits: bool) -> None:
     """PyTorch reference of `check_residency`."""
     words, reports, _, state, resident, _ = buffers
     ticket = int(state[TICKET]) + 1
@@ -77,7 +77,7 @@ def check_residency_plain(index: Tensor, row: Tensor, buffers: GateBuffers, *, w
         resident[: len(row)] = torch.where(answer >= 0, answer, resident[: len(row)])
 
 
-def await_missing(row: Tensor, buffers: GateBuffers) -> None:
+def await_missing(row: Tensor, buffers: ResidencyBuffers) -> None:
     """Wait for the experts that the ticket's layer has missed, if any, and write their slots to `arrived`."""
     experts = len(row)
     _await_missing_kernel[(1,)](
@@ -91,17 +91,17 @@ def await_missing(row: Tensor, buffers: GateBuffers) -> None:
     )
 
 
-def await_missing_plain(row: Tensor, buffers: GateBuffers) -> None:
+def await_missing_plain(row: Tensor, buffers: ResidencyBuffers) -> None:
     """PyTorch reference of `await_missing`."""
     buffers.arrived[: len(row)] = _wait_plain(buffers)[: len(row)]
 
 
-def end_forward(buffers: GateBuffers) -> None:
+def end_forward(buffers: ResidencyBuffers) -> None:
     """Begin the last ticket of a forward: all kernels that read experts have finished."""
     _end_forward_kernel[(1,)](buffers.words, buffers.state, num_warps=1)
 
 
-def end_forward_plain(buffers: GateBuffers) -> None:
+def end_forward_plain(buffers: ResidencyBuffers) -> None:
     """PyTorch reference of `end_forward`."""
     words, _, _, state, _, _ = buffers
     ticket = int(state[TICKET]) + 1
@@ -110,7 +110,7 @@ def end_forward_plain(buffers: GateBuffers) -> None:
     words[REPORTED] = ticket
 
 
-def _wait_plain(buffers: GateBuffers) -> Tensor:
+def _wait_plain(buffers: ResidencyBuffers) -> Tensor:
     words, _, answers, state, _, _ = buffers
     ticket, started = int(state[TICKET]), time.monotonic()
     if int(state[MISSING]) == 0:
@@ -171,7 +171,7 @@ def _check_residency_kernel(
     ticket = tl.load(state) + 1
     tl.debug_barrier()
     tl.store(state, ticket)
-    tl.store(words, ticket)  # before the table is read: see `ResidencyGate.is_quiet`
+    tl.store(words, ticket)  # before the table is read: see `CudaResidency.is_quiet`
     _fence()
     i = tl.arange(0, EXPERT_BLOCK)
     slots = tl.load(row + i, mask=i < EXPERTS, other=-1, volatile=True)

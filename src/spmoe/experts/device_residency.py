@@ -1,4 +1,4 @@
-"""The contract of a gate: captured forwards that run on without the host while their experts are resident."""
+"""The contract of captured forwards that look up on the device whether the experts they need are in slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 
-class Gate(Protocol):
+class DeviceResidency(Protocol):
     """Forwards on a device that look up their experts themselves; `backends/residency.py` explains the protocol."""
 
     table: np.ndarray  # int32 [layers, experts]: slot of each READY expert, which the device reads; -1: not READY
