@@ -111,7 +111,7 @@ def compile_residency() -> None:
 
     words, state = (zeros(size, dtype=torch.int64) for size in (residency.WORDS, residency.STATE))
     for rows, top_k, experts in ((1, 2, 8), (16, 8, 128)):
-        entries = numbers(64, 2, rows * top_k), numbers(64, experts)
+        entries = numbers(64, 2, rows * top_k), numbers(64, experts + 1)
         buffers = residency.ResidencyBuffers(words, *entries, state, numbers(experts), numbers(experts))
         for waits in (False, True):
             residency.check_residency(zeros(rows, top_k, dtype=torch.int64), numbers(experts), buffers, waits=waits)
@@ -144,7 +144,8 @@ def compile_experts() -> None:
         scratch = experts.ScratchBuffer(top_k, found.shape, "cpu").scratch(rows)
         experts.run_expert_batch(states, index, index.float(), table, found, gate, scratch)
         experts.reduce_experts(scratch, states)
-        experts.place_results(zeros(3, hidden, dtype=torch.float32), index.view(-1), 0, scratch.partial_sums)
+        for limit in (None, zeros(1, dtype=torch.int64)):
+            experts.place_results(zeros(3, hidden, dtype=torch.float32), index.view(-1), 0, scratch.partial_sums, limit)
         if rows == 1:
             packed.dequantize_matrix(found.down, 0, zeros(hidden, ffn))
 

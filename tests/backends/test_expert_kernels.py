@@ -456,3 +456,12 @@ def test_results_of_the_cpu_are_placed_in_their_pairs_and_nowhere_else(first: in
     inside = [pair - first for pair in pairs.tolist() if 0 <= pair - first < 6]
     assert torch.equal((found != 7.0).all(-1).all(0).nonzero().flatten().cpu(), torch.tensor(inside))
     assert not found[1:, inside].any()
+
+
+@pytest.mark.parametrize("limit", [0, 2, 3])
+def test_no_more_results_of_the_cpu_are_placed_than_there_are(limit: int) -> None:
+    values, pairs = torch.randn(3, 40, device=DEVICE), torch.tensor([1, 4, 2], device=DEVICE)
+    found, expected = (torch.full((2, 6, 40), 7.0, device=DEVICE) for _ in range(2))
+    experts.place_results(values, pairs, 0, found, torch.tensor([limit], device=DEVICE))
+    experts.place_results_plain(values[:limit], pairs[:limit], 0, expected)
+    assert torch.equal(found, expected)

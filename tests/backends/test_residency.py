@@ -173,11 +173,9 @@ class Program:
 
     def launch(self) -> None:
         routing = [sorted(self.rng.sample(range(EXPERTS), TOP_K)) for _ in range(LAYERS)]
+        parts = self.experts.access, self.experts.run_ahead
         follows = [
-            partial(
-                follow_layer, self.residency, layer, self.experts.access, self.experts.run_ahead, TOP_K, [self.observe]
-            )
-            for layer in range(LAYERS)
+            partial(follow_layer, self.residency, layer, *parts, TOP_K, [self.observe], None) for layer in range(LAYERS)
         ]
         self.residency.launch(FollowedForward(list(range(LAYERS)), list(follows)))
         assert self._forward is None, "the forward before has ended"

@@ -11,6 +11,7 @@ from spmoe.backends.kernels import residency
 from spmoe.backends.kernels.residency import (
     ABORTED,
     ANSWERED,
+    COMPUTED,
     REPORTED,
     STARTED,
     STATE,
@@ -55,12 +56,13 @@ def make_buffers(ticket: int, answered: int = 0, aborted: int = 0) -> ResidencyB
     buffers = ResidencyBuffers(
         words=shared(WORDS, dtype=torch.int64),
         reports=shared(ENTRIES, 2, PAIRS, dtype=torch.int32, value=-7),
-        answers=shared(ENTRIES, WIDEST, dtype=torch.int32, value=-1),
+        answers=shared(ENTRIES, WIDEST + 1, dtype=torch.int32, value=-1),
         state=torch.zeros(STATE, dtype=torch.int64, device=DEVICE),
         resident=torch.full((WIDEST,), -7, dtype=torch.int32, device=DEVICE),
         arrived=torch.full((WIDEST,), -7, dtype=torch.int32, device=DEVICE),
     )
     buffers.state[TICKET], buffers.state[ANSWERED] = ticket, answered
+    buffers.state[COMPUTED] = 9  # of a layer before
     buffers.words[ABORTED] = aborted
     return buffers
 
@@ -103,6 +105,7 @@ def test_a_layer_whose_experts_are_resident_does_not_wait(
     assert found.reports[(ticket + 1) % ENTRIES, 0, : index.numel()].tolist() == index.flatten().tolist()
     assert found.resident[:experts].tolist() == row.tolist()
     assert found.arrived[:experts].tolist() == [-1] * experts
+    assert found.state[COMPUTED] == 0
 
 
 @pytest.mark.parametrize("ticket", [0, 3])
@@ -111,13 +114,14 @@ def test_missing_experts_are_found_where_the_answer_says(ticket: int, waits: boo
     index, row = torch.tensor([[0, 5], [2, 5], [9, 1]], device=DEVICE), table_row(10, [2, 5, 7])
     found, expected = (make_buffers(ticket, answered=ticket + 1) for _ in range(2))
     for one in (found, expected):
-        one.answers[(ticket + 1) % ENTRIES, [2, 5]] = torch.tensor([41, 43], dtype=torch.int32)
+        one.answers[(ticket + 1) % ENTRIES, [2, 5, -1]] = torch.tensor([41, 43, 6], dtype=torch.int32)
     residency.check_residency(index, row, found, waits=waits)
     residency.await_missing(row, found)
     wait()
     residency.check_residency_plain(index, row, expected, waits=waits)
     residency.await_missing_plain(row, expected)
     assert same(found, expected)
+    assert found.state[COMPUTED] == 6
     assert found.arrived[:10].tolist() == [-1, -1, 41, -1, -1, 43, -1, -1, -1, -1]
     assert found.resident[[2, 5, 7]].tolist() == ([41, 43, -1] if waits else [-1, -1, -1])
     slots = found.reports[(ticket + 1) % ENTRIES, 1, : index.numel()]
@@ -138,6 +142,7 @@ def test_a_layer_without_an_answer_goes_on_without_its_missing_experts(
     wait()
     assert buffers.resident[:4].tolist() == [100, 101, -1, 103]
     assert buffers.arrived[:4].tolist() == [-1] * 4
+    assert buffers.state[COMPUTED] == 0
     assert buffers.words[TIMED_OUT] == (1 if timed_out else 0)
 
 

@@ -127,6 +127,7 @@ def test_greedy_tokens_equal_those_of_the_cpu(options: dict[str, Any]) -> None:
         {"prefetch": "draft-gate+next-gate"},
         {"num_speculative_tokens": "auto"},
         {"draft": "ngram"},
+        {"cpu_experts": "auto"},
     ],
     ids=str,
 )

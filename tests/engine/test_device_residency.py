@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cuda
+from spmoe.backends.cpu_experts import CpuExperts
 from spmoe.engine.loop import Loop
 from spmoe.errors import TransferError
 from spmoe.models.decode_graphs import DecodeGraphs
@@ -116,6 +117,35 @@ def test_requests_share_followed_forwards(
             found = [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
             assert found == [greedy_tokens(mixtral_pair.target, prompt, COUNT) for prompt in PROMPTS]
     assert 1 in followed
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("k", [0, 2])
+def test_missing_experts_are_computed_on_the_cpu(fake: FakeCuda, pair: Pair, share: float, k: int) -> None:
+    fake.cpu_share = share
+    with make(pair, num_speculative_tokens=k, expert_memory="60%", cpu_experts=1, prefetch="on-demand") as llm:
+        llm.generate(PROMPT, GREEDY)
+        before = llm.engine.counters.cpu_experts
+        for _ in range(3):  # a prefix of the prompt is read already: most forwards are followed ones
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
+        assert llm.engine.counters.cpu_experts > before
+        assert residency_of(llm).followed > 0
+        assert not llm.engine.counters.cpu_failures
+
+
+def test_experts_that_the_cpu_cannot_compute_are_moved(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: CpuExperts, *args: Any) -> Any:
+        raise ZeroDivisionError("injected failure")
+
+    fake.cpu_share = 1.0
+    with make(mixtral_pair, num_speculative_tokens=2, expert_memory="60%", cpu_experts=1) as llm:
+        monkeypatch.setattr(CpuExperts, "compute", fail)
+        for _ in range(3):
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+        assert llm.engine.counters.cpu_failures > 0
+        assert residency_of(llm).followed > 0
 
 
 def test_failed_copies_end_the_request_only(fake: FakeCuda, pair: Pair) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +74,7 @@ class CpuExperts:
         self._copy_layouts: dict[int, CopyLayout] = {}  # by layer
         self._arithmetic = CpuBackend(format)
         self._sent: dict[tuple[int, int, int, torch.dtype, torch.dtype], SentRows] = {}
+        self._captured: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # memory for results of captured layers
         self._values = torch.empty(0, 0)
         self._pairs = torch.empty(0, dtype=torch.int64)
         self._placed: DeviceEvent | None = None  # behind the kernels that read `_values` and `_pairs` last
@@ -105,6 +107,12 @@ class CpuExperts:
             self._values = pinned_zeros(size, width, dtype=torch.float32)
             self._pairs = pinned_zeros(size)
         return self._values[:count], self._pairs[:count]
+
+    def captured_results(self, count: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return pinned memory for results and their pairs that a captured kernel reads, in every layer the same."""
+        if (count, width) not in self._captured:
+            self._captured[count, width] = pinned_zeros(count, width, dtype=torch.float32), pinned_zeros(count)
+        return self._captured[count, width]
 
     def place(self, pairs: Tensor, values: Tensor, sums: Sequence[tuple[int, Tensor]]) -> None:
         """Launch kernels that write results into the sums of one or several passes, each with its first pair."""
@@ -150,16 +158,26 @@ class CpuRows:
     """One layer's routed experts for the CPU path; implements `CpuLayer`.
 
     `index`: routed experts, on the host. `send` is called when the CPU gets an expert; it returns the rows and the
-    event behind their copy, which a captured graph has launched already.
+    event behind their copy, which a captured graph has launched already. `results`: memory for results and their
+    pairs that a captured kernel reads; None: memory that `place` reads.
     """
 
-    def __init__(self, cpu: CpuExperts, layer: int, experts: Any, index: np.ndarray, send: SendRows) -> None:
+    def __init__(
+        self,
+        cpu: CpuExperts,
+        layer: int,
+        experts: Any,
+        index: np.ndarray,
+        send: SendRows,
+        results: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         # index: [rows, top_k]
         self._cpu = cpu
         self._layer = layer
         self._experts = experts
         self._index = index
         self._send = send
+        self._results = results
         self._sent: tuple[SentRows, DeviceEvent] | None = None
         self._parts: dict[int, tuple[slice, Tensor, Tensor]] = {}  # by expert: its results, rows and top-k positions
         self._values = self._pairs = torch.empty(0)
@@ -184,8 +202,9 @@ class CpuRows:
     @torch.inference_mode()  # on during eager forwards, off during replay
     def begin(self, experts: Sequence[int]) -> None:
         self._sent = self._send()
-        width = self._sent[0].hidden.shape[1]
-        self._values, self._pairs = self._cpu.take_results(sum(self._rows[e] for e in experts), width)
+        count, width = sum(self._rows[e] for e in experts), self._sent[0].hidden.shape[1]
+        values, pairs = self._results or self._cpu.take_results(count, width)
+        self._values, self._pairs = values[:count], pairs[:count]
         start, top_k = 0, self._index.shape[1]
         for expert in experts:
             # rows in eager's order, should a product depend on it
@@ -221,6 +240,23 @@ class CpuRows:
             self._values, self._pairs = self._values[: len(kept)], self._pairs[: len(kept)]
         rows, positions = (torch.cat([part[i] for part in parts]) for i in (1, 2))  # type: ignore[misc]
         return ComputedRows(rows, positions, self._values)
+
+
+@dataclass(frozen=True)
+class CapturedCpuLayer:
+    """A layer whose rows a captured graph copies to the host, and whose results a captured kernel reads."""
+
+    cpu: CpuExperts
+    layer: int
+    experts: Any
+    top_k: int
+    sent: SentRows
+    results: tuple[Tensor, Tensor]  # memory for results and their pairs
+
+    def __call__(self, routed: np.ndarray, known: DeviceEvent) -> CpuRows:
+        """Return the layer's routed experts; the rows are on the host once `known` has passed."""  # routed: [pairs]
+        index = routed.reshape(-1, self.top_k)
+        return CpuRows(self.cpu, self.layer, self.experts, index, lambda: (self.sent, known), self.results)
 
 
 def cpu_thread(threads: int | None) -> CpuThread:

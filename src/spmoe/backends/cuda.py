@@ -23,7 +23,7 @@ from spmoe.backends.base import (
     routed_experts,
 )
 from spmoe.backends.cpu import CpuBackend, expert_shapes
-from spmoe.backends.cpu_experts import CpuExperts, CpuRows
+from spmoe.backends.cpu_experts import CapturedCpuLayer, CpuExperts, CpuRows
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
 from spmoe.backends.devices import pinned_zeros
@@ -344,7 +344,11 @@ class CudaExperts:
             with backend.resync_on_failure():
                 self._run_batches(run_next_batch, needed, shares=shares, on_cpu=on_cpu, place=place)
         elif backend.residency is not None and backend.residency.takes(rows, top_k, self._layer):
-            self._run_followed(backend.residency, index, run)
+            cpu_layer = self._captured_cpu_layer(experts, hidden, weights, index)
+            self._run_followed(backend.residency, index, run, cpu_layer)
+            if cpu_layer is not None:
+                values, pairs = cpu_layer.results
+                place_results(values, pairs, 0, scratches[0].partial_sums, backend.residency.computed)
         else:
             if recorder.phase is Phase.WARMUP:
                 with backend.resync_on_failure():
@@ -396,11 +400,26 @@ class CudaExperts:
         recorder.split(between)
         return out
 
-    def _run_followed(self, residency: CudaResidency, index: Tensor, run: Callable[[Tensor], None]) -> None:
+    def _captured_cpu_layer(
+        self, experts: nn.Module, hidden: Tensor, weights: Tensor, index: Tensor
+    ) -> CapturedCpuLayer | None:
+        """Capture the copies of a layer's rows to the host, if there is a CPU path."""
+        if (cpu := self._backend.cpu) is None:
+            return None
+        results = cpu.captured_results(index.numel(), hidden.shape[1])
+        return CapturedCpuLayer(cpu, self._layer, experts, index.shape[1], cpu.send(hidden, weights), results)
+
+    def _run_followed(
+        self,
+        residency: CudaResidency,
+        index: Tensor,
+        run: Callable[[Tensor], None],
+        cpu_layer: CapturedCpuLayer | None,
+    ) -> None:
         """Capture a layer that looks its experts up on the device; the host follows behind."""
         observations = self._backend.recorder.take_observations()
         follow = partial(
-            follow_layer, residency, self._layer, self._access, self._run_ahead, index.numel(), observations
+            follow_layer, residency, self._layer, self._access, self._run_ahead, index.numel(), observations, cpu_layer
         )
         overlaps = self._backend.slots.layout.nbytes >= _OVERLAP_BYTES
         run(residency.check(self._layer, index, follow, waits=not overlaps))

@@ -13,6 +13,9 @@ ticket, a number that grows by one from layer to layer, and the forward's end ha
     5. if some are missing: wait until
        answered >= ticket, and run them
 
+With a CPU path, c. may leave some experts to it; their results are in pinned memory before `answered` is copied, and
+a kernel after step 5 adds them.
+
 When is a slot free to be overwritten? Tickets run one after the other on one stream, so `started >= t` means that all
 kernels of earlier tickets have finished. Only kernels of a layer read experts of that layer.
 
@@ -35,6 +38,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +48,7 @@ from spmoe.backends.devices import pinned_zeros
 from spmoe.backends.kernels.residency import (
     ABORTED,
     ANSWERED,
+    COMPUTED,
     REPORTED,
     STALLED_NS,
     STARTED,
@@ -59,7 +64,9 @@ from spmoe.backends.kernels.residency import (
 )
 from spmoe.errors import reason
 from spmoe.experts.access import ExpertAccess
+from spmoe.experts.cpu_path import CpuLayer
 from spmoe.experts.run_ahead import RunAhead
+from spmoe.experts.transfer import DeviceEvent
 
 _NEVER_WAIT = 2**62  # as the last aborted ticket: no layer waits
 _POLL_SECONDS = 5e-5  # between two looks at the device while no expert is missing
@@ -96,9 +103,10 @@ class FollowedForward:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """What the device has found in a layer."""
+    """Routed experts of a layer, as the device has found them."""
 
-    experts: list[int]  # routed, sorted
+    routed: np.ndarray  # [pairs] int32, row by row
+    experts: list[int]  # the same, sorted
     missing: list[int]  # those that were not resident
 
 
@@ -131,7 +139,7 @@ class CudaResidency:
         self.buffers = ResidencyBuffers(
             words=pinned_zeros(WORDS),
             reports=pinned_zeros(entries, 2, MAX_KERNEL_ROWS * _MAX_TOP_K, dtype=torch.int32),
-            answers=pinned_zeros(entries, max(experts), dtype=torch.int32),
+            answers=pinned_zeros(entries, max(experts) + 1, dtype=torch.int32),
             state=torch.zeros(STATE, dtype=torch.int64, device=device),
             resident=torch.full((max(experts),), -1, dtype=torch.int32, device=device),
             arrived=torch.full((max(experts),), -1, dtype=torch.int32, device=device),
@@ -228,6 +236,11 @@ class CudaResidency:
         await_missing(self._rows[layer, : self._experts[layer]], self.buffers)
         return self.buffers.arrived
 
+    @property
+    def computed(self) -> Tensor:
+        """Number of results of the CPU that the layer adds, on the device."""  # [1]
+        return self.buffers.state[COMPUTED : COMPUTED + 1]
+
     def end(self) -> None:
         """Launch the end of a forward."""
         if not self._refused:
@@ -289,14 +302,18 @@ class CudaResidency:
         experts, slots = self._reports[ticket % len(self._reports), :, :pairs]
         missing = sorted(set(experts[slots < 0].tolist()))
         self._missed = self._missed or bool(missing)
-        return LayerReport(sorted(set(experts.tolist())), missing)
+        return LayerReport(experts.copy(), sorted(set(experts.tolist())), missing)
 
-    def answer(self, ticket: int, slots: dict[int, int]) -> None:
-        """Let the device run the missing experts, which are in these slots, once all submitted copies have ended."""
+    def answer(self, ticket: int, slots: dict[int, int], computed: int = 0) -> None:
+        """Let the device run the missing experts, which are in these slots, once all submitted copies have ended.
+
+        `computed`: number of results of the CPU that it adds.
+        """
         entry = ticket % len(self._answers)
         row = self._answers[entry]
         row.fill(-1)
         row[list(slots)] = list(slots.values())
+        row[-1] = computed
         self._numbers[entry] = ticket
         state, numbers = self.buffers.state, self._numbers
         to = state.data_ptr() + ANSWERED * state.element_size()
@@ -344,15 +361,18 @@ def follow_layer(
     run_ahead: RunAhead,
     pairs: int,  # (row, expert) pairs that the layer is routed to
     observations: Sequence[Callable[[], None]],  # hidden states to show to the prefetch policy
+    cpu_layer: Callable[[np.ndarray, DeviceEvent], CpuLayer] | None,  # given: routed experts, and that they are known
     ticket: int,
 ) -> None:
-    """Do the host's part of a layer: count its experts as used, and load those that are missing."""
-    run_ahead.wait_and_prefetch(residency.reported(ticket))
+    """Do the host's part of a layer: count its experts as used; load those that are missing, or compute them."""
+    reported = residency.reported(ticket)
+    run_ahead.wait_and_prefetch(reported)
     report = residency.report(ticket, pairs)
-    demand, slots = access.follow(layer, report.experts, report.missing)
+    on_cpu = cpu_layer(report.routed, reported) if cpu_layer is not None and report.missing else None
+    demand, slots, computed = access.follow(layer, report.experts, report.missing, on_cpu)
     try:
         if report.missing:
-            residency.answer(ticket, slots)
+            residency.answer(ticket, slots, computed)
         access.routed(layer, report.experts)
         for observe in observations:
             observe()

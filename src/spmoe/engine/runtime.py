@@ -203,7 +203,6 @@ def make_residency(
     if config.residency_check == "host" or slot_count >= models.spec.count:
         return None
     others = {
-        "--cpu-experts": config.cpu_experts != "off",
         "--link-gbps": config.link_gbps is not None,
         "--enforce-eager": config.enforce_eager,
         "--no-overlap": not config.overlap,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,6 +35,14 @@ class ExpertBatch:
     slots: tuple[int, ...]
     weights: tuple[Mapping[str, Tensor], ...]
     computed: ComputedRows | None = None
+
+
+class FollowedLayer(NamedTuple):
+    """Answer for a layer that a forward runs by itself."""
+
+    demand: Demand  # to be ended when the layer has finished
+    slots: dict[int, int]  # of the missing experts
+    computed: int  # results of the CPU for the others
 
 
 class ExpertAccess:
@@ -102,14 +111,20 @@ class ExpertAccess:
                 self._pool.unpin_layer(pinned)
             self._timeline.add(Activity.LAYER, started, self._clock.now(), f"experts of layer {layer}")
 
-    def follow(self, layer: int, experts: Sequence[int], missing: Sequence[int]) -> tuple[Demand, dict[int, int]]:
+    def follow(
+        self, layer: int, experts: Sequence[int], missing: Sequence[int], on_cpu: CpuLayer | None = None
+    ) -> FollowedLayer:
         """Account for a layer that a forward runs by itself, and put the copies of its missing experts on the link.
 
-        Return the demand, to be abandoned when the layer has finished, and the slots of the missing experts.
+        With `on_cpu`, the CPU may compute some of the missing experts; return when it has.
         """
         self._scheduler.reach_layer(layer)
-        demand = self._pool.follow(layer, experts, missing)
+        demand, computed = self._pool.follow(layer, experts, missing, self._choose_for_cpu(on_cpu)), 0
         try:
+            if demand.on_cpu and on_cpu is not None and self._cpu_path is not None:
+                self._cpu_path.start(on_cpu, demand.on_cpu)
+                batch = self._finish_on_cpu(layer, demand, on_cpu)
+                computed = 0 if batch is None or batch.computed is None else len(batch.computed.values)
             while demand.absent:  # every other slot is loading
                 self._pool.poll(demand)
                 time.sleep(0)
@@ -120,9 +135,11 @@ class ExpertAccess:
                         handle.wait()  # raises the error of a copy that failed
             slots = {entry.key.expert: entry.slot for entry in demand.ready + demand.waiting}
         except BaseException:
+            if self._cpu_path is not None:
+                self._cpu_path.abandon()
             self._pool.abandon(demand)
             raise
-        return demand, slots
+        return FollowedLayer(demand, slots, computed)
 
     def end_follow(self, demand: Demand) -> None:
         """Release the experts of a layer that has finished."""

@@ -184,19 +184,23 @@ class ExpertPool:
                     self._commit(pinned, [expert for expert in needed if expert in launched])
                     needed = [expert for expert in needed if expert not in launched]
                 self._pin_residents(layer, needed, demand)
-                if choose_for_cpu is not None and demand.absent:
-                    self._leave_to_cpu(demand, choose_for_cpu)
-                self._ledger.demanded(len(demand.absent))
-                self._load_absent(demand)
+                self._demand_absent(demand, choose_for_cpu)
             except BaseException:
                 self.abandon(demand)
                 raise
         return demand
 
-    def follow(self, layer: int, experts: Sequence[int], missing: Sequence[int]) -> Demand:
+    def follow(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        missing: Sequence[int],
+        choose_for_cpu: ChooseForCpu | None = None,
+    ) -> Demand:
         """Count the experts that a forward has found resident as used, and submit demand loads of the missing ones.
 
         While some are missing, the forward waits for them: the others are pinned too, until the demand is abandoned.
+        `choose_for_cpu` selects absent experts that are not loaded.
         """
         demand = Demand()
         with self._lock:
@@ -218,8 +222,7 @@ class ExpertPool:
                         demand.held.append(entry)
                 if missing:
                     self._pin_residents(layer, missing, demand)
-                    self._ledger.demanded(len(demand.absent))
-                    self._load_absent(demand)
+                    self._demand_absent(demand, choose_for_cpu)
             except BaseException:
                 self.abandon(demand)
                 raise
@@ -408,6 +411,13 @@ class ExpertPool:
             self._cache.eviction.on_use(layer, resident)
         self._ledger.hit(len(demand.ready))
         self._ledger.late(len(demand.waiting))
+
+    def _demand_absent(self, demand: Demand, choose_for_cpu: ChooseForCpu | None) -> None:
+        """Leave absent experts to the CPU or submit their loads."""
+        if choose_for_cpu is not None and demand.absent:
+            self._leave_to_cpu(demand, choose_for_cpu)
+        self._ledger.demanded(len(demand.absent))
+        self._load_absent(demand)
 
     def _leave_to_cpu(self, demand: Demand, choose: ChooseForCpu) -> None:
         """Move absent experts that the CPU computes to `demand.on_cpu`."""

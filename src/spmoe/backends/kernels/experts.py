@@ -230,21 +230,32 @@ def reduce_experts(scratch: ExpertScratch, out: Tensor) -> Tensor:
     return out
 
 
-def place_results(values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+def place_results(values: Tensor, pairs: Tensor, first: int, sums: Tensor, limit: Tensor | None = None) -> None:
     """Copy results that the CPU has computed, in pinned memory, to the rows of their pairs.
 
-    A result of pair p goes to row p - first, if there is such a row: `sums` is that of one pass.
+    A result of pair p goes to row p - first, if there is such a row: `sums` is that of one pass. `limit`: number of
+    results that there are, on the device; None: all.
     """
-    # values: [results, hidden] float32, pairs: [results] int64, sums: [splits, pairs, hidden] float32
+    # values: [results, hidden] float32, pairs: [results] int64, sums: [splits, pairs, hidden] float32, limit: [1] int64
     splits, count, hidden = sums.shape
     block = min(1024, triton.next_power_of_2(hidden))
     _place_kernel[triton.cdiv(hidden, block), len(pairs)](
-        values, pairs, sums, first, count, HIDDEN=hidden, SPLITS=splits, BLOCK_N=block, num_warps=4
+        values,
+        pairs,
+        sums,
+        limit,
+        first,
+        count,
+        HIDDEN=hidden,
+        SPLITS=splits,
+        BLOCK_N=block,
+        num_warps=4,
     )
 
 
-def place_results_plain(values: Tensor, pairs: Tensor, first: int, sums: Tensor) -> None:
+def place_results_plain(values: Tensor, pairs: Tensor, first: int, sums: Tensor, limit: Tensor | None = None) -> None:
     """PyTorch reference of `place_results`."""
+    values, pairs = (one[: len(pairs) if limit is None else int(limit)] for one in (values, pairs))
     inside = (pairs >= first) & (pairs < first + sums.shape[1])
     rows = (pairs[inside] - first).to(sums.device)
     sums[:, rows] = 0.0
@@ -397,12 +408,13 @@ def _down_kernel(
 
 @triton.jit(do_not_specialize=["first", "count"])
 def _place_kernel(
-    values, pairs, sums, first, count, HIDDEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
+    values, pairs, sums, limit, first, count, HIDDEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     result = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(pairs + result) - first
-    inside = (row >= 0) & (row < count) & (n < HIDDEN)
+    exists = True if limit is None else result < tl.load(limit)
+    row = tl.load(pairs + result, mask=exists, other=-1) - first
+    inside = (row >= 0) & (row < count) & (n < HIDDEN) & exists
     y = tl.load(values + result * HIDDEN + n, mask=inside, other=0.0)
     for split in tl.static_range(SPLITS):
         tl.store(sums + (split * count + row) * HIDDEN + n, y, mask=inside)

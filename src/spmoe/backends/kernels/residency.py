@@ -20,7 +20,7 @@ WAIT_SECONDS = 60.0  # longest wait for the host, which answers in milliseconds
 # offsets in `words`; the kernels below repeat the numbers
 STARTED, REPORTED, ABORTED, STALLED_NS, TIMED_OUT, WORDS = 0, 1, 2, 3, 4, 5
 # offsets in `state`
-TICKET, ANSWERED, MISSING, STATE = 0, 1, 2, 3
+TICKET, ANSWERED, MISSING, COMPUTED, STATE = 0, 1, 2, 3, 4
 
 
 class ResidencyBuffers(NamedTuple):
@@ -28,7 +28,9 @@ class ResidencyBuffers(NamedTuple):
 
     words: Tensor  # [WORDS] int64, pinned
     reports: Tensor  # [entries, 2, pairs] int32, pinned: routed experts and their slots, by ticket
-    answers: Tensor  # [entries, experts] int32, pinned: slots of the experts that were missing, by ticket
+    # [entries, experts + 1] int32, pinned: slots of the experts that were missing, by ticket, and the number of results
+    # that the CPU has computed
+    answers: Tensor
     state: Tensor  # [STATE] int64 on the device; the copy stream writes ANSWERED
     resident: Tensor  # [experts] int32 on the device: slots of the layer's resident experts
     arrived: Tensor  # [experts] int32 on the device: slots of those that were missing
@@ -67,7 +69,7 @@ def check_residency_plain(index: Tensor, row: Tensor, buffers: ResidencyBuffers,
     resident[: len(row)] = row
     experts = index.flatten()
     slots = resident[experts]
-    state[MISSING] = int((slots < 0).sum())
+    state[MISSING], state[COMPUTED] = int((slots < 0).sum()), 0
     report = reports[ticket % len(reports)]
     report[0, : len(experts)] = experts.to(torch.int32)
     report[1, : len(experts)] = slots
@@ -123,7 +125,9 @@ def _wait_plain(buffers: ResidencyBuffers) -> Tensor:
     words[STALLED_NS] += int((time.monotonic() - started) * 1e9)
     if int(state[ANSWERED]) < ticket:
         return torch.full_like(answers[0], -1)
-    return answers[ticket % len(answers)].clone()
+    answer = answers[ticket % len(answers)].clone()
+    state[COMPUTED] = answer[-1]
+    return answer
 
 
 @triton.jit
@@ -157,8 +161,10 @@ def _wait_for_answer(
         tl.store(words + 4, ticket)
     tl.store(words + 3, tl.load(words + 3) + (_nanoseconds() - started))
     _fence()
-    is_answered = (i < EXPERTS) & (answered >= ticket)
-    return tl.load(answers + (ticket % ENTRIES) * WIDTH + i, mask=is_answered, other=-1, volatile=True)
+    answer = answers + (ticket % ENTRIES) * WIDTH
+    computed = tl.load(answer + WIDTH - 1, mask=answered >= ticket, other=0, volatile=True)
+    tl.store(state + 3, computed.to(tl.int64))
+    return tl.load(answer + i, mask=(i < EXPERTS) & (answered >= ticket), other=-1, volatile=True)
 
 
 @triton.jit
@@ -182,6 +188,7 @@ def _check_residency_kernel(
     slot = tl.load(resident + expert, mask=pair < PAIRS, other=0)
     missing = tl.sum((slot < 0).to(tl.int32), axis=0)
     tl.store(state + 2, missing.to(tl.int64))
+    tl.store(state + 3, missing.to(tl.int64) * 0)
     report = reports + (ticket % ENTRIES) * (2 * MAX_PAIRS)
     tl.store(report + pair, expert.to(tl.int32), mask=pair < PAIRS)
     tl.store(report + MAX_PAIRS + pair, slot, mask=pair < PAIRS)
