@@ -28,7 +28,7 @@ from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
-from spmoe.errors import DraftError, TransferError
+from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
 from spmoe.models.runner import ModelRunner
 from spmoe.observe.ledger import Counters
@@ -395,6 +395,38 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(
     for number, tokens in ((5, aborted), (2, cancelled.token_ids)):
         assert tokens[:COUNT] == expected[number][: len(tokens)]
         assert len(tokens) < 200
+
+
+def test_ids_are_taken_before_the_first_iteration(shared: LLM, expected: list[list[int]]) -> None:
+    engine = AsyncLLM(llm=shared)
+
+    def generate() -> Any:
+        return engine.generate(PROMPTS[0], GREEDY, request_id="one")
+
+    async def tokens_of_all(results: Any) -> list[list[int]]:
+        return [output.token_ids async for output in results]
+
+    async def main() -> None:
+        aborted = generate()
+        assert engine.load == (0, 1)
+        with pytest.raises(UsageError, match="a request with the id one runs already"):
+            generate()
+        await engine.abort("one")
+        assert await tokens_of_all(aborted) == [[]]
+        assert engine.load == (0, 0), "its id is free"
+
+        closed = generate()
+        await closed.aclose()
+        dropped = generate()
+        del closed
+        assert engine.load == (0, 1), "the id is that of the later one"
+        del dropped
+        last = generate()
+        assert (await tokens_of_all(last))[-1] == expected[0]
+        assert engine.load == (0, 0)
+
+    asyncio.run(main())
+    assert_idle(shared)
 
 
 # ---- failures
@@ -772,6 +804,32 @@ def test_sequences_wait_for_a_place_in_kv_memory(
         found = tokens_of(run_together(llm, [PROMPTS[0], huge, PROMPTS[1]]))
         assert found == [expected[0], greedy_tokens(mixtral_pair.target, huge, COUNT), expected[1]]
         assert left_over(llm) == []
+
+
+def test_small_requests_overtake_a_large_one_but_not_without_end(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the first sequence there is place for small prompts, not for the large one that arrives second."""
+    large = [(3 * place) % 250 for place in range(95)]
+    prompts = [PROMPTS[0], large, *[[number, 1, 2] for number in range(8)]]
+    counts = [60, 2, *[2] * 8]
+    with build(mixtral_pair, None, num_speculative_tokens=0, max_num_seqs=3) as llm:
+        limit_kv(llm, 100, monkeypatch)
+        events = Events(llm, monkeypatch)
+        generations = [
+            llm.stream(prompt, replace(GREEDY, max_tokens=count)) for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        start_together(llm, generations)
+        found = tokens_of([generation.run() for generation in generations])
+        assert left_over(llm) == []
+        assert llm.num_preemptions == 0
+    model = reference(mixtral_pair.target)
+    assert found == [greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    first, second, *small = ids_of(generations)
+    starts = {one: events.first_of(one) for one in (first, second, *small)}
+    assert [*sorted(starts, key=lambda one: starts[one])] == [first, *small[:3], second, *small[3:]]
+    end = max(n for n, ids in enumerate(events.steps) if first in ids)
+    assert starts[small[2]] < end < starts[second]
 
 
 @pytest.mark.parametrize("draft", [None, "good", "self:int4", "ngram"])
