@@ -260,7 +260,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"stop must be text or a list of texts, not {value!r}")
     if not all(texts):
-        raise UsageError("a stop string must not be empty")
+        raise UsageError("stop must not have empty texts")
     return texts
 
 
@@ -278,7 +278,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         raise UsageError(f"logit_bias must be a mapping from token ids to numbers, not {value!r}")
     biases = {}
     for token, bias in value.items():
-        if not (_is_whole(token) or (isinstance(token, str) and token.isdecimal())) or int(token) < 0:
+        if not (_is_whole(token) or (isinstance(token, str) and re.fullmatch("[0-9]{1,18}", token))) or int(token) < 0:
             raise UsageError(f"logit_bias must be a mapping from token ids to numbers; {token!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, (int, float, Real)) or not -100 <= float(bias) <= 100:
             raise UsageError(f"logit_bias must be from -100 to 100, not {bias!r} for token {token}")

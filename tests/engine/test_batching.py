@@ -22,16 +22,18 @@ from checkpoints import Pair, greedy, greedy_tokens, memory_for, reference
 from recovery import SECONDS, Resources, within
 from spmoe import LLM, RequestOutput, SamplingParams
 from spmoe.config import ONE_BY_ONE
+from spmoe.draft.model import DraftModel
+from spmoe.draft.ngram import NgramDraft
 from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
-from spmoe.errors import TransferError
+from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
 from spmoe.models.runner import ModelRunner
 from spmoe.observe.ledger import Counters
+from spmoe.types import Draft, Turn
 from spmoe.types import Sequence as TokenSequence
-from spmoe.types import Turn
 
 COUNT = 9
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -395,6 +397,38 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(
         assert len(tokens) < 200
 
 
+def test_ids_are_taken_before_the_first_iteration(shared: LLM, expected: list[list[int]]) -> None:
+    engine = AsyncLLM(llm=shared)
+
+    def generate() -> Any:
+        return engine.generate(PROMPTS[0], GREEDY, request_id="one")
+
+    async def tokens_of_all(results: Any) -> list[list[int]]:
+        return [output.token_ids async for output in results]
+
+    async def main() -> None:
+        aborted = generate()
+        assert engine.load == (0, 1)
+        with pytest.raises(UsageError, match="a request with the id one runs already"):
+            generate()
+        await engine.abort("one")
+        assert await tokens_of_all(aborted) == [[]]
+        assert engine.load == (0, 0), "its id is free"
+
+        closed = generate()
+        await closed.aclose()
+        dropped = generate()
+        del closed
+        assert engine.load == (0, 1), "the id is that of the later one"
+        del dropped
+        last = generate()
+        assert (await tokens_of_all(last))[-1] == expected[0]
+        assert engine.load == (0, 0)
+
+    asyncio.run(main())
+    assert_idle(shared)
+
+
 # ---- failures
 
 
@@ -552,6 +586,78 @@ def test_a_draft_that_fails_in_company_costs_the_draft_of_one_sequence(
             assert all(one.stats.counters.drafted > 0 for one in again), "later requests draft again"
 
 
+@pytest.mark.parametrize("draft", ["good", "self:int4", "ngram"])
+def test_an_unusable_draft_costs_companions_nothing(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """The first sequence's logits have NaN; n-grams have no logits and propose what is not a token."""
+    bad = PROMPTS[0]
+    choose, draft_step = DraftModel._choose, Loop._draft
+
+    def is_bad(sequence: TokenSequence) -> bool:
+        return sequence.tokens[: len(bad)] == bad
+
+    def choose_or_fail(self: DraftModel, logits: Any, sequence: TokenSequence, drafted: list[int]) -> int:
+        if is_bad(sequence):
+            raise DraftError("its logits contain NaN")
+        return choose(self, logits, sequence, drafted)
+
+    def propose_wrongly(self: NgramDraft, sequences: Sequence[TokenSequence], k: int, observers: Any) -> list[Draft]:
+        return [Draft([-1] if is_bad(one) else one.tokens[-1:] * k) for one in sequences]
+
+    lengths: list[int] = []  # of the companions' drafts
+
+    def noted(self: Loop, turns: Sequence[Turn], k: int) -> list[Draft]:
+        drafts = draft_step(self, turns, k)
+        if k and any(is_bad(turn.sequence) for turn in turns):
+            lengths.extend(
+                len(one.tokens)
+                for turn, one in zip(turns, drafts, strict=True)
+                if not is_bad(turn.sequence) and turn.max_new_tokens > k
+            )
+        return drafts
+
+    monkeypatch.setattr(DraftModel, "_choose", choose_or_fail)
+    monkeypatch.setattr(NgramDraft, "propose", propose_wrongly)
+    monkeypatch.setattr(Loop, "_draft", noted)
+    with build(mixtral_pair, draft) as llm:
+        outputs = run_together(llm, PROMPTS[:4])
+        assert tokens_of(outputs) == expected[:4]
+        assert outputs[0].stats.counters.drafted == 0
+        assert lengths
+        assert min(lengths) > 0
+        assert [notice for notice in llm.notices if "a draft was not used" in notice]
+        assert not [notice for notice in llm.notices if "the draft failed" in notice]
+        assert_idle(llm)
+
+
+def test_a_failed_launch_costs_one_sequence_its_drafts(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails once, at the end of the first sequence's prompt; its next step is shared."""
+    with build(mixtral_pair) as llm:
+        drafter, failed = llm.engine.parts.drafter, list[int]()
+        recover, recovered = Engine.recover, list[int]()
+
+        def launch(sequence: TokenSequence, k: int, observers: Any) -> None:
+            if not failed or sequence.id == failed[0]:
+                failed.append(sequence.id)
+                raise RuntimeError("injected")
+
+        def noted(self: Engine) -> None:
+            recovered.append(1)
+            recover(self)
+
+        monkeypatch.setattr(drafter, "launch", launch)
+        monkeypatch.setattr(Engine, "recover", noted)
+        outputs = run_together(llm, PROMPTS[:4])
+        assert tokens_of(outputs) == expected[:4]
+        assert [one.stats.counters.drafted > 0 for one in outputs] == [False, True, True, True]
+        assert len(failed) == 1
+        assert len(recovered) <= 2
+        assert_idle(llm)
+
+
 def test_a_failure_after_a_failed_draft_loses_no_tokens(
     shared: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -698,6 +804,32 @@ def test_sequences_wait_for_a_place_in_kv_memory(
         found = tokens_of(run_together(llm, [PROMPTS[0], huge, PROMPTS[1]]))
         assert found == [expected[0], greedy_tokens(mixtral_pair.target, huge, COUNT), expected[1]]
         assert left_over(llm) == []
+
+
+def test_small_requests_overtake_a_large_one_but_not_without_end(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the first sequence there is place for small prompts, not for the large one that arrives second."""
+    large = [(3 * place) % 250 for place in range(95)]
+    prompts = [PROMPTS[0], large, *[[number, 1, 2] for number in range(8)]]
+    counts = [60, 2, *[2] * 8]
+    with build(mixtral_pair, None, num_speculative_tokens=0, max_num_seqs=3) as llm:
+        limit_kv(llm, 100, monkeypatch)
+        events = Events(llm, monkeypatch)
+        generations = [
+            llm.stream(prompt, replace(GREEDY, max_tokens=count)) for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        start_together(llm, generations)
+        found = tokens_of([generation.run() for generation in generations])
+        assert left_over(llm) == []
+        assert llm.num_preemptions == 0
+    model = reference(mixtral_pair.target)
+    assert found == [greedy(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    first, second, *small = ids_of(generations)
+    starts = {one: events.first_of(one) for one in (first, second, *small)}
+    assert [*sorted(starts, key=lambda one: starts[one])] == [first, *small[:3], second, *small[3:]]
+    end = max(n for n, ids in enumerate(events.steps) if first in ids)
+    assert starts[small[2]] < end < starts[second]
 
 
 @pytest.mark.parametrize("draft", [None, "good", "self:int4", "ngram"])

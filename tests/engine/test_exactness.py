@@ -251,10 +251,9 @@ def test_target_with_dense_layers(partly_dense_pair: Pair, draft: str, cutoff: A
 
 def test_recurrent_state_is_restored_from_its_snapshot(recurrent_target: Path, qwen_pair: Pair, expected: Any) -> None:
     """After a partly accepted draft, the state is restored and the accepted tokens are read again."""
+    options = {"num_speculative_tokens": 3, "expert_memory": "50%", "enable_prefix_caching": False}
     for chunk in (3, 512):
-        with build(
-            recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=chunk
-        ) as llm:
+        with build(recurrent_target, qwen_pair.random, prefill_chunk=chunk, **options) as llm:
             assert_exact(llm, expected(recurrent_target))
             assert llm.engine.counters.drafted > 0
             assert llm.notices == []
@@ -264,16 +263,15 @@ def test_target_that_cannot_roll_back_decodes_without_speculation_and_warns(
     recurrent_target: Path, qwen_pair: Pair, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmoe.models.inspection._resumes", lambda model: False)
-    with build(
-        recurrent_target, qwen_pair.random, num_speculative_tokens=3, expert_memory="50%", prefill_chunk=3
-    ) as llm:
+    options = {"expert_memory": "50%", "enable_prefix_caching": False}
+    with build(recurrent_target, qwen_pair.random, num_speculative_tokens=3, prefill_chunk=3, **options) as llm:
         assert_exact(llm, expected(recurrent_target))
         assert llm.engine.counters.drafted == 0
         (notice,) = llm.notices
         assert str(recurrent_target) in notice
         assert "cannot be rolled back" in notice
         assert "without speculation" in notice
-    with build(recurrent_target, expert_memory="50%") as llm:
+    with build(recurrent_target, **options) as llm:
         assert_exact(llm, expected(recurrent_target))
         assert llm.notices == [], "speculation was not requested"
 

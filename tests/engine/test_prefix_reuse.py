@@ -187,6 +187,7 @@ def test_tokens_that_a_sequence_reads_again_are_not_cached_ones(
 def test_positions_that_depend_on_the_length_are_not_reused(tmp_path: Path, rope: dict[str, Any]) -> None:
     target = save(seeded(mixtral, 5, rope_parameters=rope), tmp_path, byte_tokenizer())
     with LLM(str(target), "ngram", progress=False, num_speculative_tokens=2) as llm:
+        assert [one for one in llm.notices if "reads every prompt from its start (positions depend" in one]
         answers, cached = talk(llm, FIRST, 3)
     assert cached == [0, 0, 0]
     model, prompt = reference(target), FIRST
@@ -197,6 +198,7 @@ def test_positions_that_depend_on_the_length_are_not_reused(tmp_path: Path, rope
 
 def test_state_that_cannot_be_cut_is_not_reused(recurrent_target: Path) -> None:
     with LLM(str(recurrent_target), None, progress=False, num_speculative_tokens=0) as llm:
+        assert [one for one in llm.notices if "reads every prompt from its start (the model keeps other state" in one]
         answers, cached = talk(llm, FIRST, 2)
     assert cached == [0, 0]
     assert answers[1] == greedy_tokens(recurrent_target, [*FIRST, *answers[0], *QUESTION], COUNT)

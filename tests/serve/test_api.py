@@ -225,6 +225,7 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"stop": ["a"] * 17}, "stop must have at most 16", "stop"),
         ({"stop": "a" * 2000}, "at most 1024 characters", "stop"),
         ({"stop": 3}, "stop must be text", "stop"),
+        ({"stop": ""}, "stop must not have empty texts", "stop"),
         ({"stream": "yes"}, "stream must be a valid boolean", "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options is for streams", "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "unknown field stream_options.usage", "stream_options"),
@@ -249,7 +250,7 @@ def test_bad_completions_are_refused(client: Any, fields: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages is empty; give at least one"),
         ({"messages": [{"role": "user", "content": "a " * 2_000_000}]}, "characters, but the context"),
         ({"messages": "hello"}, "messages must be a valid list"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),

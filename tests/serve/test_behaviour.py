@@ -125,6 +125,19 @@ def test_large_bodies_are_refused(llm: AsyncLLM) -> None:
         assert httpx.post(f"{server.url}/v1/completions", content=pieces, headers=headers).status_code == 413
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_offers_of_other_protocols_are_ignored(server: RunningServer, protocol: str) -> None:
+    """Java's client offers HTTP/2 with its first request."""
+    headers = {
+        "Connection": "Upgrade, HTTP2-Settings",
+        "Upgrade": protocol,
+        "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA",
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, headers=headers, timeout=PATIENCE)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == SHORT["max_tokens"]
+
+
 def test_slow_bodies_are_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from spmoe.serve import http
 
@@ -256,6 +269,22 @@ def test_engine_error_fails_its_request_only(llm: AsyncLLM, error: Exception) ->
         assert post(server, SHORT).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.idle()
+
+
+def test_notices_of_requests_are_logged_once(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("on Wednesdays")
+
+    engine = llm.llm.engine
+    monkeypatch.setattr(engine, "notices", ["known before the start"])
+    monkeypatch.setattr(engine.parts.drafter, "propose", fail)
+    with running(llm) as server:
+        for _ in range(2):
+            assert post(server, {**SHORT, "max_tokens": 8}).status_code == 200
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("spmoe.serve")]
+    assert message == "note: the draft failed (on Wednesdays); a request goes on without drafts"
 
 
 def test_bug_inside_a_stream_is_an_event(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,9 @@ class AsyncLLM:
     @property
     def load(self) -> Load:
         """Requests that run, and requests that wait for their first step."""
-        running = sum(one.started for one in self._active.values())
-        return Load(running, len(self._active) - running)
+        active = [*self._active.values()]  # a copy: requests may come from several threads
+        running = sum(one.started for one in active)
+        return Load(running, len(active) - running)
 
     @property
     def failure(self) -> str | None:
@@ -61,9 +62,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield its result so far after every step that adds tokens, and the whole one last.
 
-        The request is checked at once. It starts with the first iteration, and ends when the iterator is closed or
-        its task is cancelled. With `n` completions, all of them are in each result. Steps that end while the caller
-        does something else are one result, so that a slow caller holds no memory.
+        The request is checked at once, and its id is taken until the iterator has ended. It starts with the first
+        iteration, and ends when the iterator is closed or dropped, or its task is cancelled. With `n` completions, all
+        of them are in each result. Steps that end while the caller does something else are one result, so that a slow
+        caller holds no memory.
         """
         return self._run(parse_prompt(prompt), sampling_params, request_id)
 
@@ -91,20 +93,46 @@ class AsyncLLM:
         self, prompt: ParsedPrompt, sampling_params: SamplingParams | None, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
-        if request_id in self._active:
-            raise UsageError(f"a request with the id {request_id} runs already; choose another id")
         (params,) = parse_params(sampling_params, 1, self.llm.get_default_sampling_params())
-        generations = self.llm.new_request(prompt, params, request_id)
-        return self._steps(request_id, generations)
+        active = _Active(self.llm.new_request(prompt, params, request_id))
+        if self._active.setdefault(request_id, active) is not active:
+            raise UsageError(f"a request with the id {request_id} runs already; choose another id")
 
-    async def _steps(self, request_id: str, generations: list[Generation]) -> AsyncGenerator[RequestOutput, None]:
-        active = self._active[request_id] = _Active(generations)
+        def forget() -> None:
+            if self._active.get(request_id) is active:
+                del self._active[request_id]
+
+        return _Results(active, forget)
+
+
+class _Results(AsyncGenerator[RequestOutput, None]):
+    """Results so far of one request, whose id is taken until this object is closed or dropped."""
+
+    def __init__(self, active: _Active, forget: Callable[[], None]) -> None:
+        self._steps = self._iterate(active, forget)
+        self._forget = forget
+
+    def __del__(self) -> None:
+        self._forget()
+
+    async def asend(self, value: None) -> RequestOutput:
+        return await self._steps.asend(value)
+
+    async def athrow(self, *error: Any) -> RequestOutput:
+        return await self._steps.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._steps.aclose()
+        self._forget()  # iteration may not have begun
+
+    @staticmethod
+    async def _iterate(active: _Active, forget: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
         try:
             async for results in active:
                 yield combined_output(results)
         finally:
             active.cancel()
-            self._active.pop(request_id, None)
+            forget()
 
 
 class _Active:

@@ -176,6 +176,8 @@ def _build(
         for runner in runners:
             limit = None if device.type == "cpu" else memory.kv_positions
             runner.plan_kv(limit, memory.kv_positions, reuse_prefixes=config.enable_prefix_caching)
+        if config.enable_prefix_caching and (failure := target.reuse_failure) is not None:
+            notices.append(f"{config.model} reads every prompt from its start ({failure})")
         target.connect(experts, runtime.backend)
         resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
         parts = EngineParts(

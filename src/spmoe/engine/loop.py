@@ -338,20 +338,36 @@ class Loop:
     def _draft(self, turns: abc.Sequence[Turn], k: int) -> list[Draft]:
         """Propose up to K tokens for each sequence that has place for them; predict and prefetch on the way."""
         drafted = [one.sequence for one in turns if one.sequence.drafts and one.max_new_tokens > k]
-        found: dict[int, Draft] = {}  # by sequence id
         try:
             for sequence in drafted:
-                if (failure := self._failed_launches.pop(sequence.id, None)) is not None:
+                # kept until the sequence is released: if several run together, each one tries alone after this
+                if (failure := self._failed_launches.get(sequence.id)) is not None:
                     raise failure
-            proposed = self.drafter.propose(drafted, k, self._observers) if drafted else []
-            for sequence, draft in zip(drafted, proposed, strict=True):
-                check_draft(draft, k, self.target.vocab_size)
-                found[sequence.id] = draft
-        except DraftError as error:  # a draft that cannot be used; nothing else is affected
-            self._add_notice(f"a draft was not used: {error}")
+            found = self._propose(drafted, k)
         except Exception as error:  # of any model, and of prediction
             raise DraftError(reason(error)) from error
         return [found.get(turn.sequence.id, Draft([])) for turn in turns]
+
+    def _propose(self, sequences: abc.Sequence[Sequence], k: int) -> dict[int, Draft]:
+        """Return drafts by sequence id; a draft that cannot be used is left out, and nothing else is affected."""
+        found: dict[int, Draft] = {}
+        try:
+            proposed = self.drafter.propose(sequences, k, self._observers) if sequences else []
+        except DraftError as error:
+            if len(sequences) == 1:
+                self._add_notice(f"a draft was not used: {error}")
+                return {}
+            self.drafter.rewind({one.id: len(one.tokens) - 1 for one in sequences})
+            for one in sequences:  # it says nothing of the others
+                found |= self._propose([one], k)
+            return found
+        for sequence, draft in zip(sequences, proposed, strict=True):
+            try:
+                check_draft(draft, k, self.target.vocab_size)
+                found[sequence.id] = draft
+            except DraftError as error:
+                self._add_notice(f"a draft was not used: {error}")
+        return found
 
     def _tell_drafter(self, sequence: Sequence, tell: Callable[[], None]) -> None:
         """Call a method of the drafter that returns nothing; if it fails, the sequence is not drafted for any more."""

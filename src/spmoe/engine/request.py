@@ -117,7 +117,7 @@ class Request:
             latency_seconds=self._ended - self._started,
             counters=engine.experts.ledger.snapshot(self._counters),
             prompt_counters=self._prompt_counters,
-            held_bytes=engine.counters.held_bytes,
+            held_bytes=engine.experts.ledger.held_bytes,
             slots=engine.slots,
             peak_slots=engine.experts.pool.peak_slots,
             cutoff_layers=engine.prefetching.cutoff,

@@ -42,6 +42,7 @@ class Scheduler:
         self._running: dict[int, _Running] = {}
         self._preempted: dict[int, _Running] = {}
         self.preemptions = 0  # so far
+        self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
         self._failures = 0  # of steps of several sequences, since the last that succeeded
 
     @property
@@ -76,20 +77,30 @@ class Scheduler:
             self._engine.release(sequence)
 
     def _admit(self, sequence: Sequence, max_new_tokens: int) -> _Running | None:
-        """Return a sequence's entry; None while there is no place for it, or an earlier one waits."""
+        """Return a sequence's entry; None while it has to wait."""
         if (entry := self._running.get(sequence.id)) is not None:
             return entry
         self._waiting.setdefault(sequence.id, sequence)
-        first = next(iter(self._waiting))
-        if first != sequence.id or self._preempted or self.running >= self._max_num_seqs:
+        if self._preempted or self.running >= self._max_num_seqs or not self._is_next(sequence):
             return None
-        if self._running and not self._engine.reserve_kv(sequence):
-            return None
+        self._overtakes = 0 if sequence.id == next(iter(self._waiting)) else self._overtakes + 1
         del self._waiting[sequence.id]
         if self._running:
             self._engine.note_batching()
         entry = self._running[sequence.id] = _Running(sequence, max_new_tokens)
         return entry
+
+    def _is_next(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is the first one in order of arrival for which there is place.
+
+        So a small one may overtake a large one, but not without end: after `max_num_seqs` of them the first one waits
+        only for those that run.
+        """
+        candidates = 1 if self._overtakes >= self._max_num_seqs else self._max_num_seqs  # few: each has its turn often
+        for one in islice(self._waiting.values(), candidates):
+            if not self._running or self._engine.reserve_kv(one):
+                return one is sequence
+        return False
 
     def _resume(self, entry: _Running) -> bool:
         """Let a preempted sequence run again if there is place; return whether it runs. The oldest one goes first."""

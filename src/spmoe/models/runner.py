@@ -107,12 +107,22 @@ class ModelRunner:
         finally:
             self.kv_pool.discard(kv)
 
+    @property
+    def reuse_failure(self) -> str | None:
+        """Reason why no prompt can start from the KV cache of an earlier one; None if it can."""
+        if not self.can_rewind:
+            return "the model keeps other state than keys and values"
+        if positions_depend_on_others(self.model):
+            return "positions depend on the length of the prompt"
+        return None
+
     def plan_kv(self, limit: int | None, expected: int, *, reuse_prefixes: bool) -> None:
         """Limit the positions of KV caches; reuse prefixes of earlier sequences, if the model allows it."""
-        reusable = self.can_rewind and not positions_depend_on_others(self.model)
         # captured forwards of models that compute with cached keys before attention do so for the whole arena
         at_once = self._graphs is None or not self._joins_kv
-        self.kv_pool.plan(limit, expected, reuse_prefixes=reuse_prefixes and reusable, at_once=at_once)
+        self.kv_pool.plan(
+            limit, expected, reuse_prefixes=reuse_prefixes and self.reuse_failure is None, at_once=at_once
+        )
 
     def _invalidate_launched(self) -> None:
         """Discard what was launched ahead of the host: it used the places that KV caches had."""

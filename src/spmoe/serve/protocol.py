@@ -459,6 +459,8 @@ def _invalid(first: ErrorDetails) -> ApiError:
         return ApiError(400, f"unknown field {path}; leave it out", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{path} is missing; give it", param=param, code="missing_required_parameter")
+    if kind == "too_short":
+        return ApiError(400, f"{path} is empty; give at least one", param=param)
     text = str(first["msg"]).replace("Input should be", "must be", 1)
     return ApiError(400, f"{path} {text}, not {_shown(first['input'])}", param=param)
 

@@ -43,6 +43,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http="h11",  # httptools loses the body of requests that offer HTTP/2, as Java's client does
+                ws="none",
                 log_config=None,
                 log_level="info" if access_log else "warning",
                 access_log=access_log,

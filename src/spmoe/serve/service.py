@@ -55,6 +55,7 @@ class Service:
         self._accepted = 0  # completions that are not finished
         self._active: set[str] = set()  # ids of requests in the engine
         self._submissions: dict[Submission, None] = {}  # not closed, in order of arrival
+        self._notices = len(llm.llm.notices)  # that are known: the first ones are printed before the server starts
         # Tokenizers and templates take long for long prompts, so that they do not run on the event loop. One thread:
         # tokenizers are not made for several.
         self._executor = ThreadPoolExecutor(1, "spmoe-serve")
@@ -197,6 +198,13 @@ class Service:
         """Return the completions that run or wait, in order of arrival."""
         return [one for submission in self._submissions for one in submission.unfinished()]
 
+    def log_notices(self) -> None:
+        """Log what the engine has noticed since the last call, such as a draft that has failed."""
+        notices = self.llm.llm.notices[self._notices :]
+        self._notices += len(notices)
+        for notice in notices:
+            log.warning("note: %s", notice)
+
     def close(self) -> None:
         """End the thread for prompts."""
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -330,6 +338,7 @@ class Submission:
     async def close(self) -> None:
         """Cancel what runs and leave the queue. Idempotent."""
         self._service._submissions.pop(self, None)
+        self._service.log_notices()
         self._release(self._held)
         for one in self._iterators:
             with suppress(RuntimeError):  # it is being iterated: its task is cancelled, and ends it
