@@ -79,6 +79,7 @@ def profile_settings(
         "overlap": config.overlap,
         "threads": engine_threads(config, checkpoint, draft),
         **asdict(inputs),
+        **({"residency_check": "device"} if config.residency_check == "device" else {}),
         **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }
 
