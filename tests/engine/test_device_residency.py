@@ -5,11 +5,16 @@ The forward runs in a thread of its own, so a slot that is overwritten while a l
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import Pair, greedy_tokens, memory_for
 from fake_cuda_engine import FakeCuda, JoinedResidency, use_fake_cuda
@@ -17,9 +22,13 @@ from fake_cuda_engine import FakeCuda, JoinedResidency, use_fake_cuda
 pytest.importorskip("triton", reason="no triton")
 
 from spmoe import LLM, SamplingParams
-from spmoe.backends import cuda
+from spmoe.backends import cuda, residency
 from spmoe.backends.cpu_experts import CpuExperts
+from spmoe.backends.cuda_runtime import CopyRange
+from spmoe.backends.kernels import residency as kernels
+from spmoe.config import EngineConfig
 from spmoe.engine.loop import Loop
+from spmoe.engine.runtime import make_residency
 from spmoe.errors import TransferError
 from spmoe.models.decode_graphs import DecodeGraphs
 
@@ -190,3 +199,91 @@ def test_streams_that_are_stopped_leave_no_forward_behind(fake: FakeCuda, pair: 
             stream.run()
             assert not residency_of(llm).under_way
             assert stream.token_ids == expected[: len(stream.token_ids)]
+
+
+# ---- whether it can be used
+
+
+class SideBySide:
+    """Runs the kernels of a forward in a thread, as a device does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._thread = threading.Thread()
+        monkeypatch.setattr(residency, "check_residency", partial(self._launch, kernels.check_residency_plain))
+        monkeypatch.setattr(residency, "end_forward", partial(self._launch, kernels.end_forward_plain))
+        monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+
+    def _launch(self, kernel: Callable[..., None], *args: Any, **options: Any) -> None:
+        before = self._thread
+
+        def run() -> None:
+            if before.ident is not None:
+                before.join()
+            kernel(*args, **options)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+
+class Signals:
+    """A transfer whose copies are made at once, or never."""
+
+    def __init__(self, arrive: bool = True) -> None:
+        self._arrive = arrive
+
+    def begin_forward(self) -> None:
+        pass
+
+    def end_forward(self) -> None:
+        pass
+
+    def signal(self, copied: CopyRange) -> None:
+        if self._arrive:
+            ctypes.memmove(*copied)
+
+
+def make_for(signals: Signals, **options: Any) -> tuple[residency.CudaResidency | None, list[str]]:
+    models = SimpleNamespace(spec=SimpleNamespace(experts=[4, 4], count=8), device=torch.device("cpu"))
+    config, notices = EngineConfig.make(model="", residency_check="device", **options), list[str]()
+    return make_residency(config, models, 4, signals, notices), notices  # type: ignore[arg-type]
+
+
+def test_the_first_forward_is_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    SideBySide(monkeypatch)
+    found, notices = make_for(Signals())
+    assert found is not None
+    assert not found.under_way
+    assert notices == []
+
+
+def test_a_trial_that_fails_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    SideBySide(monkeypatch)
+    monkeypatch.setattr(residency, "_TRIAL_SECONDS", 0.05)
+    found, notices = make_for(Signals(arrive=False))
+    assert found is None
+    assert notices == [
+        "--residency-check device does not work here (the device has not reached a layer for 0.05 s); "
+        "the host checks instead"
+    ]
+
+
+def test_machines_and_settings_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    SideBySide(monkeypatch)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "memory order of aarch64" in make_for(Signals())[1][0]
+    monkeypatch.undo()
+    SideBySide(monkeypatch)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert "CUDA_LAUNCH_BLOCKING is set" in make_for(Signals())[1][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"link_gbps": 1.0}, "--link-gbps"), ({"enforce_eager": True}, "--enforce-eager")]
+)
+def test_options_without_captured_forwards_are_named(options: dict[str, Any], name: str) -> None:
+    assert make_for(Signals(), **options) == (None, [f"--residency-check device has no effect with {name}"])
+
+
+def test_no_layer_is_looked_up_on_a_cpu(pair: Pair) -> None:
+    with make(pair, "", num_speculative_tokens=0, device="cpu", expert_memory="60%") as llm:
+        assert "--residency-check device has no effect with --device cpu" in llm.notices

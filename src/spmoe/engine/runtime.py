@@ -89,6 +89,8 @@ def make_runtime(
         notices.append(
             f"--cpu-experts {config.cpu_experts} has no effect with --device cpu: all experts are computed on the CPU"
         )
+    if config.residency_check == "device":
+        notices.append("--residency-check device has no effect with --device cpu")
     return ExpertRuntime(slots, FileTransfer(blobs, slots), CpuBackend(models.expert_format), notices=notices)
 
 
