@@ -116,6 +116,16 @@ def test_every_kind_is_read_per_expert(kind: str, make_pair: Make) -> None:
     check_experts(pair, kind)
 
 
+@pytest.mark.parametrize("kind", ["gptq-asym", "awq", "ct-int4-asym"])
+def test_words_may_be_unsigned(kind: str, make_pair: Make, tmp_path: Path) -> None:
+    pair = make_pair(kind)
+    copy = Path(shutil.copytree(pair.packed, tmp_path / "packed"))
+    words = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
+    stored = load_file(copy / "model.safetensors")
+    change(copy, **{name: one.view(torch.uint32) for name, one in stored.items() if name.endswith(words)})
+    check_tensors(QuantizedPair(copy, pair.dense), kind)
+
+
 @pytest.mark.parametrize("kind", FUSED_KINDS)
 def test_kinds_are_read_from_fused_tensors(kind: str, make_pair: Make) -> None:
     pair = make_pair(kind, layout="fused")

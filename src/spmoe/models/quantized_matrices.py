@@ -169,6 +169,14 @@ class _Integers(QuantizedMatrix):
         zero, scale = (one.float().repeat_interleave(self.group, dim=1)[:, : self.ins] for one in (zero, scale))
         return (codes.float() - zero) * scale
 
+    def require_words(self) -> None:
+        """Raise ValueError unless codes and zero points are stored as 32-bit words, and the index as integers."""
+        self.require_dtype("codes", "I32", "U32")
+        if "zeros" in self.sources:
+            self.require_dtype("zeros", "I32", "U32")
+        if "index" in self.sources:
+            self.require_dtype("index", "I32", "I64")
+
     def require_groups(self, scale: tuple[int, ...], inputs_last: bool) -> None:
         """Set `group`; raise ValueError if there are not as many scales as the declared group size needs."""
         if len(scale) != 2:
@@ -204,7 +212,7 @@ class GptqMatrix(_Integers):
     zero_offset: ClassVar[int] = 0
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         words, self.outs = self.shape("codes")
         pack = WORD_BITS // self.scheme.bits
         self.ins = words * pack
@@ -225,7 +233,7 @@ class GptqMatrix(_Integers):
         self.require_contiguous_groups(raw)
         zero = None
         if "zeros" in raw:
-            codes = unpack_words(raw["zeros"], bits, 1)[:, : self.outs]
+            codes = unpack_words(raw["zeros"].view(torch.int32), bits, 1)[:, : self.outs]
             zero = (codes + self.zero_offset).T.contiguous()
         if self.symmetric and zero is not None:
             self.require_symmetric(zero)
@@ -247,7 +255,7 @@ class AwqMatrix(_Integers):
     optional = ("zeros:qzeros",)
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         self.ins, words = self.shape("codes")
         self.outs = words * len(AWQ_ORDER)
         self.symmetric = self.scheme.symmetric
@@ -279,7 +287,7 @@ class PackedIntMatrix(_Integers):
     optional = ("zeros:weight_zero_point", "shape:weight_shape", "index:weight_g_idx")
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         if self.scheme.kind != "int":
             raise ValueError(f"{self.sources['codes']} is stored as integers, but declared as {self.scheme}")
         self.outs, words = self.shape("codes")
@@ -332,6 +340,7 @@ class Int8Matrix(QuantizedMatrix):
         if not self.scheme.symmetric and "zeros" not in self.sources:
             raise ValueError(f"{self.sources['codes']} has no zero points, but is declared as asymmetric")
         if "zeros" in self.sources:
+            self.require_dtype("zeros", "I8")
             self.require_shape("zeros", (self.outs, groups), *single)
         dtype = self.scale_dtype()
         self.format = None if "zeros" in self.sources else Int8(self.scheme.group or 0, dtype)
