@@ -88,6 +88,10 @@ class QuantizedMatrix(ABC):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         """Return the parts of one matrix in `format`."""  # raw: stored tensors by role, of one expert
 
+    def stored_parts(self) -> dict[str, str] | None:
+        """Return, for each part of `format`, the role of the tensor that holds its bytes; None if one is computed."""
+        return None
+
     def dense(self, raw: Mapping[str, Tensor]) -> Tensor:
         """Return one matrix in float32."""  # -> [out, in]
         if self.format is None:
@@ -322,6 +326,11 @@ class PackedIntMatrix(_Integers):
             zero = unpack_words(raw["zeros"].view(torch.int32), self.scheme.bits, 0)[: self.outs].contiguous()
         return words_as_bytes(raw["codes"].view(torch.int32)), scale, zero
 
+    def stored_parts(self) -> dict[str, str] | None:
+        # the lowest byte of a word comes first in a file: words of 4-bit codes are packed pairs
+        plain = isinstance(self.format, Int4) and self.format.group == self.scheme.group and self.symmetric
+        return {"codes": "codes", "scale": "scale"} if plain and "index" not in self.sources else None
+
 
 class Int8Matrix(QuantizedMatrix):
     """Codes int8 [out, in], scales one per matrix, [out, 1] or [out, groups], perhaps zero points int8 alike."""
@@ -356,6 +365,11 @@ class Int8Matrix(QuantizedMatrix):
             for role in ("zeros", "scale")
         )
         return (raw["codes"].float() - zero) * scale
+
+    def stored_parts(self) -> dict[str, str] | None:
+        scales = self.outs * group_count(self.ins, self.group)
+        plain = self.format is not None and math.prod(self.shape("scale")) == scales
+        return {"weight": "codes", "scale": "scale"} if plain else None
 
     def _by_group(self, values: Tensor) -> Tensor:
         """Return one value per output and group."""
@@ -397,8 +411,15 @@ class Fp8Matrix(QuantizedMatrix):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         scale = raw["scale"]
         scale = _powers_of_two(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
-        blocks = (-(-self.outs // self.rows), -(-self.ins // (self.columns or self.ins)))
-        return {"weight": raw["codes"], "scale": scale.reshape(-1, blocks[1]).expand(blocks).contiguous()}
+        return {"weight": raw["codes"], "scale": scale.reshape(-1, self._blocks[1]).expand(self._blocks).contiguous()}
+
+    def stored_parts(self) -> dict[str, str] | None:
+        plain = self._tensors["scale"].dtype == "F32" and math.prod(self.shape("scale")) == math.prod(self._blocks)
+        return {"weight": "codes", "scale": "scale"} if plain else None
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        return -(-self.outs // self.rows), -(-self.ins // (self.columns or self.ins))
 
 
 class Mxfp4Matrix(QuantizedMatrix):
@@ -423,6 +444,9 @@ class Mxfp4Matrix(QuantizedMatrix):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         return {"codes": raw["codes"].view(torch.uint8), "scale": raw["scale"].view(torch.uint8)}
 
+    def stored_parts(self) -> dict[str, str] | None:
+        return {"codes": "codes", "scale": "scale"}
+
 
 class Mxfp4Blocks(QuantizedMatrix):
     """MXFP4 of gpt-oss: codes [out, in / 32, 16], scales [out, in / 32]; the dense tensor is [in, out]."""
@@ -443,6 +467,9 @@ class Mxfp4Blocks(QuantizedMatrix):
 
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         return {"codes": raw["codes"].flatten(-2), "scale": raw["scale"]}
+
+    def stored_parts(self) -> dict[str, str] | None:
+        return {"codes": "codes", "scale": "scale"}
 
 
 class Nvfp4Matrix(QuantizedMatrix):
