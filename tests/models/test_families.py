@@ -173,6 +173,14 @@ def test_families_are_those_of_transformers() -> None:
         tiny_model("llama")
 
 
+def test_tiny_models_of_all_families_are_small() -> None:
+    sizes = {}
+    for family, model_class in families().items():
+        with torch.device("meta"):
+            sizes[family] = sum(p.numel() for p in model_class(tiny_config(family)).parameters())
+    assert {family: size for family, size in sizes.items() if size > 1e6} == {}
+
+
 @pytest.mark.parametrize("family", SELECTED)
 def test_tiny_model_is_small_and_has_every_kind_of_layer(family: str) -> None:
     config, default = tiny_config(family), type(tiny_config(family))()
