@@ -54,7 +54,7 @@ def group(**weights: Any) -> dict[str, Any]:
 UNSUPPORTED: list[tuple[Any, str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "exl3"}, "exl3"),
-    ({}, "unknown"),
+    ({}, "an unknown method"),
     ("fp8", "not an object"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"block size \[128\]"),
     ({"quant_method": "fp8", "weight_block_size": "128"}, "block size '128'"),
