@@ -310,7 +310,17 @@ class QuantizedPair:
 def is_linear(name: str, tensor: Tensor) -> bool:
     """Select the matrices of attention, feed-forwards and experts; not embeddings, routers or the output head."""
     return tensor.ndim >= 2 and name.endswith(
-        ("proj.weight", "w1.weight", "w2.weight", "w3.weight", "gate_up_proj", "down_proj", "linear.weight")
+        (
+            "proj.weight",
+            "w1.weight",
+            "w2.weight",
+            "w3.weight",
+            "gate_up_proj",
+            "down_proj",
+            "linear.weight",
+            "w13_weight",
+            "w2_weight",
+        )
     )
 
 
@@ -323,7 +333,7 @@ def stored_name(name: str, suffix: str) -> str:
     """Return the name of a tensor of a matrix, beside `x.weight` or the fused parameter `x`."""
     if name.endswith(".weight"):
         return f"{name.removesuffix('weight')}{suffix}"
-    return f"{name}_{suffix}".replace("_weight_", "_").removesuffix("_weight")
+    return name if suffix == "weight" else f"{name}_{suffix.removeprefix('weight_')}"
 
 
 def write_pair(

@@ -114,6 +114,31 @@ def test_bench_names_the_format(invoke: Invoke, checkpoints: Path, tmp_path: Pat
     assert "experts in int8-g32 (lossless: no)" in found.out
 
 
+def test_predictability_and_traces_say_what_is_lossy(invoke: Invoke, checkpoints: Path, tmp_path: Path) -> None:
+    text, trace = tmp_path / "text", tmp_path / "trace"
+    text.write_text("the quick brown fox jumps over the lazy dog\n")
+    measure = ("predictability", *pair(checkpoints), *INT4, "--text", text, "--windows", 1, "--window", 16)
+    assert "lossless: no (experts in int4-g32)" in invoke(*measure).succeeded().out
+    record = (
+        "trace",
+        "record",
+        *pair(checkpoints),
+        *INT4,
+        "--prompts",
+        text,
+        "--max-tokens",
+        3,
+        "-k",
+        "0",
+        "-o",
+        trace,
+    )
+    assert json.loads(invoke(*record, "--json").succeeded().out)["lossless"] is False
+    replay = ("trace", "replay", trace, "--prefetch", "on-demand", "--link-gbps", 1)
+    assert json.loads(invoke(*replay, "--json").succeeded().out)["lossless"] is False
+    assert "experts in int4-g32 (lossless: no)" in invoke(*replay).succeeded().out
+
+
 def test_wrong_formats_are_refused(invoke: Invoke, checkpoints: Path) -> None:
     run = ("run", checkpoints / "target", "--prompt", "x", "--expert-format")
     invoke(*run, "int3").refused(2, "expert_format must be one of auto, bf16-packed", "not 'int3'")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import (
     Pair,
@@ -212,6 +213,18 @@ def test_weights_that_bf16_packed_would_round_are_refused(tmp_path: Path) -> Non
         generate(model, None, expert_format="bf16-packed")
     tokens, _ = generate(model, None, expert_format="bf16-packed", dtype="bfloat16")
     assert tokens == generate(model, None, dtype="bfloat16")[0]
+
+
+def test_dtype_of_experts_decides_what_is_lossless(tmp_path: Path) -> None:
+    families.save(families.tiny_model("mixtral", vocab_size=8192), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # most bytes of the file
+        stored[name] = stored[name].bfloat16()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="packs bfloat16 weights without loss"):
+        generate(tmp_path, None, expert_format="bf16-packed")
+    with LLM(str(tmp_path), None, dtype="float32", expert_format="bfloat16", progress=False) as llm:
+        assert not llm.engine.parts.models.lossless
 
 
 def test_odd_sizes_are_refused_before_anything_is_written(tmp_path: Path, home: Path) -> None:

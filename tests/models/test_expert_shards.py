@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import Pair, greedy_tokens
+from checkpoints import Pair, byte_tokenizer, greedy_tokens, qwen3_moe, seeded
+from checkpoints import save as save_checkpoint
+from quantized_checkpoints import change, is_expert, is_linear, write_pair
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError, StoreError
 from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.shards import ShardedExperts
 from spmoe.formats.dense import Dense
 from spmoe.formats.expert import ExpertFormat
+from spmoe.formats.int4 import Int4
 from spmoe.models import expert_shards
 from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.expert_formats import own_format
 from spmoe.models.expert_reader import ExpertReader
 from spmoe.models.expert_shards import find_shards, open_shards
 from spmoe.models.families import save, tiny_model
@@ -35,12 +40,14 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 class Model:
     """A checkpoint's skeleton and everything that `find_shards` takes."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32, *, packed: bool = False) -> None:
         self.checkpoint = Checkpoint.find(str(directory))
         target = Target(load_skeleton(self.checkpoint))
         self.model, self.paths = target.model, [layer.path for layer in target.moe]
         transposed: Any = target.moe[0].experts.is_transposed
         self.format = ExpertFormat(Dense(dtype), dtype, transposed)
+        if packed:
+            self.format, _ = own_format(self.checkpoint, self.model, self.paths, dtype)
         self.spec = store_spec(self.checkpoint, self.model, self.paths, dtype, self.format)
 
     def open(self) -> ShardedExperts | None:
@@ -186,3 +193,75 @@ def test_index_is_found_from_headers(directory: Path) -> None:
     assert {*index} == {*model.spec.keys()}
     used = sum(field.nbytes for field in model.spec.layout.fields)
     assert all(sum(piece.nbytes for piece in pieces) == used for pieces in index.values())
+
+
+# ---- quantized experts
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a quantized checkpoint, once per kind."""
+    root = tmp_path_factory.mktemp("quantized")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 2, "num_experts": 4}
+    save_checkpoint(seeded(qwen3_moe, 3, **sizes), root / "source", byte_tokenizer())
+    save(tiny_model("gpt_oss", hidden_size=64), root / "gpt_oss")
+
+    def write(kind: str) -> Path:
+        transposed = kind == "mxfp4"
+        source, select = (root / "gpt_oss", is_expert) if transposed else (root / "source", is_linear)
+        if not (root / kind).exists():
+            write_pair(source, root / kind, kind, select, transposed)
+        return root / kind / "packed"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "kind", ["ct-int4", "ct-int8", "ct-int8-group", "ct-mxfp4", "fp4-deepseek", "fp8-block", "mxfp4"]
+)
+def test_blobs_of_quantized_experts_are_those_of_the_conversion(kind: str, quantized: Callable[[str], Path]) -> None:
+    model = Model(quantized(kind), packed=True)
+    assert model.format.is_packed
+    shards = model.open()
+    assert shards is not None
+    for key in list(model.spec.keys()):
+        assert torch.equal(read(shards, key), model.converted(key))
+    shards.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq", "ct-int4-asym", "ct-int4-channel", "ct-fp8-channel", "ct-fp8-tensor", "modelopt-nvfp4"]
+)
+def test_parts_that_are_computed_need_a_conversion(kind: str, quantized: Callable[[str], Path]) -> None:
+    model = Model(quantized(kind), packed=True)
+    assert model.format.is_packed
+    assert find_shards(model.checkpoint, model.model, model.paths, model.format) is None
+
+
+def test_quantized_experts_in_another_format_need_a_conversion(quantized: Callable[[str], Path]) -> None:
+    model = Model(quantized("ct-int4"))
+    for format in (model.format, replace(model.format, weight=Int4(64))):
+        assert find_shards(model.checkpoint, model.model, model.paths, format) is None
+
+
+@pytest.mark.usefixtures("_large")
+def test_no_expert_file_of_quantized_experts_is_written(quantized: Callable[[str], Path], spmoe_home: Path) -> None:
+    packed, before = quantized("ct-int4"), sorted(spmoe_home.rglob("*.safetensors"))
+    with LLM(packed, device="cpu", num_speculative_tokens=0, expert_memory="30%", progress=False) as llm:
+        tokens = llm.generate([PROMPT], GREEDY)[0].token_ids
+    assert tokens == greedy_tokens(packed.parent / "dense", PROMPT, 8)
+    assert sorted(spmoe_home.rglob("*.safetensors")) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ct-int4", "3.up_proj.weight_scale"), ("mxfp4", ".down_proj_bias")])
+def test_damaged_quantized_expert_is_an_error(
+    kind: str, name: str, quantized: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(quantized(kind), tmp_path / "copy"))
+    name, tensor = next((n, t) for n, t in load_file(copy / "model.safetensors").items() if n.endswith(name))
+    tensor[-1, -1] = float("nan")
+    shards = Model(change(copy, **{name: tensor}), packed=True).open()
+    assert shards is not None  # the first experts of layers are not damaged
+    with pytest.raises(CheckpointError, match="finite"):
+        MemoryStore(shards.spec).load(shards, lambda done, total: None)
+    shards.close()

@@ -34,9 +34,11 @@ from spmoe.bench.families import (
 from spmoe.cli.main import main
 from spmoe.errors import UsageError
 from spmoe.models import inspection, kv, loaded, packed_experts, quantized_matrices
+from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import experts_modules
-from spmoe.models.families import HIDDEN, families, reference_tokens, tiny_config, tiny_model
+from spmoe.models.families import HIDDEN, families, reference_tokens, save, tiny_config, tiny_model
 from spmoe.models.runner import ModelRunner
+from spmoe.models.tiny_quantized import write_quantized
 from spmoe.types import PrefetchRequests
 
 SELECTED = (
@@ -169,6 +171,14 @@ def test_families_are_those_of_transformers() -> None:
     assert not {"llama", "mistral", "qwen3", "gpt2"} & found.keys(), "dense models have no experts"
     with pytest.raises(UsageError, match="llama is not an MoE family"):
         tiny_model("llama")
+
+
+def test_tiny_models_of_all_families_are_small() -> None:
+    sizes = {}
+    for family, model_class in families().items():
+        with torch.device("meta"):
+            sizes[family] = sum(p.numel() for p in model_class(tiny_config(family)).parameters())
+    assert {family: size for family, size in sizes.items() if size > 1e6} == {}
 
 
 @pytest.mark.parametrize("family", SELECTED)
@@ -366,6 +376,15 @@ def only(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_formats_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only("gptq", "mxfp4", monkeypatch=monkeypatch)
     assert check_formats("gpt_oss", tmp_path) == FormatsResult("gpt_oss", {"gptq": NO_LAYOUT, "mxfp4": OK})
+
+
+def test_fused_parameters_that_are_called_weight_are_quantized(tmp_path: Path) -> None:
+    save(tiny_model("inkling2_text"), tmp_path / "source")
+    assert write_quantized(tmp_path / "source", tmp_path / "packed", tmp_path / "dense", "int8")
+    source, packed = (Checkpoint.find(str(tmp_path / name)) for name in ("source", "packed"))
+    experts = {name for name in source.tensors if ".experts.w" in name}
+    assert experts
+    assert experts <= packed.matrices.keys()
 
 
 def test_wrong_zero_points_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

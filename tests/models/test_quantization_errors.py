@@ -54,7 +54,7 @@ def group(**weights: Any) -> dict[str, Any]:
 UNSUPPORTED: list[tuple[Any, str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "exl3"}, "exl3"),
-    ({}, "unknown"),
+    ({}, "an unknown method"),
     ("fp8", "not an object"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"block size \[128\]"),
     ({"quant_method": "fp8", "weight_block_size": "128"}, "block size '128'"),
@@ -173,21 +173,30 @@ IN_HEADERS: dict[str, tuple[str, Damage, str]] = {
     "gptq with other bits": ("gptq", config(gptq_config(8, 32, True)), "scales for 48 inputs"),
     "gptq with short zero points": ("gptq-asym", put(".qzeros", lambda t: t[:, :-1].contiguous()), "qzeros has shape"),
     "gptq codes that are floats": ("gptq", put(".qweight", lambda t: t.float()), "stored as F32"),
+    "gptq zero points that are floats": ("gptq", put(".qzeros", lambda t: t.float()), "qzeros is stored as F32"),
+    "gptq groups that are floats": ("gptq", put(".g_idx", lambda t: t.float()), "g_idx is stored as F32"),
     "gptq codes beside weights": ("gptq", add(f"{EXPERT}.weight", torch.ones(96, 64)), "both .*weight and .*qweight"),
     "gptq scales without codes": ("gptq", drop(".qweight"), "no quantized weight that it belongs to"),
     "gptq without rows": ("gptq", put(".qweight", lambda t: t[:0]), r"has shape \[0, 96\]"),
     "awq without scales": ("awq", drop(".scales"), "lacks the scale"),
     "awq with another group size": ("awq", config({**AWQ, "group_size": 64}), "groups of 32"),
+    "awq zero points that are floats": ("awq", put(".qzeros", lambda t: t.float()), "qzeros is stored as F32"),
     "int4 without scales": ("ct-int4", drop(".weight_scale"), "lacks the scale"),
     "int4 with another group size": ("ct-int4", config(integers("pack-quantized", 4, 64)), "as groups of 32 have"),
     "int4 declared asymmetric": ("ct-int4", config(integers("pack-quantized", 4, 32, False)), "no zero points"),
     "int4 declared symmetric": ("ct-int4-asym", config(integers("pack-quantized", 4, 32)), "has zero points, but"),
+    "int4 zero points that are floats": (
+        "ct-int4-asym", put(".weight_zero_point", lambda t: t.float()), "zero_point is stored as F32"
+    ),
     "int4 declared as floats": ("ct-int4", config(KINDS["ct-fp8-channel"].config), "stored as integers"),
     "int4 in an ignored module": (
         "ct-int4", config({**KINDS["ct-int4"].config, "ignore": [DENSE]}), f"{re.escape(DENSE)} is quantized, but"
     ),
     "int8 without scales": ("ct-int8", drop(".weight_scale"), "lacks the scale"),
     "int8 with few scales": ("ct-int8", put(".weight_scale", lambda t: t[::2].contiguous()), "_scale has shape"),
+    "int8 with unsigned zero points": (
+        "ct-int8-asym", put(".weight_zero_point", lambda t: t.view(torch.uint8)), "zero_point is stored as U8"
+    ),
     "mxfp4 with scales of nvfp4": (
         "ct-mxfp4", put(".weight_scale", lambda t: t.view(torch.float8_e4m3fn)), "stored as F8_E4M3"
     ),

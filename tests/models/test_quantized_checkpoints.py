@@ -35,6 +35,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: seeded(mixtral, 4, intermediate_size=96, **SIZES),
     "gpt_oss": lambda: tiny_model("gpt_oss", hidden_size=64),
     "granitemoe": lambda: tiny_model("granitemoe", hidden_size=64, intermediate_size=32),
+    "inkling2_text": lambda: tiny_model("inkling2_text"),
 }
 LINEAR_KINDS = [kind for kind in KINDS if kind != "mxfp4"]
 FUSED_KINDS = ["fp8-block", "ct-fp8-tensor", "ct-int4-asym", "ct-int8-group", "ct-nvfp4", "gptq-asym", "awq"]
@@ -116,6 +117,16 @@ def test_every_kind_is_read_per_expert(kind: str, make_pair: Make) -> None:
     check_experts(pair, kind)
 
 
+@pytest.mark.parametrize("kind", ["gptq-asym", "awq", "ct-int4-asym"])
+def test_words_may_be_unsigned(kind: str, make_pair: Make, tmp_path: Path) -> None:
+    pair = make_pair(kind)
+    copy = Path(shutil.copytree(pair.packed, tmp_path / "packed"))
+    words = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
+    stored = load_file(copy / "model.safetensors")
+    change(copy, **{name: one.view(torch.uint32) for name, one in stored.items() if name.endswith(words)})
+    check_tensors(QuantizedPair(copy, pair.dense), kind)
+
+
 @pytest.mark.parametrize("kind", FUSED_KINDS)
 def test_kinds_are_read_from_fused_tensors(kind: str, make_pair: Make) -> None:
     pair = make_pair(kind, layout="fused")
@@ -126,7 +137,10 @@ def test_kinds_are_read_from_fused_tensors(kind: str, make_pair: Make) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    [("mxfp4", "gpt_oss"), ("ct-int4", "mixtral"), ("ct-fp8-channel", "granitemoe"), ("gptq-asym", "granitemoe")],
+    [
+        *(("mxfp4", "gpt_oss"), ("ct-int4", "mixtral"), ("ct-fp8-channel", "granitemoe"), ("gptq-asym", "granitemoe")),
+        *(("ct-int8", "inkling2_text"), ("gptq-asym", "inkling2_text")),  # its parameters are called `w13_weight`
+    ],
 )
 def test_families_with_other_layouts(kind: str, family: str, make_pair: Make) -> None:
     pair = make_pair(kind, family)

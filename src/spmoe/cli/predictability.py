@@ -96,6 +96,8 @@ def predictability(
         console.print(
             f"greedy agreement {100 * result.greedy_agreement:.1f}%, sampling acceptance "
             f"{100 * result.sampling_acceptance:.1f}%, {result.tokens} tokens"
+            + ("" if result.lossless else f"; lossless: no (experts in {result.expert_format})"),
+            soft_wrap=True,
         )
         console.print(_LEGEND, style="dim", soft_wrap=True)
 

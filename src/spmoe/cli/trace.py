@@ -100,7 +100,7 @@ def record_trace(
     size = output.stat().st_size
     facts = {"file": str(output), "bytes": size, "steps": len(recorded), "verified_steps": recorded.verified}
     if as_json:
-        print(json.dumps({**facts, "live": recorded.about["live"]}))
+        print(json.dumps({**facts, "lossless": _is_lossless(recorded), "live": recorded.about["live"]}))
     else:
         counts = f"{len(recorded)} steps, {recorded.verified} of them with a draft"
         message = "interrupted; " * stopped + f"wrote {counts} to {output} ({size / 1e6:.1f} MB)"
@@ -212,7 +212,7 @@ def replay_trace(
     ranked = sorted(zip(rank(results), results, strict=True), key=lambda one: one[0])
     if as_json:
         for place, result in ranked:
-            print(json.dumps({**result.to_dict(), "rank": place}))
+            print(json.dumps({**result.to_dict(), "rank": place, "lossless": _is_lossless(recorded)}))
     else:
         table, console = _table(ranked), Console(highlight=False, markup=False, emoji=False)
         console.width = max(console.width, Console(width=1000).measure(table).maximum)  # never wrap a row
@@ -255,7 +255,13 @@ def _recorded_line(recorded: Trace) -> str:
         f"recorded: {options.get('prefetch')}, {options.get('eviction')}, {recorded.shape.slots} slots: step "
         f"{1e3 * live['seconds'] / live['steps']:.2f} ms, stall {1e3 * live['stall_seconds'] / live['steps']:.2f} ms, "
         f"{loads / max(1, live['tokens']):.2f} loads/token"
+        + ("" if _is_lossless(recorded) else f", experts in {options.get('expert_format')} (lossless: no)")
     )
+
+
+def _is_lossless(recorded: Trace) -> bool:
+    """Return whether the recorded run had the checkpoint's weights."""
+    return bool((recorded.about.get("options") or {}).get("lossless", True))
 
 
 def _label(config: ReplayConfig) -> str:

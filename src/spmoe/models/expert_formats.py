@@ -94,11 +94,12 @@ def expert_parameters(model: Any, paths: list[str]) -> int:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype of most bytes of a checkpoint's weights; None for quantized ones."""
+    """Return the dtype of most bytes of a checkpoint's experts, or of all weights if no name tells; None: quantized."""
     if checkpoint.quantization is not None:  # its other tensors may be more, and have another dtype
         return None
     sizes = Counter[str]()
-    for tensor in checkpoint.tensors.values():
+    experts = [tensor for name, tensor in checkpoint.tensors.items() if "experts" in name]
+    for tensor in experts or checkpoint.tensors.values():
         sizes[tensor.dtype] += tensor.nbytes
     return _STORED_TYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 

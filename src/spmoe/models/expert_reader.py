@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,17 +67,9 @@ class ExpertReader:
             }
             self._format.convert(tensors, fields)
             return
-        try:
+        with _checkpoint_error(self._checkpoint, key, path):
             self._format.write(self._read_packed(path, shapes, key.expert, dtype), fields)
-            self._format.check(fields, shapes)
-        except ValueError as error:
-            raise CheckpointError(
-                f"expert {key.expert} of {path} in {self._checkpoint.name} cannot be used: {error}; download the "
-                "checkpoint again"
-            ) from error
-        if dtype == torch.float16:  # the only dtype with a smaller range than scales have
-            for name, tensor in self._format.dequantize(fields).items():
-                require_finite(self._checkpoint, f"{path}.{name} (expert {key.expert})", tensor)
+        check_packed(self._checkpoint, self._format, key, path, fields, shapes)
 
     def _read_packed(
         self, path: str, shapes: Mapping[str, tuple[int, ...]], expert: int, dtype: torch.dtype
@@ -109,3 +102,30 @@ class ExpertReader:
             )
         require_finite(self._checkpoint, f"{target} (expert {expert})", tensor)
         return tensor
+
+
+def check_packed(
+    checkpoint: Checkpoint,
+    format: ExpertFormat,
+    key: ExpertKey,
+    path: str,
+    fields: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise CheckpointError if a blob in the checkpoint's own packed format is damaged; `path` is the module's."""
+    with _checkpoint_error(checkpoint, key, path):
+        format.check(fields, shapes)
+    if format.dtype == torch.float16:  # the only dtype with a smaller range than scales have
+        for name, tensor in format.dequantize(fields).items():
+            require_finite(checkpoint, f"{path}.{name} (expert {key.expert})", tensor)
+
+
+@contextmanager
+def _checkpoint_error(checkpoint: Checkpoint, key: ExpertKey, path: str) -> Iterator[None]:
+    """Turn ValueError into a CheckpointError that names the expert."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"expert {key.expert} of {path} in {checkpoint.name} cannot be used: {error}; download the checkpoint again"
+        ) from error

@@ -15,8 +15,10 @@ from spmoe.experts.shards import Piece, ShardedExperts
 from spmoe.experts.store import FillBlob, StoreSpec
 from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.expert_sources import ExpertSources
-from spmoe.models.tensors import is_finite
+from spmoe.models.expert_reader import check_packed
+from spmoe.models.expert_sources import ExpertSources, StoredExpert
+from spmoe.models.packed_experts import PackedExperts
+from spmoe.models.tensors import CheckpointTensors, require_finite
 from spmoe.system.headers import StoredTensor, read_header
 from spmoe.types import ExpertKey
 
@@ -30,30 +32,41 @@ def find_shards(checkpoint: Checkpoint, model: Any, paths: list[str], format: Ex
     """Return where the bytes of every blob are in the checkpoint's files, or None if blobs need a conversion.
 
     Reads headers only. A conversion rule that joins tensors one after the other is recognized by its result for small
-    tensors; a rule that does anything else, another dtype, and quantized weights need a conversion.
+    tensors. A rule that does anything else, another dtype or format, and parts that are computed need a conversion.
     """
-    if checkpoint.random or checkpoint.download_bytes or checkpoint.quantization is not None or format.is_packed:
+    if checkpoint.random or checkpoint.download_bytes or format.is_packed != bool(checkpoint.matrices):
         return None
-    sources = ExpertSources(checkpoint, model, paths, list(checkpoint.tensors))
+    sources = ExpertSources(checkpoint, model, paths, CheckpointTensors(checkpoint).names)
+    packed = PackedExperts(checkpoint, model, sources) if format.is_packed else None
+    if packed is not None and packed.format != format.weight:
+        return None
     index: dict[ExpertKey, tuple[Piece, ...]] = {}
     for layer, path in enumerate(paths):
         shapes = expert_shapes(model.get_submodule(path))
         fields = {field.name: field for field in format.layout(shapes).fields}
-        orders = {name: _order(checkpoint, sources, f"{path}.{name}") for name in shapes}
+        orders = {name: _order(checkpoint, sources, f"{path}.{name}") for name in shapes if name in fields}
         for expert in range(next(iter(model.get_submodule(path).spmoe_shapes.values()))[0]):
-            pieces: list[Piece] = []
-            for name, shape in shapes.items():
-                order = orders[name]
-                if order is None:
-                    return None
-                start = fields[name].offset
-                for number in order:
-                    tensor, piece = _piece(checkpoint, *sources.of(f"{path}.{name}")[number].place(expert), start)
-                    if _STORED_TYPES.get(tensor) is not format.dtype:
+            tensors: dict[str, list[StoredExpert]] = {}  # by field
+            for name in shapes:
+                if name not in fields:  # a packed projection
+                    parts = None if packed is None else packed.stored_parts(f"{path}.{name}", expert)
+                    if parts is None:
                         return None
-                    pieces.append(piece)
-                    start += piece.nbytes
-                if start - fields[name].offset != format.dtype.itemsize * math.prod(shape):
+                    tensors |= {f"{name}.{part}": found for part, found in parts.items()}
+                elif (order := orders[name]) is None:
+                    return None
+                else:
+                    tensors[name] = [sources.of(f"{path}.{name}")[number].place(expert) for number in order]
+                    stored = {checkpoint.tensors[found].dtype for found, _ in tensors[name]}
+                    if {_STORED_TYPES.get(dtype) for dtype in stored} != {format.dtype}:
+                        return None
+            pieces: list[Piece] = []
+            for name, found in tensors.items():
+                start = fields[name].offset
+                for tensor, number in found:
+                    pieces.append(_piece(checkpoint.tensors[tensor], number, start))
+                    start += pieces[-1].nbytes
+                if start != fields[name].offset + fields[name].nbytes:
                     return None  # the reader explains what is wrong
             index[ExpertKey(layer, expert)] = tuple(pieces)
     return index
@@ -81,16 +94,13 @@ def open_shards(
         return None
     modules = [model.get_submodule(path) for path in paths]
 
-    def views(key: ExpertKey, blob: Tensor) -> Mapping[str, Tensor]:
-        return format.views(spec.layout.views(blob), expert_shapes(modules[key.layer]))
-
     def check(key: ExpertKey, blob: Tensor) -> None:
-        for name, view in views(key, blob).items():
-            if not is_finite(view):
-                raise CheckpointError(
-                    f"{paths[key.layer]}.{name} (expert {key.expert}) of {checkpoint.name} holds values that are not "
-                    f"finite in {str(view.dtype)[6:]}; the checkpoint is damaged"
-                )
+        path, shapes = paths[key.layer], expert_shapes(modules[key.layer])
+        fields = format.views(spec.layout.views(blob), shapes)
+        if format.is_packed:
+            check_packed(checkpoint, format, key, path, fields, shapes)
+        for name in shapes.keys() & fields.keys():  # dense tensors, and biases
+            require_finite(checkpoint, f"{path}.{name} (expert {key.expert})", fields[name])
 
     experts = ShardedExperts(checkpoint.directory, spec, index, check)
     try:
@@ -146,10 +156,9 @@ def _order(checkpoint: Checkpoint, sources: ExpertSources, target: str) -> list[
     return order if sorted(order) == [*range(len(found))] and torch.equal(joined, torch.cat(expected)) else None
 
 
-def _piece(checkpoint: Checkpoint, name: str, expert: int | None, start: int) -> tuple[str, Piece]:
-    """Return the stored dtype of a tensor, and the piece that it, or one expert's slice of it, is."""
-    stored = checkpoint.tensors[name]
+def _piece(stored: StoredTensor, expert: int | None, start: int) -> Piece:
+    """Return the piece that a tensor is, or one expert's slice of it."""
     if expert is None:
-        return stored.dtype, Piece(stored.file, stored.offset, stored.nbytes, start)
+        return Piece(stored.file, stored.offset, stored.nbytes, start)
     nbytes = stored.nbytes // stored.shape[0]
-    return stored.dtype, Piece(stored.file, stored.offset + expert * nbytes, nbytes, start)
+    return Piece(stored.file, stored.offset + expert * nbytes, nbytes, start)

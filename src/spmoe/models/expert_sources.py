@@ -12,6 +12,8 @@ from spmoe.errors import CheckpointError
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.tensors import natural
 
+StoredExpert = tuple[str, int | None]  # a tensor of an expert, and the expert's index if the tensor holds all experts
+
 
 class Source:
     """Tensors that one part of a fused parameter comes from: one per expert, or one that holds all experts."""
@@ -21,8 +23,8 @@ class Source:
         self.names = names  # by expert, or only one
         self.fused = fused
 
-    def place(self, expert: int) -> tuple[str, int | None]:
-        """Return the tensor of an expert, and its index there if the tensor holds all experts."""
+    def place(self, expert: int) -> StoredExpert:
+        """Return where an expert is stored."""
         return (self.names[0], expert) if self.fused else (self.names[expert], None)
 
 

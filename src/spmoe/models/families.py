@@ -104,6 +104,10 @@ _SLIDING_WINDOW = {
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {
+        **{"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
+    },
     "gemma4_text": {
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 8,

@@ -19,7 +19,7 @@ from spmoe.errors import CheckpointError
 from spmoe.formats.base import Parts, WeightFormat
 from spmoe.formats.fp8 import Fp8
 from spmoe.models.checkpoint import Checkpoint
-from spmoe.models.expert_sources import ExpertSources, Source
+from spmoe.models.expert_sources import ExpertSources, Source, StoredExpert
 from spmoe.models.quantized_matrices import QuantizedMatrix
 from spmoe.models.tensors import CheckpointTensors
 
@@ -49,6 +49,24 @@ class PackedExperts:
             # one-byte floats cannot be indexed everywhere
             joined = {name: part.view(_bits(part.dtype))[order].view(part.dtype) for name, part in joined.items()}
         return joined
+
+    def stored_parts(self, target: str, expert: int) -> dict[str, list[StoredExpert]] | None:
+        """Return the stored tensors that make up each part of one expert's projection, one after the other.
+
+        Each has the expert's index if it holds all experts. None: a part is computed, or outputs are reordered.
+        """
+        if self._orders[target] is not None:
+            return None
+        found: dict[str, list[StoredExpert]] = {}
+        for source in self._sources.of(target):
+            name, index = source.place(expert)
+            matrix = self._checkpoint.matrices[name]
+            roles = matrix.stored_parts() if matrix.format == self.format else None
+            if roles is None:
+                return None
+            for part, role in roles.items():
+                found.setdefault(part, []).append((matrix.sources[role], index))
+        return found
 
     def _read_matrix(self, tensors: CheckpointTensors, name: str, expert: int | None) -> Parts:
         parts, stored = tensors.read_parts(name, expert), self._checkpoint.matrices[name].format

@@ -100,7 +100,7 @@ def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | N
     if declared is None:
         return None
     if not isinstance(declared, dict):
-        raise UnreadableError("unknown, since quantization_config is not an object")
+        raise UnreadableError("an unknown method, since quantization_config is not an object")
     method = declared.get("quant_method")
     if method is None and "quant_algo" in declared:
         method = "modelopt"
@@ -108,7 +108,7 @@ def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | N
         method = "compressed-tensors"
     parse = _METHODS.get(str(method))
     if parse is None:
-        raise UnreadableError(str(method or "unknown"))
+        raise UnreadableError(str(method or "an unknown method"))
     try:
         return parse(declared)
     except re.error as error:

@@ -88,6 +88,10 @@ class QuantizedMatrix(ABC):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         """Return the parts of one matrix in `format`."""  # raw: stored tensors by role, of one expert
 
+    def stored_parts(self) -> dict[str, str] | None:
+        """Return, for each part of `format`, the role of the tensor that holds its bytes; None if one is computed."""
+        return None
+
     def dense(self, raw: Mapping[str, Tensor]) -> Tensor:
         """Return one matrix in float32."""  # -> [out, in]
         if self.format is None:
@@ -169,6 +173,14 @@ class _Integers(QuantizedMatrix):
         zero, scale = (one.float().repeat_interleave(self.group, dim=1)[:, : self.ins] for one in (zero, scale))
         return (codes.float() - zero) * scale
 
+    def require_words(self) -> None:
+        """Raise ValueError unless codes and zero points are stored as 32-bit words, and the index as integers."""
+        self.require_dtype("codes", "I32", "U32")
+        if "zeros" in self.sources:
+            self.require_dtype("zeros", "I32", "U32")
+        if "index" in self.sources:
+            self.require_dtype("index", "I32", "I64")
+
     def require_groups(self, scale: tuple[int, ...], inputs_last: bool) -> None:
         """Set `group`; raise ValueError if there are not as many scales as the declared group size needs."""
         if len(scale) != 2:
@@ -204,7 +216,7 @@ class GptqMatrix(_Integers):
     zero_offset: ClassVar[int] = 0
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         words, self.outs = self.shape("codes")
         pack = WORD_BITS // self.scheme.bits
         self.ins = words * pack
@@ -225,7 +237,7 @@ class GptqMatrix(_Integers):
         self.require_contiguous_groups(raw)
         zero = None
         if "zeros" in raw:
-            codes = unpack_words(raw["zeros"], bits, 1)[:, : self.outs]
+            codes = unpack_words(raw["zeros"].view(torch.int32), bits, 1)[:, : self.outs]
             zero = (codes + self.zero_offset).T.contiguous()
         if self.symmetric and zero is not None:
             self.require_symmetric(zero)
@@ -247,7 +259,7 @@ class AwqMatrix(_Integers):
     optional = ("zeros:qzeros",)
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         self.ins, words = self.shape("codes")
         self.outs = words * len(AWQ_ORDER)
         self.symmetric = self.scheme.symmetric
@@ -279,7 +291,7 @@ class PackedIntMatrix(_Integers):
     optional = ("zeros:weight_zero_point", "shape:weight_shape", "index:weight_g_idx")
 
     def inspect(self) -> None:
-        self.require_dtype("codes", "I32", "U32")
+        self.require_words()
         if self.scheme.kind != "int":
             raise ValueError(f"{self.sources['codes']} is stored as integers, but declared as {self.scheme}")
         self.outs, words = self.shape("codes")
@@ -314,6 +326,11 @@ class PackedIntMatrix(_Integers):
             zero = unpack_words(raw["zeros"].view(torch.int32), self.scheme.bits, 0)[: self.outs].contiguous()
         return words_as_bytes(raw["codes"].view(torch.int32)), scale, zero
 
+    def stored_parts(self) -> dict[str, str] | None:
+        # the lowest byte of a word comes first in a file: words of 4-bit codes are packed pairs
+        plain = isinstance(self.format, Int4) and self.format.group == self.scheme.group and self.symmetric
+        return {"codes": "codes", "scale": "scale"} if plain and "index" not in self.sources else None
+
 
 class Int8Matrix(QuantizedMatrix):
     """Codes int8 [out, in], scales one per matrix, [out, 1] or [out, groups], perhaps zero points int8 alike."""
@@ -332,6 +349,7 @@ class Int8Matrix(QuantizedMatrix):
         if not self.scheme.symmetric and "zeros" not in self.sources:
             raise ValueError(f"{self.sources['codes']} has no zero points, but is declared as asymmetric")
         if "zeros" in self.sources:
+            self.require_dtype("zeros", "I8")
             self.require_shape("zeros", (self.outs, groups), *single)
         dtype = self.scale_dtype()
         self.format = None if "zeros" in self.sources else Int8(self.scheme.group or 0, dtype)
@@ -347,6 +365,11 @@ class Int8Matrix(QuantizedMatrix):
             for role in ("zeros", "scale")
         )
         return (raw["codes"].float() - zero) * scale
+
+    def stored_parts(self) -> dict[str, str] | None:
+        scales = self.outs * group_count(self.ins, self.group)
+        plain = self.format is not None and math.prod(self.shape("scale")) == scales
+        return {"weight": "codes", "scale": "scale"} if plain else None
 
     def _by_group(self, values: Tensor) -> Tensor:
         """Return one value per output and group."""
@@ -388,8 +411,15 @@ class Fp8Matrix(QuantizedMatrix):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         scale = raw["scale"]
         scale = _powers_of_two(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
-        blocks = (-(-self.outs // self.rows), -(-self.ins // (self.columns or self.ins)))
-        return {"weight": raw["codes"], "scale": scale.reshape(-1, blocks[1]).expand(blocks).contiguous()}
+        return {"weight": raw["codes"], "scale": scale.reshape(-1, self._blocks[1]).expand(self._blocks).contiguous()}
+
+    def stored_parts(self) -> dict[str, str] | None:
+        plain = self._tensors["scale"].dtype == "F32" and math.prod(self.shape("scale")) == math.prod(self._blocks)
+        return {"weight": "codes", "scale": "scale"} if plain else None
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        return -(-self.outs // self.rows), -(-self.ins // (self.columns or self.ins))
 
 
 class Mxfp4Matrix(QuantizedMatrix):
@@ -414,6 +444,9 @@ class Mxfp4Matrix(QuantizedMatrix):
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         return {"codes": raw["codes"].view(torch.uint8), "scale": raw["scale"].view(torch.uint8)}
 
+    def stored_parts(self) -> dict[str, str] | None:
+        return {"codes": "codes", "scale": "scale"}
+
 
 class Mxfp4Blocks(QuantizedMatrix):
     """MXFP4 of gpt-oss: codes [out, in / 32, 16], scales [out, in / 32]; the dense tensor is [in, out]."""
@@ -434,6 +467,9 @@ class Mxfp4Blocks(QuantizedMatrix):
 
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         return {"codes": raw["codes"].flatten(-2), "scale": raw["scale"]}
+
+    def stored_parts(self) -> dict[str, str] | None:
+        return {"codes": "codes", "scale": "scale"}
 
 
 class Nvfp4Matrix(QuantizedMatrix):

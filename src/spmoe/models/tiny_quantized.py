@@ -184,4 +184,4 @@ def _name(dense: str, suffix: str) -> str:
     """Return the name of a tensor of a matrix that stands for `x.weight`, or for the fused parameter `x`."""
     if dense.endswith(".weight"):
         return f"{dense.removesuffix('weight')}{suffix}"
-    return f"{dense}_{suffix}".replace("_weight_", "_").removesuffix("_weight")
+    return dense if suffix == "weight" else f"{dense}_{suffix.removeprefix('weight_')}"
