@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from spmoe.gc_pause import gc_paused
 
 # one thread per worker is fastest, in this process and in those that tests start; numpy reads it when it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +37,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # keep the order below
     return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Pause garbage collection while test modules are imported, and leave out what they import in later collections."""
+    with gc_paused():
+        result = yield
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -47,3 +49,30 @@ def test_pause_outlasts_that_of_another_thread() -> None:
         thread.join()
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_imports_of_the_engine_are_left_out_of_garbage_collection() -> None:
+    """With a module in the engine's place, that notes whether collection is enabled while it is imported."""
+    script = """
+import gc, sys
+from importlib.machinery import ModuleSpec
+
+class Engine:
+    def find_spec(self, name, path, target=None):
+        return ModuleSpec(name, self) if name == "spmoe.engine.llm" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.objects, module.collecting = [{} for _ in range(1000)], gc.isenabled()
+
+sys.meta_path.insert(0, Engine())
+from spmoe.cli.interrupts import import_engine
+import_engine()
+frozen = gc.get_freeze_count()
+print(sys.modules["spmoe.engine.llm"].collecting, frozen >= 1000, gc.isenabled())
+kept = [[] for _ in range(1000)]
+import_engine()
+print(gc.get_freeze_count() <= frozen)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True", "True", "True"], done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,11 @@ def test_nothing_is_written(tmp_path: Path, spmoe_home: Path) -> None:
         llm.generate([PROMPT], GREEDY)
     assert [path.name for path in directory.iterdir()] == ["config.json"]
     assert sorted(spmoe_home.rglob("*.safetensors")) == before
+
+
+def test_log_says_how_long_filling_the_store_took(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "spmoe"), load(write_config(tmp_path / "model", "mixtral")):
+        assert re.search(r"filled the store with \d+\.\d GB of experts in \d+\.\d s", caplog.text)
 
 
 def test_every_report_says_that_weights_are_random(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmoe.errors import CheckpointError
 from spmoe.system import origin
-from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
+from spmoe.system.headers import INDEX, StoredTensor, parse_header, read_header, weight_files
 from spmoe.system.origin import Origin, OriginState, fingerprint
 
 EXPERTS, ROWS, COLUMNS = 8, 64, 512  # of F32: 128 KiB per expert, 1 MiB per fused tensor
@@ -197,3 +197,15 @@ def test_offsets_are_those_in_the_file(tmp_path: Path) -> None:
     tensors = read_header(model, "model.safetensors")
     size = (model / "model.safetensors").stat().st_size
     assert [(t.offset, t.nbytes) for t in tensors.values()] == [(size - 52, 12), (size - 40, 40)]
+
+
+def test_header_is_parsed_once_while_the_file_stays_the_same(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", PER_EXPERT)
+    parse_header.cache_clear()
+    tensors = read_header(model, "model.safetensors")
+    fingerprint(model)
+    assert read_header(model, "model.safetensors") is tensors
+    assert parse_header.cache_info().misses == 1
+    shutil.rmtree(model)
+    write_checkpoint(model, FUSED)
+    assert set(read_header(model, "model.safetensors")) == set(FUSED)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from spmoe.gc_pause import gc_paused
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -36,10 +40,15 @@ def nothing_to_clean_up() -> Iterator[None]:
 def import_engine() -> None:
     """Import torch and all that needs it, which takes seconds. Call this before other imports that need torch.
 
-    torch aborts if a KeyboardInterrupt comes while it is imported; here Ctrl-C ends the process.
+    torch aborts if a KeyboardInterrupt comes while it is imported; here Ctrl-C ends the process. Imports make a million
+    objects that stay. So garbage collection is paused meanwhile, and later collections leave them out.
     """
-    with nothing_to_clean_up():
+    if "spmoe.engine.llm" in sys.modules:
+        return
+    with nothing_to_clean_up(), gc_paused():
         import spmoe.engine.llm  # noqa: F401
+
+        gc.freeze()
 
 
 @contextmanager

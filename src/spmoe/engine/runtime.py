@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_transfer import CudaTransfer
     from spmoe.backends.graphs import GraphRecorder
     from spmoe.backends.residency import CudaResidency
+
+log = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 2e-4  # the interpreter's default of 5 ms is longer than a layer takes
 
@@ -129,7 +133,7 @@ def _memory_store(config: EngineConfig, models: LoadedModels, require_wanted: Ca
 def _fill(store: MemoryStore, config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> None:
     """Fill a store in memory: with the checkpoint's own bytes if they need no conversion."""
     label = "Making random experts" if models.checkpoint.random else "Reading experts into memory"
-    shards = models.open_shards()
+    shards, started = models.open_shards(), time.monotonic()
     with progress_bar(label, config.progress, unit_bytes=models.spec.layout.nbytes) as report:
 
         def report_if_wanted(done: int, total: int) -> None:
@@ -141,11 +145,13 @@ def _fill(store: MemoryStore, config: EngineConfig, models: LoadedModels, requir
             expert_bytes = 0 if models.checkpoint.random else models.dense_expert_bytes
             with models.experts() as fill:
                 store.fill(fill, report_if_wanted, expert_bytes)
-            return
-        try:
-            store.load(shards, report_if_wanted)
-        finally:
-            shards.close()
+        else:
+            try:
+                store.load(shards, report_if_wanted)
+            finally:
+                shards.close()
+    size, seconds = models.spec.nbytes / 1e9, time.monotonic() - started
+    log.info("filled the store with %.1f GB of experts in %.1f s (%.2f GB/s)", size, seconds, size / seconds)
 
 
 def _cuda_runtime(

@@ -10,7 +10,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any
 
 from spmoe.errors import CheckpointError
@@ -21,6 +23,7 @@ _SINGLE = "model.safetensors"
 _OTHER_FORMATS = (".bin", ".pth", ".pt", ".msgpack", ".h5", ".onnx")
 _SIZE_BYTES = 8  # length of the header, at the start of a file
 _MAX_HEADER = 100_000_000  # limit of the format
+_CACHED_HEADERS = 64  # parsed ones; the files of a checkpoint or two
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -83,7 +86,7 @@ def _is_inside(name: str) -> bool:
     )
 
 
-def read_header(directory: Path, file: str) -> dict[str, StoredTensor]:
+def read_header(directory: Path, file: str) -> Mapping[str, StoredTensor]:
     """Read the header of a local safetensors file, and check the file's length. Raises ValueError if it is damaged."""
     return parse_header(file, *read_raw_header(directory / file))
 
@@ -98,8 +101,13 @@ def read_raw_header(path: Path) -> tuple[bytes, int]:
         return opened.read(length), size
 
 
-def parse_header(file: str, text: bytes, size: int) -> dict[str, StoredTensor]:
-    """Return the tensors that a header describes; raise ValueError unless they fit a file of `size` bytes."""
+@lru_cache(_CACHED_HEADERS)
+def parse_header(file: str, text: bytes, size: int) -> Mapping[str, StoredTensor]:
+    """Return the tensors that a header describes; raise ValueError unless they fit a file of `size` bytes.
+
+    Headers are read several times, to find a checkpoint, for its fingerprint and when its files are opened. Parsing
+    takes longer than reading, so results are cached by the text.
+    """
     header = decode_json(text)
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -121,7 +129,7 @@ def parse_header(file: str, text: bytes, size: int) -> dict[str, StoredTensor]:
         end = max(end, last)
     if size != start + end:
         raise ValueError(f"it has {size} bytes and should have {start + end}")
-    return tensors
+    return MappingProxyType(tensors)
 
 
 def _are_sizes(values: Any, most: int) -> bool:
