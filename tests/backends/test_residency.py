@@ -28,7 +28,7 @@ from spmoe.backends.cuda_transfer import CudaTransfer
 from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET
 from spmoe.backends.residency import CudaResidency, FollowedForward, follow_layer
 from spmoe.errors import TransferError
-from spmoe.experts import access
+from spmoe.experts import access, run_ahead
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.observe.clock import RealClock
@@ -68,7 +68,7 @@ class Program:
         self.residency = CudaResidency([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
         self.residency._fence = self  # type: ignore[assignment]
         waiting = SimpleNamespace(sleep=lambda seconds: self.run_others(at_least=1), monotonic=lambda: 0.0)
-        for module in (residency, access, cuda_transfer):
+        for module in (residency, access, cuda_transfer, run_ahead):
             monkeypatch.setattr(module, "time", waiting)
         rules = make_eviction(eviction, [EXPERTS] * LAYERS)
         self.experts = Experts.build(
