@@ -260,7 +260,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"stop must be text or a list of texts, not {value!r}")
     if not all(texts):
-        raise UsageError("stop must not have empty texts")
+        raise UsageError("stop must not contain an empty string")
     return texts
 
 

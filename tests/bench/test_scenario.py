@@ -164,7 +164,7 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
     assert [(one.prefetch, one.draft_tokens) for one in make_configs([HALF], second.policy_pairs, [1, 2])] == [
         ("draft-gate", 1), ("draft-gate", 2), ("on-demand", 0)
     ]  # fmt: skip
-    assert len(make_workloads(first)) == 4 * 2 * 3 * 3 * 3
+    assert len(make_workloads(first)) == 4 * 2 * 3 * 2 * 3 * 3
     assert len(make_workloads(second)) == 2
 
 

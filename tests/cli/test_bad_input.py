@@ -370,7 +370,7 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
         (("--num-speculative-tokens", "65"), ("num_speculative_tokens", "from 0 to 64")),
         (("--link-gbps", "0"), ("link_gbps", "above 0")),
         (("--seed", "-1"), ("seed", "from 0")),
-        (("--stop", ""), ("stop string", "not be empty")),
+        (("--stop", ""), ("stop", "empty string")),
         (("--wobble",), ("--wobble", "`spmoe run --help`")),
         (("--max-tokens",), ("--max-tokens", "--help")),
         (("one", "too many"), ("one too many", "--help")),

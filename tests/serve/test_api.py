@@ -225,7 +225,7 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"stop": ["a"] * 17}, "stop must have at most 16", "stop"),
         ({"stop": "a" * 2000}, "at most 1024 characters", "stop"),
         ({"stop": 3}, "stop must be text", "stop"),
-        ({"stop": ""}, "stop must not have empty texts", "stop"),
+        ({"stop": ""}, "stop must not contain an empty string", "stop"),
         ({"stream": "yes"}, "stream must be a valid boolean", "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options is for streams", "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "unknown field stream_options.usage", "stream_options"),

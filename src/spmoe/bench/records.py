@@ -54,7 +54,7 @@ def workload_record(job: BenchJob) -> dict[str, Any]:
         "weights": "random" if random_weights else "checkpoint",
         "weights_note": RANDOM_WEIGHTS_NOTE if random_weights else None,
         "requested": {name: job.engine.get(name) for name in ("dtype", "device", "projection")}
-        | {name: job.engine[name] for name, usual in _USUAL.items() if job.engine[name] != usual},
+        | {name: job.engine[name] for name, usual in _USUAL.items() if job.engine.get(name, usual) != usual},
         "prompts": len(job.prompts),
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "output_len": job.output_len,
