@@ -144,10 +144,10 @@ def compile_experts() -> None:
         scratch = experts.ScratchBuffer(top_k, found.shape, "cpu").scratch(rows)
         experts.run_expert_batch(states, index, index.float(), table, found, gate, scratch)
         experts.reduce_experts(scratch, states)
-        for limit in (None, zeros(1, dtype=torch.int64)):
-            experts.place_results(zeros(3, hidden, dtype=torch.float32), index.view(-1), 0, scratch.partial_sums, limit)
         if rows == 1:
             packed.dequantize_matrix(found.down, 0, zeros(hidden, ffn))
+    for limit in (None, zeros(1, dtype=torch.int64)):
+        experts.place_results(zeros(3, hidden, dtype=torch.float32), index.view(-1), 0, scratch.partial_sums, limit)
 
 
 if __name__ == "__main__":
