@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +27,11 @@ pytest.importorskip("triton", reason="no triton")
 from spmoe.backends import cuda_transfer, residency
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET
+from spmoe.backends.kernels import residency as kernels
+from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET, TIMED_OUT
 from spmoe.backends.residency import CudaResidency, FollowedForward, follow_layer
 from spmoe.errors import TransferError
-from spmoe.experts import access
+from spmoe.experts import access, run_ahead
 from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.observe.clock import RealClock
@@ -40,7 +43,7 @@ STEPS = 100_000  # after which a program that hangs fails
 
 
 class SignalDevice(FakeCudaDevice):
-    """Copies tickets to `answered` as well as experts to slots, in order, and runs the program's other work."""
+    """Runs the program's other work whenever a copy is submitted."""
 
     def __init__(self, program: Program, memory: FakeMemory, seed: int) -> None:
         super().__init__(memory, seed=seed)
@@ -50,9 +53,9 @@ class SignalDevice(FakeCudaDevice):
         self._program.run_others()
         return super().copy(ranges)
 
-    def _check_ranges(self, ranges: Sequence[CopyRange], failing: bool) -> None:
-        if ranges[0].nbytes == self._program.memory.nbytes or len(ranges) > 1:
-            super()._check_ranges(ranges, failing)
+    def signal(self, copied: CopyRange) -> None:
+        self._program.run_others()
+        super().signal(copied)
 
 
 class Program:
@@ -68,7 +71,7 @@ class Program:
         self.residency = CudaResidency([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
         self.residency._fence = self  # type: ignore[assignment]
         waiting = SimpleNamespace(sleep=lambda seconds: self.run_others(at_least=1), monotonic=lambda: 0.0)
-        for module in (residency, access, cuda_transfer):
+        for module in (residency, access, cuda_transfer, run_ahead):
             monkeypatch.setattr(module, "time", waiting)
         rules = make_eviction(eviction, [EXPERTS] * LAYERS)
         self.experts = Experts.build(
@@ -166,7 +169,7 @@ class Program:
             self.launch()
             if self.rng.random() < 0.7:  # while the draft runs, say
                 self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
-            self.residency.follow()
+            assert self.residency.follow()
             self.experts.step.end()
         self.device.finish()
         assert not self.errors
@@ -272,3 +275,88 @@ def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytes
             program.device.failing_copies = 0
             program.run(3)
     assert failures > 0
+
+
+# ---- trial and failures
+
+
+class Stream:
+    """A device whose kernels run one after the other beside the host; see `FakeMemory` for the copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+        monkeypatch.setattr(residency, "_TRIAL_SECONDS", 1.0)
+        self.loaded: list[tuple[str, int]] = []  # kernels, when they were launched first, and the last aborted ticket
+        self._thread = ThreadPoolExecutor(1)
+        transfer: Any = SimpleNamespace(
+            begin_forward=lambda: None, end_forward=lambda: None, signal=lambda copied: ctypes.memmove(*copied)
+        )
+        self.residency = CudaResidency([2], 1, torch.device("cpu"), transfer)
+        for name in ("check_residency", "end_forward"):
+            monkeypatch.setattr(residency, name, partial(self.launch, name))
+        capture = CudaResidency.capture
+
+        @contextmanager
+        def capture_and_wait(self_: CudaResidency) -> Iterator[FollowedForward]:
+            with capture(self_) as forward:
+                yield forward
+                self._thread.submit(int).result()
+
+        monkeypatch.setattr(CudaResidency, "capture", capture_and_wait)
+
+    def launch(self, name: str, *args: Any, **options: Any) -> None:
+        if name not in [known for known, _ in self.loaded]:
+            self.loaded.append((name, int(self.residency.buffers.words[ABORTED])))
+        self._thread.submit(partial(getattr(kernels, f"{name}_plain"), *args, **options))
+
+
+def test_the_trial_loads_no_kernel_while_a_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading may wait for the device, which would wait for the answer."""
+    stream = Stream(monkeypatch)
+    assert stream.residency.try_out() is None
+    assert not stream.residency.under_way
+    assert [name for name, aborted in stream.loaded if aborted > 100] == ["check_residency", "end_forward"]
+
+
+def test_the_trial_fails_if_no_answer_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+    stream.residency._transfer.signal = lambda copied: None  # type: ignore[method-assign]
+    assert "has not reached a layer" in (stream.residency.try_out() or "")
+    assert not stream.residency.under_way
+
+
+def test_a_forward_without_layers_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not count its tickets."""
+    monkeypatch.setattr(residency, "end_forward", kernels.end_forward_plain)
+    one = Program(0, monkeypatch).residency
+    with one.capture():
+        one.end()
+    assert one.buffers.state[TICKET] == one.tickets == 0
+
+
+def test_a_device_that_is_broken_or_idle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now = Program(0, monkeypatch).residency, iter(range(1000))
+    monkeypatch.setattr(
+        residency, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: next(now) / 20)
+    )
+    one._stream = SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="has not run a forward"):
+        one.wait_for_report(1)
+    one._stream = SimpleNamespace(query=lambda: 1 / 0)  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        one.wait_for_report(1)
+    one._stream = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="for 20 s"):
+        one.wait_for_report(1, 20.0)
+
+
+def test_a_forward_that_has_given_up_is_aborted_and_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            program = Program(seed, patch)
+            program.run(1)
+            program.launch()
+            program.residency._words[TIMED_OUT] = program.residency._first
+            assert not program.residency.follow()
+            assert not program.residency.under_way
+            program.run(2)
