@@ -58,6 +58,16 @@ class SignalDevice(FakeCudaDevice):
         super().signal(copied)
 
 
+class ForwardWork:
+    """A forward on the compute stream."""
+
+    def __init__(self, steps: Iterator[None]) -> None:
+        self._steps = steps
+
+    def step(self) -> bool:
+        return next(self._steps, self) is self
+
+
 class Program:
     """A random program of forwards, prefetches and aborted launches."""
 
@@ -87,7 +97,6 @@ class Program:
         self.errors: list[str] = []
         self.reads = 0
         self.misses = 0
-        self._forward: Iterator[None] | None = None
 
     # ---- the other side of the host
 
@@ -108,14 +117,10 @@ class Program:
                 self.device.step_copies()
             else:
                 self.device.step_compute()
-                if self._forward is not None and next(self._forward, self) is self:
-                    self._forward = None
 
     def device_forward(self, routing: Sequence[Sequence[int]]) -> Iterator[None]:
         """Run a forward as the kernels do, in small steps."""
         words, reports, answers, state, *_ = self.residency.buffers
-        while self.device._compute:  # the stream is in order
-            yield
         for layer, routed in enumerate(routing):
             ticket = int(state[TICKET]) + 1
             state[TICKET] = words[STARTED] = ticket
@@ -136,9 +141,9 @@ class Program:
                     yield
                 if state[ANSWERED] >= ticket:
                     arrived = answers[ticket % len(answers)].numpy()[list(routed)].copy()
-                    if not ((arrived >= 0) >= (slots < 0)).all():
-                        self.errors.append("an answer without a missing expert")
-                    yield from self.read(layer, routed, np.where(slots < 0, arrived, -1))
+                    if not ((arrived >= 0) == (slots < 0)).all():
+                        self.errors.append("an answer without a missing expert, or with another one")
+                    yield from self.read(layer, routed, arrived)
         state[TICKET] += 1
         words[STARTED] = state[TICKET]
         yield
@@ -171,6 +176,7 @@ class Program:
                 self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
             assert self.residency.follow()
             self.experts.step.end()
+        assert self.transfer._before_forward is None, "copies may wait for kernels again"
         self.device.finish()
         assert not self.errors
 
@@ -181,8 +187,9 @@ class Program:
             partial(follow_layer, self.residency, layer, *parts, TOP_K, [self.observe], None) for layer in range(LAYERS)
         ]
         self.residency.launch(FollowedForward(list(range(LAYERS)), list(follows)))
-        assert self._forward is None, "the forward before has ended"
-        self._forward = self.device_forward(routing)
+        running = [work for work in self.device._compute if isinstance(work, ForwardWork)]
+        assert not running, "the forward before has not ended"
+        self.device.add_compute(ForwardWork(self.device_forward(routing)))
 
     def observe(self) -> None:
         self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
@@ -275,6 +282,44 @@ def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytes
             program.device.failing_copies = 0
             program.run(3)
     assert failures > 0
+
+
+# ---- words in shared memory
+
+
+def test_an_answer_names_no_expert_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Program(0, monkeypatch).residency
+    one.answer(3, {1: 5, 4: 2}, computed=6)
+    one.answer(3 + len(one.buffers.answers), {0: 7})
+    assert one.buffers.answers[3].tolist() == [7, *[-1] * (EXPERTS - 1), 0]
+
+
+def test_two_forwards_do_not_share_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that was aborted may still report while the host prepares the next one."""
+    monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+    transfer: Any = None
+    buffers = CudaResidency([2] * 100, 4, torch.device("cpu"), transfer).buffers
+    assert len(buffers.reports) == len(buffers.answers) >= 2 * (100 + 1)
+
+
+def test_the_host_reads_started_behind_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write of the table reaches the device only there; a layer that has begun by then may have read before."""
+    one = Program(0, monkeypatch).residency
+    one.launch(FollowedForward([2], []))
+    assert one.is_quiet(2)
+
+    class Fence:
+        def __enter__(self) -> None:
+            one.buffers.words[STARTED] = one.tickets - 1
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    one._fence = Fence()  # type: ignore[assignment]
+    assert not one.is_quiet(2)
+    assert one.is_quiet(1)
+    one.buffers.words[REPORTED] = one.tickets
+    one.abort()
 
 
 # ---- trial and failures

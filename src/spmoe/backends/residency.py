@@ -20,8 +20,9 @@ When is a slot free to be overwritten? Tickets run one after the other on one st
 kernels of earlier tickets have finished. Only kernels of a layer read experts of that layer.
 
 - For a prefetch, the host sets the victim's entry to -1 and then reads `started`. If a ticket of the victim's layer is
-  under way, it may have read the old entry: the host writes the entry back and keeps the victim. Otherwise every later
-  ticket reads -1, since steps 1 and 2 are ordered by a fence as the host's two accesses are: the slot is free.
+  under way, it may have read the old entry: the host writes the entry back and takes a victim of another layer.
+  Otherwise every later ticket reads -1, since steps 1 and 2 are ordered by a fence as the host's two accesses are: the
+  slot is free.
 - For a missing expert, the device waits in step 5 of this ticket. All earlier kernels have finished, this ticket reads
   only experts that it is routed to, and those are pinned: every other slot is free.
 - A forward that nobody follows (`abort`) waits for no expert. The host waits for its last ticket before it goes on.
@@ -410,7 +411,5 @@ def follow_layer(
         access.routed(layer, report.experts)
         for observe in observations:
             observe()
-        if report.missing:  # its experts stay pinned until the layer has finished
-            run_ahead.wait_and_prefetch(residency.reported(ticket + 1))
     finally:
-        access.end_follow(demand)
+        access.end_follow(demand)  # until the next ticket is reported, prefetches leave the layer's experts alone

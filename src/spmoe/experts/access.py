@@ -40,7 +40,7 @@ class ExpertBatch:
 class FollowedLayer(NamedTuple):
     """Answer for a layer that a forward runs by itself."""
 
-    demand: Demand  # to be ended when the layer has finished
+    demand: Demand  # to be ended when the layer was answered
     slots: dict[int, int]  # of the missing experts
     computed: int  # results of the CPU for the others
 
@@ -142,7 +142,7 @@ class ExpertAccess:
         return FollowedLayer(demand, slots, computed)
 
     def end_follow(self, demand: Demand) -> None:
-        """Release the experts of a layer that has finished."""
+        """Release the experts of a layer that was answered."""
         self._pool.abandon(demand)
 
     def routed(self, layer: int, experts: Sequence[int]) -> None:
