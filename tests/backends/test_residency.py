@@ -73,7 +73,7 @@ class Program:
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, eviction: str = "lru") -> None:
         self.rng = random.Random(seed)
-        slots = self.rng.randint(8, 18)
+        slots = self.rng.randint(TOP_K + 1, 18)
         self.memory = FakeMemory(slots, 16, [EXPERTS] * LAYERS)
         self.device = SignalDevice(self, self.memory, seed)
         self.transfer = CudaTransfer(self.device, self.memory, chunk=16)

@@ -129,10 +129,8 @@ class ExpertAccess:
                 self._pool.poll(demand)
                 time.sleep(0)
             for entry in demand.waiting:
-                if (handle := entry.handle) is not None:
-                    handle.prioritize()
-                    if handle.ready():
-                        handle.wait()  # raises the error of a copy that failed
+                if (handle := entry.handle) is not None and handle.ready():
+                    handle.wait()  # raises the error of a copy that failed
             slots = {entry.key.expert: entry.slot for entry in demand.ready + demand.waiting}
         except BaseException:
             if self._cpu_path is not None:
