@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="no triton")
 from spmoe import LLM, SamplingParams, types
 from spmoe.backends import cuda
 from spmoe.backends.cpu_experts import CpuExperts
+from spmoe.backends.graphs import CapturedGraph
 from spmoe.backends.kernels import residency as kernels
 from spmoe.backends.residency import CudaResidency
 from spmoe.engine.loop import Loop
@@ -285,3 +286,17 @@ def test_other_work_aborts_a_launched_forward_first(
         for _ in range(4):
             assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
         assert len(done) == len(work)
+
+
+def test_a_launch_that_fails_ends_the_request_only(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device never runs its tickets, so nobody may wait for them."""
+    with make(mixtral_pair, num_speculative_tokens=0, expert_memory="60%") as llm:
+        llm.generate(PROMPT, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(CapturedGraph, "launch_first", lambda self: 1 / 0)
+            with pytest.raises(Exception, match="division by zero"):
+                llm.generate(PROMPT, GREEDY)
+        residency_of(llm)._recorder.launches_followed = False
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
