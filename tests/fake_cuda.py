@@ -262,6 +262,14 @@ class FakeCudaDevice:
             self._notify()
             return end
 
+    def signal(self, copied: CopyRange) -> None:
+        with self.changed:
+            self.check_alive()
+            if self.failing_copies > 0:
+                raise self.failure or CudaCallError("injected failure of a signal")
+            self._copies.append(_Call(lambda: ctypes.memmove(*copied)))
+            self._notify()
+
     def wait_event(self, event: DeviceEvent) -> None:
         with self.changed:
             assert isinstance(event, FakeEvent)

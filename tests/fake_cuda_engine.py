@@ -57,10 +57,11 @@ class JoinedResidency(CudaResidency):
         super().launch(forward)
         self._recorder.launches_followed = True
 
-    def follow(self) -> None:
-        super().follow()
-        self.followed += 1
+    def follow(self) -> bool:
+        is_valid = super().follow()
+        self.followed += is_valid
         self._recorder.join()
+        return is_valid
 
     def abort(self) -> None:
         super().abort()

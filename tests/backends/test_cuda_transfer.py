@@ -37,7 +37,8 @@ from fake_cuda import (
     engine_threads,
     run_with_timeout,
 )
-from spmoe.backends.cuda_transfer import CudaCopyHandle, chunk_for
+from spmoe.backends.cuda_runtime import CopyRange
+from spmoe.backends.cuda_transfer import CudaCopyHandle, CudaTransfer, chunk_for
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.cache import Entry, PinnedLayer
@@ -535,6 +536,23 @@ def test_every_stall_is_counted_once(monkeypatch: pytest.MonkeyPatch, ended: int
     copy_stream._waits = [waits.events(number) for number in range(4)]
     taken = [copy_stream.take_stall_seconds() for _ in range(9)]
     assert round(sum(taken) * 1000) == 1111
+
+
+def test_signals_are_not_measured_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="no triton")
+    from spmoe.backends.cuda import CudaCopyStream
+
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True, elapsed_time=lambda other: 5.0)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    submitted: list[list[CopyRange]] = []
+    runtime: Any = SimpleNamespace(copy=lambda ranges, stream: submitted.append(ranges))
+    transfer = CudaTransfer(CudaCopyStream(runtime, torch.device("cpu"), timed=True), FakeMemory(1, 8, [1]))
+    transfer.copy([CopyJob(ExpertKey(0, 0), 0)], urgent=True)
+    transfer.signal(CopyRange(1, 2, 8))
+    assert submitted[1] == [CopyRange(1, 2, 8)]
+    assert transfer.take_copy_times() == [(8, 0.005)]
 
 
 # ---- failures

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,8 @@ pytest.importorskip("triton", reason="no triton")
 from spmoe.backends import cuda_transfer, residency
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.backends.cuda_transfer import CudaTransfer
-from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET
+from spmoe.backends.kernels import residency as kernels
+from spmoe.backends.kernels.residency import ABORTED, ANSWERED, MISSING, REPORTED, STARTED, TICKET, TIMED_OUT
 from spmoe.backends.residency import CudaResidency, FollowedForward, follow_layer
 from spmoe.errors import TransferError
 from spmoe.experts import access, run_ahead
@@ -40,7 +43,7 @@ STEPS = 100_000  # after which a program that hangs fails
 
 
 class SignalDevice(FakeCudaDevice):
-    """Copies tickets to `answered` as well as experts to slots, in order, and runs the program's other work."""
+    """Runs the program's other work whenever a copy is submitted."""
 
     def __init__(self, program: Program, memory: FakeMemory, seed: int) -> None:
         super().__init__(memory, seed=seed)
@@ -50,9 +53,19 @@ class SignalDevice(FakeCudaDevice):
         self._program.run_others()
         return super().copy(ranges)
 
-    def _check_ranges(self, ranges: Sequence[CopyRange], failing: bool) -> None:
-        if ranges[0].nbytes == self._program.memory.nbytes or len(ranges) > 1:
-            super()._check_ranges(ranges, failing)
+    def signal(self, copied: CopyRange) -> None:
+        self._program.run_others()
+        super().signal(copied)
+
+
+class ForwardWork:
+    """A forward on the compute stream."""
+
+    def __init__(self, steps: Iterator[None]) -> None:
+        self._steps = steps
+
+    def step(self) -> bool:
+        return next(self._steps, self) is self
 
 
 class Program:
@@ -60,7 +73,7 @@ class Program:
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, eviction: str = "lru") -> None:
         self.rng = random.Random(seed)
-        slots = self.rng.randint(8, 18)
+        slots = self.rng.randint(TOP_K + 1, 18)
         self.memory = FakeMemory(slots, 16, [EXPERTS] * LAYERS)
         self.device = SignalDevice(self, self.memory, seed)
         self.transfer = CudaTransfer(self.device, self.memory, chunk=16)
@@ -84,7 +97,6 @@ class Program:
         self.errors: list[str] = []
         self.reads = 0
         self.misses = 0
-        self._forward: Iterator[None] | None = None
 
     # ---- the other side of the host
 
@@ -105,14 +117,10 @@ class Program:
                 self.device.step_copies()
             else:
                 self.device.step_compute()
-                if self._forward is not None and next(self._forward, self) is self:
-                    self._forward = None
 
     def device_forward(self, routing: Sequence[Sequence[int]]) -> Iterator[None]:
         """Run a forward as the kernels do, in small steps."""
         words, reports, answers, state, *_ = self.residency.buffers
-        while self.device._compute:  # the stream is in order
-            yield
         for layer, routed in enumerate(routing):
             ticket = int(state[TICKET]) + 1
             state[TICKET] = words[STARTED] = ticket
@@ -133,9 +141,9 @@ class Program:
                     yield
                 if state[ANSWERED] >= ticket:
                     arrived = answers[ticket % len(answers)].numpy()[list(routed)].copy()
-                    if not ((arrived >= 0) >= (slots < 0)).all():
-                        self.errors.append("an answer without a missing expert")
-                    yield from self.read(layer, routed, np.where(slots < 0, arrived, -1))
+                    if not ((arrived >= 0) == (slots < 0)).all():
+                        self.errors.append("an answer without a missing expert, or with another one")
+                    yield from self.read(layer, routed, arrived)
         state[TICKET] += 1
         words[STARTED] = state[TICKET]
         yield
@@ -166,8 +174,9 @@ class Program:
             self.launch()
             if self.rng.random() < 0.7:  # while the draft runs, say
                 self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
-            self.residency.follow()
+            assert self.residency.follow()
             self.experts.step.end()
+        assert self.transfer._before_forward is None, "copies may wait for kernels again"
         self.device.finish()
         assert not self.errors
 
@@ -178,8 +187,9 @@ class Program:
             partial(follow_layer, self.residency, layer, *parts, TOP_K, [self.observe], None) for layer in range(LAYERS)
         ]
         self.residency.launch(FollowedForward(list(range(LAYERS)), list(follows)))
-        assert self._forward is None, "the forward before has ended"
-        self._forward = self.device_forward(routing)
+        running = [work for work in self.device._compute if isinstance(work, ForwardWork)]
+        assert not running, "the forward before has not ended"
+        self.device.add_compute(ForwardWork(self.device_forward(routing)))
 
     def observe(self) -> None:
         self.experts.scheduler.request(PrefetchRequests.of(self.guesses(-1)))
@@ -272,3 +282,126 @@ def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytes
             program.device.failing_copies = 0
             program.run(3)
     assert failures > 0
+
+
+# ---- words in shared memory
+
+
+def test_an_answer_names_no_expert_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Program(0, monkeypatch).residency
+    one.answer(3, {1: 5, 4: 2}, computed=6)
+    one.answer(3 + len(one.buffers.answers), {0: 7})
+    assert one.buffers.answers[3].tolist() == [7, *[-1] * (EXPERTS - 1), 0]
+
+
+def test_two_forwards_do_not_share_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that was aborted may still report while the host prepares the next one."""
+    monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+    transfer: Any = None
+    buffers = CudaResidency([2] * 100, 4, torch.device("cpu"), transfer).buffers
+    assert len(buffers.reports) == len(buffers.answers) >= 2 * (100 + 1)
+
+
+def test_the_host_reads_started_behind_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write of the table reaches the device only there; a layer that has begun by then may have read before."""
+    one = Program(0, monkeypatch).residency
+    one.launch(FollowedForward([2], []))
+    assert one.is_quiet(2)
+
+    class Fence:
+        def __enter__(self) -> None:
+            one.buffers.words[STARTED] = one.tickets - 1
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    one._fence = Fence()  # type: ignore[assignment]
+    assert not one.is_quiet(2)
+    assert one.is_quiet(1)
+    one.buffers.words[REPORTED] = one.tickets
+    one.abort()
+
+
+# ---- trial and failures
+
+
+class Stream:
+    """A device whose kernels run one after the other beside the host; see `FakeMemory` for the copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(residency, "pinned_zeros", lambda *size, dtype=torch.int64: torch.zeros(*size, dtype=dtype))
+        monkeypatch.setattr(residency, "_TRIAL_SECONDS", 1.0)
+        self.loaded: list[tuple[str, int]] = []  # kernels, when they were launched first, and the last aborted ticket
+        self._thread = ThreadPoolExecutor(1)
+        transfer: Any = SimpleNamespace(
+            begin_forward=lambda: None, end_forward=lambda: None, signal=lambda copied: ctypes.memmove(*copied)
+        )
+        self.residency = CudaResidency([2], 1, torch.device("cpu"), transfer)
+        for name in ("check_residency", "end_forward"):
+            monkeypatch.setattr(residency, name, partial(self.launch, name))
+        capture = CudaResidency.capture
+
+        @contextmanager
+        def capture_and_wait(self_: CudaResidency) -> Iterator[FollowedForward]:
+            with capture(self_) as forward:
+                yield forward
+                self._thread.submit(int).result()
+
+        monkeypatch.setattr(CudaResidency, "capture", capture_and_wait)
+
+    def launch(self, name: str, *args: Any, **options: Any) -> None:
+        if name not in [known for known, _ in self.loaded]:
+            self.loaded.append((name, int(self.residency.buffers.words[ABORTED])))
+        self._thread.submit(partial(getattr(kernels, f"{name}_plain"), *args, **options))
+
+
+def test_the_trial_loads_no_kernel_while_a_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading may wait for the device, which would wait for the answer."""
+    stream = Stream(monkeypatch)
+    assert stream.residency.try_out() is None
+    assert not stream.residency.under_way
+    assert [name for name, aborted in stream.loaded if aborted > 100] == ["check_residency", "end_forward"]
+
+
+def test_the_trial_fails_if_no_answer_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+    stream.residency._transfer.signal = lambda copied: None  # type: ignore[method-assign]
+    assert "has not reached a layer" in (stream.residency.try_out() or "")
+    assert not stream.residency.under_way
+
+
+def test_a_forward_without_layers_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not count its tickets."""
+    monkeypatch.setattr(residency, "end_forward", kernels.end_forward_plain)
+    one = Program(0, monkeypatch).residency
+    with one.capture():
+        one.end()
+    assert one.buffers.state[TICKET] == one.tickets == 0
+
+
+def test_a_device_that_is_broken_or_idle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now = Program(0, monkeypatch).residency, iter(range(1000))
+    monkeypatch.setattr(
+        residency, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: next(now) / 20)
+    )
+    one._stream = SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="has not run a forward"):
+        one.wait_for_report(1)
+    one._stream = SimpleNamespace(query=lambda: 1 / 0)  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        one.wait_for_report(1)
+    one._stream = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="for 20 s"):
+        one.wait_for_report(1, 20.0)
+
+
+def test_a_forward_that_has_given_up_is_aborted_and_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            program = Program(seed, patch)
+            program.run(1)
+            program.launch()
+            program.residency._words[TIMED_OUT] = program.residency._first
+            assert not program.residency.follow()
+            assert not program.residency.under_way
+            program.run(2)

@@ -41,7 +41,8 @@ def _plain_nanoseconds():
 def _plain_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace inline assembly where the interpreter runs the kernels."""
     if INTERPRETED:
-        monkeypatch.setattr(residency, "_fence", _plain_fence)
+        for name in ("_fence", "_light_fence"):
+            monkeypatch.setattr(residency, name, _plain_fence)
         monkeypatch.setattr(residency, "_nanoseconds", _plain_nanoseconds)
 
 

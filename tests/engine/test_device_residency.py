@@ -9,6 +9,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +22,20 @@ from fake_cuda_engine import FakeCuda, JoinedResidency, use_fake_cuda
 
 pytest.importorskip("triton", reason="no triton")
 
-from spmoe import LLM, SamplingParams
+from spmoe import LLM, SamplingParams, types
 from spmoe.backends import cuda, residency
 from spmoe.backends.cpu_experts import CpuExperts
 from spmoe.backends.cuda_runtime import CopyRange
+from spmoe.backends.graphs import CapturedGraph
 from spmoe.backends.kernels import residency as kernels
+from spmoe.backends.residency import CudaResidency
 from spmoe.config import EngineConfig
 from spmoe.engine.loop import Loop
 from spmoe.engine.runtime import make_residency
 from spmoe.errors import TransferError
+from spmoe.models import decode_graphs
 from spmoe.models.decode_graphs import DecodeGraphs
+from spmoe.verify.sampling import PositionNoise
 
 PROMPT = list(b"def f(x):")
 PROMPTS = [PROMPT, list(b"import"), list(b"class Reader:"), list(b"if x: y = 3")]
@@ -223,6 +228,8 @@ class SideBySide:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        if args[-1].words[kernels.ABORTED] == residency._NEVER_WAIT:  # a capture ends with an idle device
+            self._thread.join()
 
 
 class Signals:
@@ -287,3 +294,107 @@ def test_options_without_captured_forwards_are_named(options: dict[str, Any], na
 def test_no_layer_is_looked_up_on_a_cpu(pair: Pair) -> None:
     with make(pair, "", num_speculative_tokens=0, device="cpu", expert_memory="60%") as llm:
         assert "--residency-check device has no effect with --device cpu" in llm.notices
+
+
+def after_launches(monkeypatch: pytest.MonkeyPatch, residency: JoinedResidency, work: Callable[[Loop], None]) -> None:
+    """Do this on the engine's thread whenever the next verification has been launched."""
+    launch_next = Loop._launch_next
+
+    def launch(self: Loop, turn: types.Turn) -> None:
+        launch_next(self, turn)
+        if residency.under_way:
+            work(self)
+
+    monkeypatch.setattr(Loop, "_launch_next", launch)
+
+
+def test_a_process_that_was_suspended_goes_on(fake: FakeCuda, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has given up waiting for the host; the forward runs again."""
+    with make(pair, num_speculative_tokens=2, expert_memory="60%", prefetch="on-demand") as llm:
+        residency, given_up = residency_of(llm), list[bool]()
+        llm.generate(PROMPT, GREEDY)
+
+        def suspend(loop: Loop) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "WAIT_SECONDS", 0.0)
+                residency.wait_for_report(residency.tickets)
+            given_up.append(bool(residency.buffers.words[kernels.TIMED_OUT] >= residency._first))
+
+        after_launches(monkeypatch, residency, suspend)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
+        assert any(given_up)
+
+
+def test_a_forward_that_always_gives_up_ends_the_request(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(mixtral_pair, num_speculative_tokens=0, expert_memory="60%", prefetch="on-demand") as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaResidency, "_has_timed_out", True)
+            with pytest.raises(Exception, match="waited too long"):
+                llm.generate(PROMPT, GREEDY)
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+
+
+class _Stop(Exception):
+    """Ends work of another sequence."""
+
+
+def test_other_work_aborts_a_launched_forward_first(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for the device, which may wait for the host."""
+    other = types.Sequence(10**6, list(range(99)), 99, GREEDY, PositionNoise(0), 120)
+    with make(mixtral_pair, num_speculative_tokens=2, expert_memory="60%", prefill_chunk=8, max_num_seqs=2) as llm:
+        residency, graphs = residency_of(llm), llm.engine.target._graphs
+        assert graphs is not None
+        done, allocate, grow = set[int](), decode_graphs.pinned_zeros, Loop._grow_kv
+
+        def checked_allocate(*size: int, **options: Any) -> Any:
+            assert not residency.under_way
+            return allocate(*size, **options)
+
+        def checked_grow(self: Loop, sequence: types.Sequence) -> None:
+            if sequence is other:
+                assert not residency.under_way
+                raise _Stop
+            grow(self, sequence)
+
+        monkeypatch.setattr(decode_graphs, "pinned_zeros", checked_allocate)
+        monkeypatch.setattr(Loop, "_grow_kv", checked_grow)
+        work: list[Callable[[Loop], object]] = [
+            lambda loop: loop.resume(other),
+            lambda loop: loop.preempt(other),
+            lambda loop: loop.release(other),
+            lambda loop: loop.read_prompt(other),
+            lambda loop: loop.step([types.Turn(other, 9)]),
+            lambda loop: graphs.prepare(3, 2, None),
+            lambda loop: graphs.clear(),
+        ]
+
+        def run(loop: Loop) -> None:
+            number = min({*range(len(work))} - done, default=None)
+            if number is not None:
+                with suppress(_Stop):
+                    work[number](loop)
+                assert not residency.under_way, number
+                done.add(number)
+
+        after_launches(monkeypatch, residency, run)
+        for _ in range(4):
+            assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+        assert len(done) == len(work)
+
+
+def test_a_launch_that_fails_ends_the_request_only(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device never runs its tickets, so nobody may wait for them."""
+    with make(mixtral_pair, num_speculative_tokens=0, expert_memory="60%") as llm:
+        llm.generate(PROMPT, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(CapturedGraph, "launch_first", lambda self: 1 / 0)
+            with pytest.raises(Exception, match="division by zero"):
+                llm.generate(PROMPT, GREEDY)
+        residency_of(llm)._recorder.launches_followed = False
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)

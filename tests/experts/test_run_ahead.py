@@ -50,6 +50,15 @@ def test_draft_is_taken_once_for_the_same_sequence_length_and_k(ahead: RunAhead)
     assert ahead.take_draft(1, 5, 3) is None
 
 
+@pytest.mark.parametrize(("sequence_ids", "kept"), [([1], True), ([2], False), ([1, 2], False), ([2, 1], False)])
+def test_launches_are_kept_for_a_step_of_their_sequence_alone(
+    ahead: RunAhead, sequence_ids: list[int], kept: bool
+) -> None:
+    launch_both(ahead)
+    ahead.keep_only(sequence_ids)
+    assert ahead.launched is (Launched.VERIFY if kept else Launched.NOTHING)
+
+
 @pytest.mark.parametrize("wanted", [(2, 5, 3), (1, 6, 3), (1, 5, 2)])
 def test_draft_for_anything_else_is_invalidated(ahead: RunAhead, wanted: tuple[int, int, int]) -> None:
     launch_both(ahead)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from experts_helpers import LAYOUT, blob_of, cache_of, fill, own_threads, spec_of, within
 
@@ -46,6 +47,31 @@ def test_expert_stays_pinned_until_its_last_unpin(pins: int) -> None:
         cache.unpin(entry)
     (reservation,) = cache.reserve_for_demand([other])
     assert reservation.evicted is entry
+
+
+@pytest.mark.parametrize(("busy", "evicted"), [((), 0), ((0,), 1), ((0, 1), 2), ((0, 1, 2), None)])
+def test_a_prefetch_takes_another_slot_than_one_of_a_layer_that_runs(
+    busy: tuple[int, ...], evicted: int | None
+) -> None:
+    cache = ExpertCache(4, make_eviction("lru", (2, 2, 2, 2)), table := np.empty((4, 2), dtype=np.int32))
+    for layer in (0, 1, 2):
+        for _ in range(1 + (layer == 0)):
+            ready(cache, layer, int(table[layer, 0] >= 0))
+    before = table.copy()
+
+    def is_quiet(layer: int) -> bool:
+        assert (table[layer] != before[layer]).sum() == 1, "the table names the victim no more"
+        return layer not in busy
+
+    reservation = cache.reserve(ExpertKey(3, 0), is_quiet=is_quiet)
+    if evicted is None:
+        assert reservation is None
+        assert (table == before).all()
+    else:
+        assert reservation is not None
+        assert reservation.evicted is not None
+        assert reservation.evicted.key == (evicted, 0)
+        assert (table != before).sum() == 1
 
 
 def test_expert_pinned_while_it_loads_stays_pinned_when_it_is_ready() -> None:

@@ -80,6 +80,9 @@ class CudaCopyStream:
             self._copies.append((sum(copied.nbytes for copied in ranges), start, end))
         return end
 
+    def signal(self, copied: CopyRange) -> None:
+        self._runtime.copy([copied], self._stream)
+
     def wait_event(self, event: DeviceEvent) -> None:
         self._stream.wait_event(event)  # type: ignore[arg-type]
 

@@ -20,11 +20,15 @@ When is a slot free to be overwritten? Tickets run one after the other on one st
 kernels of earlier tickets have finished. Only kernels of a layer read experts of that layer.
 
 - For a prefetch, the host sets the victim's entry to -1 and then reads `started`. If a ticket of the victim's layer is
-  under way, it may have read the old entry: the host writes the entry back and keeps the victim. Otherwise every later
-  ticket reads -1, since steps 1 and 2 are ordered by a fence as the host's two accesses are: the slot is free.
+  under way, it may have read the old entry: the host writes the entry back and takes a victim of another layer.
+  Otherwise every later ticket reads -1, since steps 1 and 2 are ordered by a fence as the host's two accesses are: the
+  slot is free.
 - For a missing expert, the device waits in step 5 of this ticket. All earlier kernels have finished, this ticket reads
   only experts that it is routed to, and those are pinned: every other slot is free.
 - A forward that nobody follows (`abort`) waits for no expert. The host waits for its last ticket before it goes on.
+
+No kernel may be loaded, and nobody may wait for the compute stream, while a layer waits for the host. Whatever breaks
+this rule waits for a few seconds only: then the layer gives up (`TIMED_OUT`), and the forward runs once more.
 """
 
 from __future__ import annotations
@@ -55,7 +59,6 @@ from spmoe.backends.kernels.residency import (
     STATE,
     TICKET,
     TIMED_OUT,
-    WAIT_SECONDS,
     WORDS,
     ResidencyBuffers,
     await_missing,
@@ -71,7 +74,9 @@ from spmoe.experts.transfer import DeviceEvent
 _NEVER_WAIT = 2**62  # as the last aborted ticket: no layer waits
 _POLL_SECONDS = 5e-5  # between two looks at the device while no expert is missing
 _MAX_TOP_K = 16
+_REPORT_SECONDS = 60.0  # longest wait for a layer of a device that is busy
 _TRIAL_SECONDS = 10.0
+_CHECK_SECONDS = 0.1  # between two looks whether the device is still busy
 _STRONGLY_ORDERED = ("x86_64", "AMD64")  # where a write that others see is followed by no earlier one
 
 Follow = Callable[[int], None]  # given a ticket, the host's part of its layer
@@ -150,6 +155,7 @@ class CudaResidency:
         self._first = 1  # ticket of the forward that was launched last
         self._last = 0  # its last ticket, which is that of its end
         self._forward = FollowedForward()
+        self._stream: torch.cuda.Stream | None = None  # that it was launched on
         self._under_way = False  # launched and neither followed to its end nor aborted
         self._missed = False  # an expert was missing in this forward
         self._missed_before = False  # the same of the forward before
@@ -165,10 +171,16 @@ class CudaResidency:
         if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
             return "CUDA_LAUNCH_BLOCKING is set"
         index = torch.zeros(1, 1, dtype=torch.int64, device=self.buffers.state.device)
-        try:
-            self.launch(FollowedForward([0]))
+
+        def run() -> None:
             check_residency(index, self._rows[0, : self._experts[0]], self.buffers, waits=True)
             end_forward(self.buffers)
+
+        try:
+            with self.capture():  # compile and load the kernels while no layer waits: loading may wait for the device
+                run()
+            self.launch(FollowedForward([0]))
+            run()
             self.wait_for_report(self._first, _TRIAL_SECONDS)
             self.answer(self._first, {0: 0})
             self.wait_for_report(self._last, _TRIAL_SECONDS)
@@ -243,7 +255,7 @@ class CudaResidency:
 
     def end(self) -> None:
         """Launch the end of a forward."""
-        if not self._refused:
+        if not self._refused and (self._capturing is None or self._capturing.layers):
             end_forward(self.buffers)
 
     # ---- replay
@@ -263,24 +275,38 @@ class CudaResidency:
         self.abort()
         self._transfer.begin_forward()
         self._forward = forward
+        if (device := self.buffers.state.device).type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
         self._first = self._last + 1
         self._last += len(forward.layers) + 1
         self._under_way = True
 
-    def follow(self) -> None:
-        """Do the host's part of every layer, as the device reports them; return when the device has left the last."""
+    def follow(self) -> bool:
+        """Do the host's part of every layer, as the device reports them; return when the device has left the last.
+
+        False: a layer has waited too long for its experts, and the results are wrong.
+        """
         try:
             self._missed_before, self._missed = self._missed, False
             for number, follow in enumerate(self._forward.follows):
+                if self._has_timed_out:
+                    break
                 follow(self._first + number)
-            self.wait_for_report(self._last)
-            if self._words[TIMED_OUT] >= self._first:
-                raise RuntimeError("a layer on the device has waited too long for its experts")
+            else:
+                self.wait_for_report(self._last)
         except BaseException:
             self.abort()
             raise
+        if self._has_timed_out:
+            self.abort()
+            return False
         self._under_way = False
         self._transfer.end_forward()
+        return True
+
+    @property
+    def _has_timed_out(self) -> bool:
+        return bool(self._words[TIMED_OUT] >= self._first)
 
     def reported(self, ticket: int) -> Reported:
         """Return the event that the device has reported this ticket."""
@@ -289,13 +315,22 @@ class CudaResidency:
     def has_reported(self, ticket: int) -> bool:
         return bool(self._words[REPORTED] >= ticket)
 
-    def wait_for_report(self, ticket: int, seconds: float = WAIT_SECONDS) -> None:
-        """Wait until the device has reported a ticket; look often only if experts were missing lately."""
-        limit = time.monotonic() + seconds
+    def wait_for_report(self, ticket: int, seconds: float = _REPORT_SECONDS) -> None:
+        """Wait until the device has reported a ticket; look often if experts were missing lately, and at the end."""
+        started = checked = time.monotonic()
         while not self.has_reported(ticket):
-            if time.monotonic() > limit:
+            now = time.monotonic()
+            if now - started > seconds:
                 raise RuntimeError(f"the device has not reached a layer for {seconds:g} s")
-            time.sleep(0 if self._missed or self._missed_before else _POLL_SECONDS)
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                if self._is_idle() and not self.has_reported(ticket):
+                    raise RuntimeError("the device has not run a forward that was launched")
+            time.sleep(0 if self._missed or self._missed_before or ticket == self._last else _POLL_SECONDS)
+
+    def _is_idle(self) -> bool:
+        """Return whether the device has finished all that was launched; raise its error if it is broken."""
+        return self._stream is not None and self._stream.query()
 
     def report(self, ticket: int, pairs: int) -> LayerReport:
         """Return what the device has found in the layer of a ticket, which is routed to so many (row, expert) pairs."""
@@ -376,7 +411,5 @@ def follow_layer(
         access.routed(layer, report.experts)
         for observe in observations:
             observe()
-        if report.missing:  # its experts stay pinned until the layer has finished
-            run_ahead.wait_and_prefetch(residency.reported(ticket + 1))
     finally:
-        access.end_follow(demand)
+        access.end_follow(demand)  # until the next ticket is reported, prefetches leave the layer's experts alone

@@ -171,6 +171,7 @@ class Loop:
 
         Several sequences may run together if `can_join` is true for each of them.
         """
+        self._experts.run_ahead.keep_only([turn.sequence.id for turn in turns])
         for turn in turns:
             self._grow_kv(turn.sequence)
         before = self._begin_step([turn.sequence for turn in turns])
@@ -213,6 +214,7 @@ class Loop:
             return False  # LongRoPE may have to read a prompt again from its start
         if len(sequence.tokens) <= self._prefill_chunk:
             return False
+        self._experts.run_ahead.invalidate()
         self._grow_kv(sequence)
         kv, length = self._kv_of(sequence), len(sequence.tokens)
         chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
@@ -311,6 +313,7 @@ class Loop:
 
     def resume(self, sequence: Sequence) -> None:
         """Move the KV cache of a preempted sequence back."""
+        self._experts.run_ahead.invalidate()  # the copy waits for all that was launched
         if (kv := self._target_kv.get(sequence.id)) is not None:
             self.target.kv_pool.swap_in(kv, *self._kv_sizes(sequence))
 

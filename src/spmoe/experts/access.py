@@ -40,7 +40,7 @@ class ExpertBatch:
 class FollowedLayer(NamedTuple):
     """Answer for a layer that a forward runs by itself."""
 
-    demand: Demand  # to be ended when the layer has finished
+    demand: Demand  # to be ended when the layer was answered
     slots: dict[int, int]  # of the missing experts
     computed: int  # results of the CPU for the others
 
@@ -129,10 +129,8 @@ class ExpertAccess:
                 self._pool.poll(demand)
                 time.sleep(0)
             for entry in demand.waiting:
-                if (handle := entry.handle) is not None:
-                    handle.prioritize()
-                    if handle.ready():
-                        handle.wait()  # raises the error of a copy that failed
+                if (handle := entry.handle) is not None and handle.ready():
+                    handle.wait()  # raises the error of a copy that failed
             slots = {entry.key.expert: entry.slot for entry in demand.ready + demand.waiting}
         except BaseException:
             if self._cpu_path is not None:
@@ -142,7 +140,7 @@ class ExpertAccess:
         return FollowedLayer(demand, slots, computed)
 
     def end_follow(self, demand: Demand) -> None:
-        """Release the experts of a layer that has finished."""
+        """Release the experts of a layer that was answered."""
         self._pool.abandon(demand)
 
     def routed(self, layer: int, experts: Sequence[int]) -> None:

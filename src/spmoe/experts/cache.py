@@ -112,7 +112,8 @@ class ExpertCache:
 
         Only residents that the eviction policy scores below the prefetched expert are evicted for it, and only those
         whose chance of use is below `worth`, if its scores are such chances. A victim stays unless `is_quiet`, called
-        with its layer once the table does not name it, returns True: nobody who reads the table uses it.
+        with its layer once the table does not name it, returns True: nobody who reads the table uses it. Then one of
+        another layer is evicted.
         """
         if key in self._entries:
             raise ValueError(f"{key} already has a slot")
@@ -121,14 +122,19 @@ class ExpertCache:
             below = self.eviction.score(key)
             if self.eviction.scores_are_chances:
                 below = min(below, worth)
-            victims = self.eviction.victims(1, self._not_evictable(), below, key.layer)
-            if victims is None:
-                return None
-            slot, self._ready[victims[0]] = int(self._ready[victims[0]]), -1
-            if not is_quiet(victims[0].layer):
-                self._ready[victims[0]] = slot
-                return None
-            evicted = self._remove(victims[0])
+            held = self._not_evictable()
+            while True:
+                victims = self.eviction.victims(1, held, below, key.layer)
+                if victims is None:
+                    return None
+                (victim,) = victims
+                slot, self._ready[victim] = int(self._ready[victim]), -1
+                if is_quiet(victim.layer):
+                    break
+                self._ready[victim] = slot
+                held = held.copy()
+                held[victim.layer] = True
+            evicted = self._remove(victim)
         return self._insert(key, True, evicted)
 
     def move_losses(self, keys: Sequence[ExpertKey]) -> list[float]:

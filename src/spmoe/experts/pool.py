@@ -199,7 +199,8 @@ class ExpertPool:
     ) -> Demand:
         """Count the experts that a forward has found resident as used, and submit demand loads of the missing ones.
 
-        While some are missing, the forward waits for them: the others are pinned too, until the demand is abandoned.
+        While some are missing, the forward waits for them, and may read the others: no load may take their slots. They
+        are pinned until the demand is abandoned.
         `choose_for_cpu` selects absent experts that are not loaded.
         """
         demand = Demand()

@@ -141,6 +141,11 @@ class RunAhead:
         if not self._launching:
             self.invalidate()
 
+    def keep_only(self, sequence_ids: Sequence[int]) -> None:
+        """Invalidate all launches unless they belong to the step of these sequences, which begins."""
+        if self._draft is not None and [self._draft.sequence_id] != list(sequence_ids):
+            self.invalidate()
+
     def invalidate(self) -> None:
         """Discard all launches. The device still runs them to their end; nobody reads their results."""
         self._forget()

@@ -40,6 +40,7 @@ from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 # context in which a forward's hidden states are shown, chunk by chunk, to the callable
 Observing = Callable[[LayerObserver | None, OnChunk], AbstractContextManager[None]]
 KvRange = tuple[int, int, int]  # start in the KV arena, length before a forward, capacity
+_TRIES = 3  # of a forward that gives up because the host did not answer in time
 
 
 class GraphKey(NamedTuple):
@@ -102,6 +103,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Drop all captured forwards: those of an experiment, or over memory that is not used any more."""
         if self._captured:
+            self.run_ahead.note_launch()
             self.recorder.wait()  # one of them may still run
             self._captured.clear()
 
@@ -195,6 +197,7 @@ class DecodeGraphs:
             self.clear()
             self._generation = self.arena.generation
         if key not in self._captured:
+            self.run_ahead.note_launch()  # a capture allocates memory and waits for the device
             self._captured[key] = DecodeGraph(self, key, (self._scratch.start, 1, self._scratch.capacity), observer)
         return self._captured[key]
 
@@ -255,7 +258,7 @@ class DecodeGraph:
         with nullcontext(FollowedForward()) if self._residency is None else self._residency.capture() as self._followed:
             self._captured, self.logits = self._recorder.capture(forward)
         if self._residency is not None and self._followed.layers:
-            self._captured.pieces.append(self._residency.follow)
+            self._captured.pieces.append(self._follow)
         else:
             self._residency = None
 
@@ -272,17 +275,35 @@ class DecodeGraph:
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
         self._inbox_values[:] = [*tokens, *itertools.chain.from_iterable(zip(*ranges, strict=True))]
-        if self._residency is not None:
-            self._residency.launch(self._followed)
         try:
+            self._launch()
+        finally:  # also after an error: the next call waits for this event, which must be one that passes
+            self._inbox_read.record()
+            self._inbox_written = True
+
+    def _launch(self) -> None:
+        """Launch the first graph with the inputs that are in the inbox."""
+        try:
+            if self._residency is not None:
+                self._residency.launch(self._followed)
             self._captured.launch_first()
         except BaseException:
             if self._residency is not None:
                 self._residency.resync()
             raise
-        finally:  # also after an error: the next call waits for this event, which must be one that passes
-            self._inbox_read.record()
-            self._inbox_written = True
+
+    def _follow(self) -> None:
+        """Do the host's part of a forward that is one graph; run it again if it had to wait too long for the host.
+
+        This happens if the host paused between steps. The forward overwrites what it has appended to the KV cache.
+        """
+        assert self._residency is not None
+        for _ in range(_TRIES - 1):
+            if self._residency.follow():
+                return
+            self._launch()
+        if not self._residency.follow():
+            raise RuntimeError("a layer on the device has waited too long for its experts")
 
     def launch_rest(self, observer: LayerObserver | None) -> None:
         """Launch the rest of the forward."""

@@ -127,6 +127,9 @@ class VirtualCopyStream:
         """Return the seconds in which copies have run, up to now."""
         return self._busy - max(0.0, self._free_at - self._clock.now())
 
+    def signal(self, copied: CopyRange) -> None:
+        """Do nothing: no kernel waits for a signal."""
+
     def wait_event(self, event: DeviceEvent) -> None:
         """Do nothing: compute has ended when its call returns."""
 
