@@ -85,7 +85,7 @@ def compile_attention() -> None:
         attention.append_kv(cache, cache, key, key, kind)
         attention.decode_attention(query, cache, cache, kind, 0.1, 1024)
     for dim, value_dim in ((64, 64), (192, 128), (256, 256), (512, 512)):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32) if dim > 64 else (torch.bfloat16,):
             heads = zeros(1, 8, 5, dim, dtype=dtype)
             keys, values = zeros(1, 1, 4096, dim, dtype=dtype), zeros(1, 1, 4096, value_dim, dtype=dtype)
             attention.decode_attention(heads, keys, values, ranges, 0.1)
@@ -126,7 +126,8 @@ def compile_experts() -> None:
     from spmoe.formats.expert import ExpertFormat
 
     sizes, gpt_oss = ((4096, 4096, 2), (2048, 1408, 8)), Gate("silu", 7.0, 1.702, 1.0, interleaved=True)
-    cases = [("bfloat16", *size, rows, Gate("silu")) for size in sizes for rows in (5, experts.MAX_KERNEL_ROWS)]
+    cases = [("bfloat16", *sizes[0], 5, Gate("silu"))]
+    cases += [("bfloat16", *size, experts.MAX_KERNEL_ROWS, Gate("silu")) for size in sizes]
     cases += [(name, *sizes[0], 1, Gate("silu")) for name in ("fp8-block128", "int8-channel", "int4-asym-g32", "nvfp4")]
     cases += [("mxfp4", 2880, 2880, 4, 1, gpt_oss)]
     cases += [("bf16-packed", 2880, 2880, 4, 1, Gate("silu"))]  # with a tail
