@@ -77,7 +77,7 @@ _MAX_TOP_K = 16
 _REPORT_SECONDS = 60.0  # longest wait for a layer of a device that is busy
 _TRIAL_SECONDS = 10.0
 _CHECK_SECONDS = 0.1  # between two looks whether the device is still busy
-_STRONGLY_ORDERED = ("x86_64", "AMD64")  # where a write that others see is followed by no earlier one
+_STRONGLY_ORDERED = ("x86_64", "AMD64")  # others see the writes of a core in their order
 
 Follow = Callable[[int], None]  # given a ticket, the host's part of its layer
 
