@@ -207,7 +207,7 @@ def _cuda_runtime(
 def make_residency(
     config: EngineConfig, models: LoadedModels, slot_count: int, transfer: CudaTransfer, notices: list[str]
 ) -> CudaResidency | None:
-    """Build what lets the device look its experts up itself, if that was asked for and can be done."""
+    """Return the residency check on the device if it was asked for and works here; else None, with a notice."""
     if config.residency_check == "host" or slot_count >= models.spec.count:
         return None
     others = {

@@ -38,7 +38,7 @@ class ExpertBatch:
 
 
 class FollowedLayer(NamedTuple):
-    """Answer for a layer that a forward runs by itself."""
+    """Answer of the host for a layer whose experts the device has looked up."""
 
     demand: Demand  # to be ended when the layer was answered
     slots: dict[int, int]  # of the missing experts
@@ -114,7 +114,7 @@ class ExpertAccess:
     def follow(
         self, layer: int, experts: Sequence[int], missing: Sequence[int], on_cpu: CpuLayer | None = None
     ) -> FollowedLayer:
-        """Account for a layer that a forward runs by itself, and put the copies of its missing experts on the link.
+        """Count the uses of a layer whose experts the device has looked up, and submit the loads of missing ones.
 
         With `on_cpu`, the CPU may compute some of the missing experts; return when it has.
         """
