@@ -95,7 +95,8 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
     elif rows > 16:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
-        up, down = (32, 128, 4, 3), (32, 128, 4, 3)
+        # with two warps, Triton takes no warp-group products, for which it cannot lay out scales of small groups
+        up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
     elif kind in FOUR_BITS:  # few warps: inputs pass through each, and instructions limit the speed
         up, down = (32, 256, 2, 3), (64, 256, 2, 3)
     elif kind not in _BFLOAT16_SUMS:

@@ -4,7 +4,7 @@
 exactly that of `WeightFormat.dequantize`. The order of sums depends on shapes alone; that of `bf16-packed` is the order
 of dense weights, so both give equal bits.
 
-A kernel gets up to four parts of a matrix, as typed views of the same slots:
+A kernel gets up to four parts of a matrix, as typed views of the same slots; of `raw`, the address in each slot:
 
 | kind | weights | scales | zeros | raw |
 | --- | --- | --- | --- | --- |
@@ -81,6 +81,8 @@ def slot_matrix(slots: Tensor, format: ExpertFormat, shapes: Shapes, name: str) 
         return None
     offsets, dtypes = dict(matrix.offsets), _part_dtypes(weights)
     parts = [_part(slots, offsets[part], dtypes[part]) for part in _PARTS[weights.kind] if part in offsets]
+    if weights.kind == "bf16-packed":
+        parts[-1] = _part_addresses(slots, offsets["raw"])
     parts += [parts[0]] * (4 - len(parts))
     constants = {
         "KIND": weights.kind,
@@ -134,6 +136,12 @@ def _has_fp8() -> bool:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= 89)
+
+
+def _part_addresses(slots: Tensor, offset: int) -> Part:
+    """Return the address of a part in each slot instead of the part."""  # offset: in bytes
+    first = slots.data_ptr() + offset
+    return Part(first + slots.stride(0) * torch.arange(len(slots), device=slots.device)[:, None], 0)
 
 
 def _part(slots: Tensor, offset: int, dtype: torch.dtype) -> Part:
@@ -192,6 +200,44 @@ def _int4_assembly(magic: str) -> str:
     return " ".join([*lines, "}"])
 
 
+def _int8_assembly() -> str:
+    """Return code that multiplies four int8 codes ($2) with scales in bfloat16 ($3, $4): the weights are in $0, $1.
+
+    A code is 128 + its lower seven bits, minus 128, or minus 256 for a negative one. Devices before sm_90 only have
+    `fma` for bfloat16; a product plus -0.0 is the product.
+    """
+    lines = ["{ .reg .b32 t, u, one, zero; mov.b32 one, 0x3F803F80; mov.b32 zero, 0x80008000;"]
+    for number, two_bytes in enumerate(("0x4140", "0x4342")):
+        lines += [
+            f"prmt.b32 t, $2, 0, {two_bytes}; lop3.b32 u, t, 0x007F007F, 0x43004300, 0xEA;",
+            "lop3.b32 t, t, 0x00800080, 0xC300C300, 0xEA; fma.rn.bf16x2 t, u, one, t;",
+            f"fma.rn.bf16x2 ${number}, t, ${number + 3}, zero;",
+        ]
+    return " ".join([*lines, "}"])
+
+
+def _bf16_packed_assembly() -> str:
+    """Return code that computes `_bf16_pair` of the four words of a group, or loads them if the group is raw.
+
+    $0 to $3: words; $4, $5: signs and mantissas; $6: codes; $7: exponents; $8: address of the raw groups.
+    """
+    lines = ["{ .reg .pred raw; .reg .b32 t, u, v; .reg .b64 place; setp.eq.s32 raw, $6, -1;"]
+    for number in range(4):
+        low, code = f"${4 + number // 2}", "$6"
+        if number % 2:
+            lines.append(f"shr.u32 u, {low}, 8;")
+            low = "u"
+        if number:
+            lines.append(f"shr.u32 v, $6, {4 * number};")
+            code = "v"
+        lines += [
+            f"and.b32 t, {code}, 0x000F000F; mad.lo.s32 t, t, 128, $7; and.b32 v, {low}, 0x00FF00FF;",
+            f"add.s32 t, t, v; and.b32 v, v, 0x00800080; mad.lo.s32 ${number}, v, 255, t;",
+        ]
+    lines.append("@raw mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
+    return " ".join(lines)
+
+
 def _e2m1_assembly(fraction: int) -> str:
     """Return code that moves the e2m1 nibbles of four bytes ($4) to the fields of 16-bit numbers: low ones to $0, $1.
 
@@ -214,10 +260,31 @@ def _shift_right(register: str, bits: int) -> str:
     return f"shr.u32 v, {register}, {bits};" if bits >= 0 else f"shl.b32 v, {register}, {-bits};"
 
 
+_INT8_BFLOAT16 = tl.constexpr(_int8_assembly())
+_INT8_FLOAT16 = tl.constexpr(  # (1024 + code + 128) - 1152
+    "{ .reg .b32 t, u, offset; mov.b32 offset, 0xE480E480; xor.b32 u, $2, 0x80808080;"
+    " prmt.b32 t, u, 0x64646464, 0x4140; add.rn.f16x2 t, t, offset; mul.rn.f16x2 $0, t, $3;"
+    " prmt.b32 t, u, 0x64646464, 0x4342; add.rn.f16x2 t, t, offset; mul.rn.f16x2 $1, t, $4; }"
+)
 _INT4_BFLOAT16 = tl.constexpr(_int4_assembly("0x43004300"))  # 128 + code
 _INT4_FLOAT16 = tl.constexpr(_int4_assembly("0x64006400"))  # 1024 + code
+_BF16_PACKED = tl.constexpr(_bf16_packed_assembly())
 _E2M1_BFLOAT16 = tl.constexpr(_e2m1_assembly(7))  # value / 2^126
 _E2M1_FLOAT16 = tl.constexpr(_e2m1_assembly(10))  # value / 2^14
+
+
+@triton.jit
+def _dequantize_int8(codes, scale):
+    """Multiply int8 codes with scales of a 16-bit dtype, two per instruction."""
+    if scale.dtype == tl.bfloat16:
+        tile = tl.inline_asm_elementwise(
+            _INT8_BFLOAT16, "=r,=r,r,r,r", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        tile = tl.inline_asm_elementwise(
+            _INT8_FLOAT16, "=r,=r,r,r,r", [codes, scale], dtype=tl.float16, is_pure=True, pack=4
+        )
+    return tile
 
 
 @triton.jit
@@ -276,88 +343,148 @@ def _dequantize_nibbles(
 
 
 @triton.jit
+def _to_float32(scale):
+    """Convert scales to float32.
+
+    bfloat16 is extended by its bits: of a product that is rounded to float16, LLVM would round the factors instead, and
+    a bfloat16 may be too large for that.
+    """
+    if scale.dtype == tl.bfloat16:
+        wide = (scale.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = scale.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _spread(scale, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Repeat each group's value SIZE times: [groups, outputs] -> [groups * SIZE, outputs]."""
+    if GROUPS > 1:  # else it is broadcast
+        scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (GROUPS, SIZE, BLOCK_N)), (GROUPS * SIZE, BLOCK_N))
+    return scale
+
+
+@triton.jit
 def _load_scale(
-    scales, zeros, n, g, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-    FP8: tl.constexpr,
+    scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of outputs `n` and of the groups from input `start` on: [outputs, groups]."""
+    """Load the scales of outputs `n` and of the groups from input `start` on: [groups, outputs]."""
     COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
-    offsets = (n // GROUP_ROWS)[:, None] * COLUMNS + g[None, :]
+    g = tl.arange(0, GROUPS)[:, None]
+    offsets = (n // GROUP_ROWS)[None, :] * COLUMNS + g
     if GROUP:
         offsets += start // GROUP
     if MASKED and GROUP:  # also a tile of one group: all of its inputs may lie after the last one
-        scale = tl.load(scales + offsets, mask=(start + g * GROUP < K)[None, :], other=0)
+        scale = tl.load(scales + offsets, mask=start + g * GROUP < K, other=0)
     else:
         scale = tl.load(scales + offsets)
-    # in 16 bits where products are rounded as in float32: those with powers of two in bfloat16, and those of int4 codes
-    # with scales of the same dtype, since 4 and 8 or 11 bits make exact products in float32
+    # in 16 bits where products are rounded as in float32: those with powers of two in bfloat16, and those of integers
+    # with scales of the same dtype, since 8 bits and 8 or 11 bits make exact products in float32
     if KIND == "mxfp4":
         scale = _e8m0(scale, DTYPE if ASM else tl.float32)
     elif KIND == "nvfp4":
-        scale = _e4m3(scale, FP8) * tl.load(zeros + n)[:, None]
-    elif not (KIND == "int4" and scale.dtype == DTYPE and ASM):
-        scale = scale.to(tl.float32)
+        scale = _e4m3(scale, FP8) * tl.load(zeros + n)[None, :]
+    elif not ((KIND == "int4" or KIND == "int8") and scale.dtype == DTYPE and ASM):
+        scale = _to_float32(scale)
     return scale
+
+
+@triton.jit
+def _load_zero(
+    zeros, n, start, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Load the zero points of outputs `n` and of the groups from input `start` on: [groups, outputs] float32."""
+    COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
+    column = tl.arange(0, GROUPS)[:, None] + (start // GROUP if GROUP else 0)
+    return tl.load(zeros + n[None, :] * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.float32)
 
 
 @triton.jit
 def _load_tile(
     weights, scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of outputs `n` and BLOCK_K inputs from `start` on; MASKED: K may end before."""
-    # -> [BLOCK_K, BLOCK_N]
-    if KIND == "dense":
-        k = start + tl.arange(0, BLOCK_K)
-        ptrs = weights + n[None, :] * K + k[:, None]
-        tile = (tl.load(ptrs, mask=(k < K)[:, None], other=0.0) if MASKED else tl.load(ptrs)).to(DTYPE)
+    # -> [BLOCK_K, BLOCK_N]. Operations between load and product are element by element: then Triton copies codes to
+    # shared memory in a layout without bank conflicts, and dequantizes them where the product needs them
+    k = start + tl.arange(0, BLOCK_K)
+    ptrs = weights + n[None, :] * K + k[:, None]
+    if MASKED:
+        codes = tl.load(ptrs, mask=(k < K)[:, None], other=0.0 if KIND == "dense" else 0)
     else:
-        SHARED: tl.constexpr = GROUP == 0 or GROUP >= BLOCK_K  # a tile has one scale per output
-        GROUPS: tl.constexpr = 1 if SHARED else BLOCK_K // GROUP
-        PER_BYTE: tl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4" else 1
-        SIZE: tl.constexpr = BLOCK_K // GROUPS // PER_BYTE  # bytes of a group in the tile
-        g, j = tl.arange(0, GROUPS), tl.arange(0, SIZE)
-        byte = (start // PER_BYTE) + g[:, None] * SIZE + j[None, :]
-        ptrs = weights + (n * (K // PER_BYTE))[:, None, None] + byte[None, :, :]  # [BLOCK_N, GROUPS, SIZE]
-        codes = tl.load(ptrs, mask=(byte < K // PER_BYTE)[None, :, :], other=0) if MASKED else tl.load(ptrs)
-        scale = _load_scale(scales, zeros, n, g, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
-        scale = scale[:, :, None]
+        codes = tl.load(ptrs)
+    if KIND == "dense":
+        tile = codes.to(DTYPE)
+    else:
+        GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
+        scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
+        scale = _spread(scale, GROUPS, BLOCK_K // GROUPS, BLOCK_N)
         if KIND == "fp8":
             tile = (_e4m3(codes, FP8) * scale).to(DTYPE)
-        elif KIND == "int8":
-            tile = (codes.to(tl.float32) * scale).to(DTYPE)
+        elif scale.dtype == DTYPE and tl.float32 != DTYPE:
+            tile = _dequantize_int8(codes, scale)
         else:
-            zero = scale
-            if ASYMMETRIC:
-                COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
-                column = g + (start // GROUP if GROUP else 0)
-                zero_ptrs = zeros + n[:, None] * COLUMNS + column[None, :]
-                zero = tl.load(zero_ptrs, mask=(column < COLUMNS)[None, :], other=0).to(tl.float32)[:, :, None]
-            low, high = _dequantize_nibbles(codes, scale, zero, KIND, ASYMMETRIC, DTYPE, ASM)
-            tile = tl.interleave(low, high)
-        tile = tl.trans(tl.reshape(tile, (BLOCK_N, BLOCK_K)))
+            tile = (codes.to(tl.float32) * scale).to(DTYPE)
     return tile
 
 
 @triton.jit
-def _load_pairs(low, codes, base, raw, n, block, KB: tl.constexpr):
-    """Load one block of bf16-packed weights of outputs `n`: four words, each with the bits of two weights."""
+def _load_nibbles(
+    weights, scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Load 4-bit weights of outputs `n` and BLOCK_K inputs from `start` on: those of even, and of odd inputs."""
+    # -> 2 x [BLOCK_K // 2, BLOCK_N], element by element as in `_load_tile`
+    GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
+    SIZE: tl.constexpr = BLOCK_K // GROUPS // 2  # bytes of a group in the tile
+    byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+    ptrs = weights + n[None, :] * (K // 2) + byte[:, None]
+    codes = tl.load(ptrs, mask=(byte < K // 2)[:, None], other=0) if MASKED else tl.load(ptrs)
+    scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
+    scale = _spread(scale, GROUPS, SIZE, BLOCK_N)
+    zero = scale
+    if ASYMMETRIC:
+        zero = _spread(_load_zero(zeros, n, start, K, GROUP, GROUPS), GROUPS, SIZE, BLOCK_N)
+    return _dequantize_nibbles(codes, scale, zero, KIND, ASYMMETRIC, DTYPE, ASM)
+
+
+@triton.jit
+def _load_pairs(low, codes, exponent, raw, n, block, KB: tl.constexpr, ASM: tl.constexpr):
+    """Load one block of bf16-packed weights of outputs `n`: four words, each with the bits of two weights.
+
+    `raw` points to the address of the raw groups.
+    """
     # -> 4 x [16, outputs] int32; the halves of word i belong to planes 2 * i and 2 * i + 1 of the block
     j = tl.arange(0, 16)[:, None]
     first = (n * KB)[None, :] + block
     low_0 = tl.load(low + first * 32 + j)
     low_1 = tl.load(low + first * 32 + 16 + j)
     code = tl.load(codes + first * 16 + j)
-    exponent = tl.load(base + n)[None, :] * 0x00800080
-    is_raw = code == -1
-    raws = raw + low_0 * 4
-    word_0 = tl.where(is_raw, tl.load(raws, mask=is_raw, other=0), _bf16_pair(low_0, code, exponent))
-    word_1 = tl.where(is_raw, tl.load(raws + 1, mask=is_raw, other=0), _bf16_pair(low_0 >> 8, code >> 4, exponent))
-    word_2 = tl.where(is_raw, tl.load(raws + 2, mask=is_raw, other=0), _bf16_pair(low_1, code >> 8, exponent))
-    word_3 = tl.where(is_raw, tl.load(raws + 3, mask=is_raw, other=0), _bf16_pair(low_1 >> 8, code >> 12, exponent))
+    if ASM:
+        address = tl.load(raw + tl.zeros((1, 1), tl.int32))  # a tensor, which is laid out as `code` is
+        word_0, word_1, word_2, word_3 = tl.inline_asm_elementwise(
+            _BF16_PACKED, "=&r,=&r,=&r,=&r,r,r,r,r,l", [low_0, low_1, code, exponent, address],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        is_raw = code == -1
+        raws = tl.load(raw).to(tl.pointer_type(tl.int32)) + low_0 * 4
+        word_0, word_1 = _bf16_pair(low_0, code, exponent), _bf16_pair(low_0 >> 8, code >> 4, exponent)
+        word_2, word_3 = _bf16_pair(low_1, code >> 8, exponent), _bf16_pair(low_1 >> 8, code >> 12, exponent)
+        word_0 = tl.where(is_raw, tl.load(raws, mask=is_raw, other=0), word_0)
+        word_1 = tl.where(is_raw, tl.load(raws + 1, mask=is_raw, other=0), word_1)
+        word_2 = tl.where(is_raw, tl.load(raws + 2, mask=is_raw, other=0), word_2)
+        word_3 = tl.where(is_raw, tl.load(raws + 3, mask=is_raw, other=0), word_3)
     return word_0, word_1, word_2, word_3
+
+
+@triton.jit
+def _load_exponent(base, n):
+    """Load the exponents of code 0, at their places in the halves of a word: [1, outputs]."""
+    return tl.load(base + n)[None, :] * 0x00800080
 
 
 @triton.jit
@@ -394,6 +521,25 @@ def _load_inputs(x, rows, valid, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _load_input_pairs(x, rows, valid, start, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """Load BLOCK_K inputs from `start` on of all rows: the even ones, and the odd ones."""
+    # -> 2 x [rows, BLOCK_K // 2]
+    pair = start // 2 + tl.arange(0, BLOCK_K // 2)
+    mask = valid[:, None]
+    if MASKED:
+        mask = mask & (pair < K // 2)[None, :]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if tl.float32 == DTYPE:
+        ptrs = x + rows[:, None] + 2 * pair[None, :]
+        even, odd = tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + 1, mask=mask, other=0.0)
+    else:  # words of two inputs: neighbours are copied together
+        words = tl.load(x.to(tl.pointer_type(tl.int32)) + (rows // 2)[:, None] + pair[None, :], mask=mask, other=0)
+        even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+        odd = ((words >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    return even, odd
+
+
+@triton.jit
 def _multiply_planes(
     total, x, rows, valid, start, word, PLANE: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
@@ -416,21 +562,31 @@ def multiply(
     # rows: [ROWS] offsets of rows in x, valid: [ROWS], n: [BLOCK_N] -> [ROWS, BLOCK_N] float32
     total = tl.zeros((ROWS, BLOCK_N), tl.float32)
     # bf16-packed: whole blocks; a matrix with further inputs is not split
+    if KIND == "bf16-packed":
+        exponent = _load_exponent(zeros, n)
     END: tl.constexpr = min(SIZE, K // BLOCK_K * BLOCK_K) if KIND == "bf16-packed" else SIZE
     for step in range(0, END, BLOCK_K):
         start = first + step
         if KIND == "bf16-packed":
             KB: tl.constexpr = K // BLOCK_K
-            word_0, word_1, word_2, word_3 = _load_pairs(weights, scales, zeros, raw, n, start // BLOCK_K, KB)
+            word_0, word_1, word_2, word_3 = _load_pairs(weights, scales, exponent, raw, n, start // BLOCK_K, KB, ASM)
             total = _multiply_planes(total, x, rows, valid, start, word_0, 0, K)
             total = _multiply_planes(total, x, rows, valid, start, word_1, 2, K)
             total = _multiply_planes(total, x, rows, valid, start, word_2, 4, K)
             total = _multiply_planes(total, x, rows, valid, start, word_3, 6, K)
+        elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
+            even, odd = _load_input_pairs(x, rows, valid, start, K, BLOCK_K, MASKED)
+            low, high = _load_nibbles(
+                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K, MASKED,
+                even.dtype, ASM, FP8,
+            )  # fmt: skip
+            total = tl.dot(even, low, total, input_precision="ieee")
+            total = tl.dot(odd, high, total, input_precision="ieee")
         else:
             inputs = _load_inputs(x, rows, valid, start + tl.arange(0, BLOCK_K), K, MASKED)
             tile = _load_tile(
-                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K, MASKED,
-                inputs.dtype, ASM, FP8,
+                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, MASKED, inputs.dtype,
+                ASM, FP8,
             )  # fmt: skip
             total = tl.dot(inputs, tile, total, input_precision="ieee")
     if KIND == "bf16-packed" and K % BLOCK_K != 0:
@@ -467,14 +623,24 @@ def _dequantize_kernel(
         tl.store(ptrs, _load_tail(weights, inside, K, TAIL, BLOCK_K, out.dtype.element_ty), mask=mask)
     elif KIND == "bf16-packed":
         KB: tl.constexpr = K // BLOCK_K
-        word_0, word_1, word_2, word_3 = _load_pairs(weights, scales, zeros, raw, inside, tl.program_id(1), KB)
+        exponent = _load_exponent(zeros, inside)
+        word_0, word_1, word_2, word_3 = _load_pairs(
+            weights, scales, exponent, raw, inside, tl.program_id(1), KB, ASM
+        )  # fmt: skip
         _store_planes(out, word_0, n, start, 0, N, K)
         _store_planes(out, word_1, n, start, 2, N, K)
         _store_planes(out, word_2, n, start, 4, N, K)
         _store_planes(out, word_3, n, start, 6, N, K)
-    else:
-        tile = _load_tile(
+    elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
+        low, high = _load_nibbles(
             weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K,
             K % BLOCK_K != 0, out.dtype.element_ty, ASM, FP8,
+        )  # fmt: skip
+        tile = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_K, BLOCK_N))
+        tl.store(ptrs, tile, mask=mask)
+    else:
+        tile = _load_tile(
+            weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, K % BLOCK_K != 0,
+            out.dtype.element_ty, ASM, FP8,
         )  # fmt: skip
         tl.store(ptrs, tile, mask=mask)

@@ -76,7 +76,7 @@ def check_residency_plain(index: Tensor, row: Tensor, buffers: ResidencyBuffers,
     report[1, : len(experts)] = slots
     words[REPORTED] = ticket
     if waits:
-        answer = _wait_plain(buffers)[: len(row)]
+        answer = _wait_plain(buffers)[: len(row)].to(resident.device)
         resident[: len(row)] = torch.where(answer >= 0, answer, resident[: len(row)])
 
 
