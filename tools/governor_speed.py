@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 from spmoe import LLM, SamplingParams
@@ -25,6 +26,7 @@ from spmoe.errors import SpmoeError
 from spmoe.models.shipped import sample_text
 
 PROMPT_TOKENS = 64
+WARMUP_TOKENS = 32
 
 
 def main() -> None:
@@ -82,13 +84,13 @@ def _run_all(llm: LLM, options: argparse.Namespace, share: str) -> dict[str, obj
     found: dict[str, list[float]] = {name: [] for name in configs}
     chosen: list[str] = []
 
-    def run(name: str, prompt: list[int], state: LearnedState) -> RequestOutput:
+    def run(name: str, prompt: list[int], state: LearnedState, tokens: int = options.tokens) -> RequestOutput:
         llm._thread.call(lambda: llm.engine.reconfigure(learned=state, **configs[name]))
         llm._thread.call(llm.engine.loop.prepare)
-        return llm.generate([prompt], params)[0]
+        return llm.generate([prompt], replace(params, max_tokens=tokens))[0]
 
     for name in configs:  # so that nothing is captured later
-        run(name, prompts[-1], LearnedState())
+        run(name, prompts[-1], LearnedState(), min(WARMUP_TOKENS, options.tokens))
     for number, prompt in enumerate(prompts[:-1]):
         first = (3 * number + len(configs) // 2) % len(configs)  # so that no configuration is always the first
         for name in [*list(configs)[first:], *list(configs)[:first]]:
