@@ -225,6 +225,7 @@ class CostModel:
         self._sequences = sequences
         self.noise = _NOISE**2  # relative variance of a step's seconds
         self._ks = np.array(lengths)
+        self._each = np.eye(len(lengths))
         self._index = {k: i for i, k in enumerate(lengths)}
         log_rows = np.log(self._ks + 1.0)
         # prior covariance of the missing shares, beside what they have in common, relative to their square
@@ -267,7 +268,7 @@ class CostModel:
         inputs = np.zeros((len(self._ks), _COEFFICIENTS + len(self._ks)))
         inputs[:, 0], inputs[:, 1], inputs[:, 2] = 1.0, missing, proposal_rate * self._ks
         inputs[:, 3] = proposal_rate * needed + (1 - proposal_rate) * needed[0] if self._counts_needed else 0.0
-        inputs[:, _COEFFICIENTS:] = proposal_rate * np.eye(len(self._ks))
+        inputs[:, _COEFFICIENTS:] = proposal_rate * self._each
         inputs[:, _COEFFICIENTS] += 1 - proposal_rate
         costs = self._filter.mean
         least = 0.1 * (inputs[:, :_COEFFICIENTS] @ costs[:_COEFFICIENTS])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -38,9 +38,9 @@ _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many ag
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
 _STEPS_WITHOUT_DRAFT = 24  # after which one is tried even if little is expected of it
 _MAX_STEPS_BETWEEN_TRIALS = 64
-_NEW_STEPS = 8  # with one K, after which steps are learned from later, short ones together
-_EFFORT = 1.5e-4  # seconds that it takes to learn and to choose
-_EFFORT_SHARE = 0.01  # of the time of steps that may be spent on that
+_NEW_STEPS = 8  # with a newly settled K, after which steps are learned from later, short ones together
+_EFFORT = 3e-4  # seconds that it takes to learn and to choose
+_EFFORT_SHARE = 0.02  # of the time of steps that may be spent on that; the device is busy meanwhile
 _MOST_TOGETHER = 16  # steps that are learned from together
 _MIN_STEPS = 2  # steps with one K before another one is chosen
 _MIN_GAIN = 0.02  # expected gain for which K changes
@@ -68,6 +68,7 @@ class AcceptanceModel:
         self.asked = self.proposed = 0.0
         self._change = ChangeDetector()
         self._positions = np.arange(most)
+        self._rates: np.ndarray | None = None  # None: to be computed from the counts
 
     def learn(self, drafted: int, accepted: float) -> bool:
         """Count a draft that was asked for; return whether acceptance has changed."""
@@ -80,12 +81,14 @@ class AcceptanceModel:
         changed = self._change.add((accepted - mean) / math.sqrt(max(0.05, square - mean * mean)))
         if changed:
             self.forget(_KEPT_AT_CHANGE)
+        self._rates = None
         self.reached = _DRAFT_DECAY * self.reached + (self._positions < min(drafted, accepted + 1))
         self.accepted = _DRAFT_DECAY * self.accepted + (self._positions < accepted)
         return changed
 
     def forget(self, kept: float) -> None:
         """Reduce the weight of everything counted so far."""
+        self._rates = None
         self.reached, self.accepted = kept * self.reached, kept * self.accepted
         self.asked *= kept
         self.proposed *= kept
@@ -97,9 +100,11 @@ class AcceptanceModel:
 
     def rates(self) -> np.ndarray:
         """Return the acceptance rate of each position, given that it is reached."""  # [positions]
-        pooled = (self.accepted.sum() + _PRIOR_DRAFTS * _PRIOR_ACCEPTANCE) / (self.reached.sum() + _PRIOR_DRAFTS)
-        rates: np.ndarray = (self.accepted + _PRIOR_DRAFTS * pooled) / (self.reached + _PRIOR_DRAFTS)
-        return rates
+        if self._rates is None:
+            reached = float(self.reached.sum()) + _PRIOR_DRAFTS
+            pooled = (float(self.accepted.sum()) + _PRIOR_DRAFTS * _PRIOR_ACCEPTANCE) / reached
+            self._rates = (self.accepted + _PRIOR_DRAFTS * pooled) / (self.reached + _PRIOR_DRAFTS)
+        return self._rates
 
     def variances(self, rates: np.ndarray) -> np.ndarray:
         """Return the variance of each rate."""
@@ -131,6 +136,7 @@ class Governor:
         self._settled = 0  # the K that is not a trial
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
+        self._steps_settled = 0  # steps with the settled K since it was settled on
         self._budget: float | None = None  # seconds that trials may lose; None: not known yet
         self._trial_gap = float(_STEPS_BETWEEN_TRIALS)  # steps between two trials
         self._plain_gap = _STEPS_UNTIL_PLAIN  # steps without plain decoding after which it is tried
@@ -176,12 +182,14 @@ class Governor:
 
     def _deviations(self, found: Estimates, other: int) -> np.ndarray:
         """Return the standard deviation of log(cost(K) / cost(other)), for every K."""
+        if (known := found.deviations.get(other)) is not None:
+            return known
         tokens = found.token_gradient - found.token_gradient[other]
         rates = self.acceptance.rates()
         variance = (tokens**2) @ self.acceptance.variances(rates)
         variance = variance + self.costs.ratio_variances(found.steps, other)
-        deviations: np.ndarray = np.sqrt(np.maximum(variance, 0.0))
-        return deviations
+        found.deviations[other] = np.sqrt(np.maximum(variance, 0.0))
+        return found.deviations[other]
 
     # ---- learning
 
@@ -194,10 +202,14 @@ class Governor:
         self._expect_change()
 
     def report(self, step: StepReport) -> None:
-        """Report a finished step. It is learned from at once if K may change, else when `learn_reported` is called."""
+        """Report a finished step. It is learned from at once if K may change, else when `learn_reported` is called.
+
+        Within a trial the next step begins before this one is learned from, as it does with a settled K: otherwise a
+        trial would measure steps that begin too late.
+        """
         self.learn_reported()
         self._reported = step
-        if self._trial_left or self._steps_at < _NEW_STEPS:
+        if self._trial_left == 1 or (not self._trial_left and self._steps_settled < _NEW_STEPS):
             self.learn_reported()
 
     def learn_reported(self) -> None:
@@ -210,11 +222,12 @@ class Governor:
         """Learn from a finished step; may change `current`, unless the step had another K."""
         self.steps += 1
         self._steps_at += step.k == self.current
+        self._steps_settled += step.k == self._settled
         self._since_plain = self._since_plain + 1 if step.k else 0
         if self._waiting and not _alike(step, self._waiting[0]):
             self._learn_together()
         self._waiting.append(step)
-        steady = step.k == self.current and not self._trial_left and self._steps_at > _NEW_STEPS
+        steady = step.k == self.current and not self._trial_left and self._steps_settled > _NEW_STEPS
         together = _EFFORT / (_EFFORT_SHARE * max(step.seconds, 1e-9)) if steady else 1.0
         if len(self._waiting) >= min(together, _MOST_TOGETHER):
             self._learn_together()
@@ -302,6 +315,7 @@ class Governor:
             if not settled:
                 self._plain_gap = _STEPS_UNTIL_PLAIN
             settled, self._trial_gap = best, _STEPS_BETWEEN_TRIALS
+            self._steps_settled = 0
         self._settled, self._settled_cost = self.lengths[settled], float(costs[settled])
         self.plain_cost = float(costs[0])
         choice = settled
@@ -329,6 +343,8 @@ class Governor:
             self._budget -= float(found.tokens[at]) * max(0.0, float(found.costs[at]) - self._settled_cost)
             if step.disturbed:  # the draft has first read the tokens of plain steps
                 self._budget -= max(0.0, seconds - float(found.seconds[at]))
+            if self._trial_left == 1:  # the device waits for what is learned
+                self._budget -= _EFFORT
 
     def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K to try now; None if none is to be tried."""
@@ -360,7 +376,7 @@ class Governor:
         deviations = self._deviations(found, settled)
         best, best_value = None, -math.inf
         for i in np.flatnonzero(allowed).tolist():
-            loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1)
+            loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1) + _EFFORT / now
             if i == settled or loss * now > (self._budget or 0.0):
                 continue
             variance = float(deviations[i]) ** 2
@@ -437,6 +453,7 @@ class Estimates:
     tokens: np.ndarray  # [lengths]
     token_gradient: np.ndarray  # [lengths, positions], of log tokens by the acceptance rates
     steps: StepSeconds
+    deviations: dict[int, np.ndarray] = field(default_factory=dict)  # by the index that costs are compared with
 
     @property
     def seconds(self) -> np.ndarray:
