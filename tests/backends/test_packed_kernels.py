@@ -105,15 +105,34 @@ def test_dequantized_weights_are_those_of_the_definition(format: WeightFormat, d
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
-def run_assembly(text: str, word: int) -> list[int]:
-    """Execute the few instructions that the kernels' assembly has; return registers $0 to $3, given $4."""
-    registers = {"$4": word}
+def halves(words: list[int], dtype: torch.dtype) -> Tensor:
+    """Return the lower and the higher half of each word as numbers."""
+    bits = torch.tensor([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    return torch.where(bits > 32767, bits - 65536, bits).short().view(dtype)
+
+
+def word_of(pair: Tensor) -> int:
+    low, high = (int(half) & 0xFFFF for half in pair.view(torch.int16))
+    return low | high << 16
+
+
+def half_instruction(name: str, sources: list[int]) -> int:
+    """Execute `fma`, `mul` or `add` of two numbers at once."""
+    dtype = torch.bfloat16 if name.endswith("bf16x2") else torch.float16
+    a, b, *c = (halves([source], dtype).double() for source in sources)
+    found = a + b if name.startswith("add") else a * b + (c[0] if c else 0.0)
+    return word_of(found.to(dtype))
+
+
+def run_assembly(text: str, **registers: int) -> list[int]:
+    """Execute the few instructions that the kernels' assembly has; return registers $0 to $3. No predicate holds."""
+    registers = {f"${name[1:]}": number for name, number in registers.items()}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
-    for line in re.sub(r"[{}]|\.reg[^;]*;", "", text).split(";"):
-        if not line.strip():
+    for line in re.sub(r"^{|}$|\.reg[^;]*;", "", text.strip()).split(";"):
+        if not line.strip() or line.lstrip().startswith(("@", "setp")):
             continue
         name, operands = line.split(maxsplit=1)
         target, *sources = (operand.strip() for operand in operands.split(","))
@@ -124,11 +143,48 @@ def run_assembly(text: str, word: int) -> list[int]:
         elif name == "lop3.b32":
             assert rest[2] == 0xEA
             found = a & rest[0] | rest[1]
+        elif name == "mov.b32":
+            found = a
+        elif name == "mad.lo.s32":
+            found = a * rest[0] + rest[1]
+        elif name.endswith("x2"):
+            found = half_instruction(name, [a, *rest])
         else:
-            operation = {"shl.b32": int.__lshift__, "shr.u32": int.__rshift__, "and.b32": int.__and__}[name]
-            found = operation(a, rest[0]) & 0xFFFFFFFF
-        registers[target] = found
-    return [registers[f"${i}"] for i in range(4)]
+            operation = {
+                "shl.b32": int.__lshift__, "shr.u32": int.__rshift__, "and.b32": int.__and__, "xor.b32": int.__xor__,
+                "add.s32": int.__add__,
+            }[name]  # fmt: skip
+            found = operation(a, rest[0])
+        registers[target] = found & 0xFFFFFFFF
+    return [registers.get(f"${i}", 0) for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_assembly_multiplies_every_int8_code(dtype: torch.dtype) -> None:
+    text = (packed._INT8_BFLOAT16 if dtype == torch.bfloat16 else packed._INT8_FLOAT16).value
+    for first in range(256):
+        codes = torch.tensor([first, (first * 7 + 3) % 256, 255 - first, (first + 128) % 256], dtype=torch.uint8)
+        scale = torch.tensor([0.0371, -3.3, 1.0, 2.0**-9]).to(dtype)
+        word = int.from_bytes(bytes(codes.tolist()), "little")
+        outs = run_assembly(text, r2=word, r3=word_of(scale[:2]), r4=word_of(scale[2:]))[:2]
+        assert torch.equal(halves(outs, dtype), (codes.view(torch.int8).float() * scale.float()).to(dtype))
+
+
+def test_assembly_unpacks_bfloat16() -> None:
+    """One row of 128 weights; the groups with rare exponents are left out."""
+    weight = (torch.randn(1, 128) * 0.03).bfloat16()
+    parts = Bf16Packed(8192).quantize(weight)
+    low, codes, base = parts["low"][0, 0], parts["codes"][0, 0], int(parts["base"])
+    planes, compared = weight.view(8, 16), 0
+    for group in range(16):
+        words = [int(one) & 0xFFFFFFFF for one in (low[0, group], low[1, group], codes[group])]
+        if words[2] == 0xFFFFFFFF:
+            continue
+        text = packed._BF16_PACKED.value
+        outs = run_assembly(text, r4=words[0], r5=words[1], r6=words[2], r7=base * 0x00800080)
+        assert torch.equal(halves(outs, torch.bfloat16), planes[:, group])
+        compared += 1
+    assert compared > 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -142,11 +198,9 @@ def test_assembly_decodes_every_nibble(kind: str, dtype: torch.dtype) -> None:
     unit = 1.0 if kind == "int4" else {"BFLOAT16": 2.0**126, "FLOAT16": 2.0**14}[short]
     for first in range(256):
         data = [first, (first * 7 + 3) % 256, 255 - first, (first + 128) % 256]
-        outs = run_assembly(text, int.from_bytes(bytes(data), "little"))
-        halves = torch.tensor([half for out in outs for half in (out & 0xFFFF, out >> 16)])
-        halves = torch.where(halves > 32767, halves - 65536, halves).short().view(dtype).double() * unit - offset
+        outs = run_assembly(text, r4=int.from_bytes(bytes(data), "little"))
         expected = [values[byte & 15] for byte in data] + [values[byte >> 4] for byte in data]
-        assert halves.tolist() == expected
+        assert (halves(outs, dtype).double() * unit - offset).tolist() == expected
 
 
 @needs_cuda

@@ -87,7 +87,8 @@ class ExpertTiles:
 def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTiles:
     """Select tiles by the experts' shape; equal for 1 to 16 rows, which makes the kernels batch-invariant.
 
-    `bf16-packed` gets the splits of bfloat16: sums in the same order give equal bits.
+    `bf16-packed` gets the splits of bfloat16: sums in the same order give equal bits. Quantized kinds have two warps:
+    with four, Triton uses warp-group instructions for some numbers of rows, which sum in another order.
     """
     if not 1 <= rows <= MAX_KERNEL_ROWS:
         raise ValueError(f"expected 1 to {MAX_KERNEL_ROWS} rows, got {rows}")
@@ -95,28 +96,33 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
     elif rows > 16:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
-        # with two warps, Triton takes no warp-group products, for which it cannot lay out scales of small groups
         up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
-    elif kind in FOUR_BITS:  # few warps: inputs pass through each, and instructions limit the speed
+    elif kind in FOUR_BITS:
         up, down = (32, 256, 2, 3), (64, 256, 2, 3)
     elif kind not in _BFLOAT16_SUMS:
-        up, down = (32, 128, 4, 4), (64, 128, 4, 4)
+        up, down = (16, 256, 2, 3), (64, 128, 2, 4)
     elif hidden * ffn >= 1 << 24:  # this and the next: the fastest, over 1 and 5 rows, of a sweep on an H200
         up, down = (32, 256, 4, 3), (32, 128, 4, 4)
     else:
         up, down = (32, 128, 4, 3), (64, 128, 4, 4)
-    down_n = _fit_block(down[0], hidden)
-    splits, programs = 1, triton.cdiv(hidden, down_n) * top_k
+    splits, programs = 1, triton.cdiv(hidden, _fit_block(down[0], hidden)) * top_k
     while splits * programs < _MIN_PROGRAMS and splits < 8 and _can_split(ffn, 2 * splits, kind):
         splits *= 2
     if kind == "bf16-packed":
         up_k = down_k = PACKED_BLOCK
-        up, down = (*up[:3], 4), (*down[:3], 4)
+        if rows <= 16 and dtype.itemsize == 2:
+            up, down = (16, up_k, 2, 3), (32, down_k, 2, 3)
+        else:
+            up, down = (32, up_k, 4, 4), (32, down_k, 4, 4)
     elif kind == "dense" or dtype.itemsize > 2:
         up_k, down_k = _fit_block(up[1], hidden), _fit_block(down[1], ffn)
     else:
         up_k, down_k = _cover_block(up[1], hidden, 1), _cover_block(down[1], ffn, splits)
-    return ExpertTiles(ExpertTile(_fit_block(up[0], ffn), up_k, *up[2:]), ExpertTile(down_n, down_k, *down[2:]), splits)
+    return ExpertTiles(
+        ExpertTile(_fit_block(up[0], ffn), up_k, *up[2:]),
+        ExpertTile(_fit_block(down[0], hidden), down_k, *down[2:]),
+        splits,
+    )
 
 
 def _can_split(ffn: int, splits: int, kind: str) -> bool:
@@ -192,7 +198,7 @@ def run_expert_batch(
     """Compute every pair whose expert is in the batch into `scratch`; leave all other pairs untouched."""
     (rows, top_k), (up, down), splits = index.shape, (scratch.tiles.up, scratch.tiles.down), scratch.tiles.splits
     hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(_least_rows(experts.shape), triton.next_power_of_2(rows))
     sizes = {
         "HIDDEN": experts.shape.hidden, "FFN": experts.shape.ffn, "TOP_K": top_k, "ROWS": padded,
         "PAIRS": triton.next_power_of_2(padded * top_k), "TOP_K_PAD": triton.next_power_of_2(top_k),
@@ -210,6 +216,11 @@ def run_expert_batch(
         **matrix.constants, **_bias_constants(matrix), MASKED=matrix.ins % (down.block_k * splits) != 0, SPLITS=splits,
         BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps, num_stages=down.num_stages,
     )  # fmt: skip
+
+
+def _least_rows(shape: ExpertShape) -> int:
+    """Return the number of rows that fewer ones are padded to: what tensor cores multiply at a time."""
+    return 16 if shape.kind in _BFLOAT16_SUMS or shape.dtype.itemsize > 2 else 8
 
 
 def _bias(matrix: SlotMatrix) -> Tensor:

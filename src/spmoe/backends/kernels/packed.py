@@ -358,9 +358,9 @@ def _to_float32(scale):
 
 @triton.jit
 def _spread(scale, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Repeat each group's value SIZE times: [groups, outputs] -> [groups * SIZE, outputs]."""
+    """Repeat each group's value SIZE times: [outputs, groups] -> [outputs, groups * SIZE]."""
     if GROUPS > 1:  # else it is broadcast
-        scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (GROUPS, SIZE, BLOCK_N)), (GROUPS * SIZE, BLOCK_N))
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK_N, GROUPS, SIZE)), (BLOCK_N, GROUPS * SIZE))
     return scale
 
 
@@ -369,10 +369,10 @@ def _load_scale(
     scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     GROUPS: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of outputs `n` and of the groups from input `start` on: [groups, outputs]."""
+    """Load the scales of outputs `n` and of the groups from input `start` on: [outputs, groups]."""
     COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
-    g = tl.arange(0, GROUPS)[:, None]
-    offsets = (n // GROUP_ROWS)[None, :] * COLUMNS + g
+    g = tl.arange(0, GROUPS)[None, :]
+    offsets = (n // GROUP_ROWS)[:, None] * COLUMNS + g
     if GROUP:
         offsets += start // GROUP
     if MASKED and GROUP:  # also a tile of one group: all of its inputs may lie after the last one
@@ -384,20 +384,22 @@ def _load_scale(
     if KIND == "mxfp4":
         scale = _e8m0(scale, DTYPE if ASM else tl.float32)
     elif KIND == "nvfp4":
-        scale = _e4m3(scale, FP8) * tl.load(zeros + n)[None, :]
+        scale = _e4m3(scale, FP8) * tl.load(zeros + n)[:, None]
     elif not ((KIND == "int4" or KIND == "int8") and scale.dtype == DTYPE and ASM):
         scale = _to_float32(scale)
     return scale
 
 
 @triton.jit
-def _load_zero(
-    zeros, n, start, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """Load the zero points of outputs `n` and of the groups from input `start` on: [groups, outputs] float32."""
+def _load_zero(zeros, n, start, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Load the zero points of outputs `n` and of the groups from input `start` on: [outputs, groups] float32."""
     COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
-    column = tl.arange(0, GROUPS)[:, None] + (start // GROUP if GROUP else 0)
-    return tl.load(zeros + n[None, :] * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.float32)
+    column = tl.arange(0, GROUPS)[None, :] + (start // GROUP if GROUP else 0)
+    return tl.load(zeros + n[:, None] * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.float32)
+
+
+# Between the load of codes and the product, every operation is element by element, in two dimensions: then Triton
+# copies codes to shared memory in a layout without bank conflicts, and dequantizes them where the product needs them.
 
 
 @triton.jit
@@ -406,19 +408,15 @@ def _load_tile(
     GROUP_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Load the weights of outputs `n` and BLOCK_K inputs from `start` on; MASKED: K may end before."""
-    # -> [BLOCK_K, BLOCK_N]. Operations between load and product are element by element: then Triton copies codes to
-    # shared memory in a layout without bank conflicts, and dequantizes them where the product needs them
+    """Load dense or 8-bit weights of outputs `n` and BLOCK_K inputs from `start` on; MASKED: K may end before."""
+    # -> [BLOCK_N, BLOCK_K]
+    GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
     k = start + tl.arange(0, BLOCK_K)
-    ptrs = weights + n[None, :] * K + k[:, None]
-    if MASKED:
-        codes = tl.load(ptrs, mask=(k < K)[:, None], other=0.0 if KIND == "dense" else 0)
-    else:
-        codes = tl.load(ptrs)
+    ptrs = weights + n[:, None] * K + k[None, :]
+    codes = tl.load(ptrs, mask=(k < K)[None, :], other=0) if MASKED else tl.load(ptrs)
     if KIND == "dense":
         tile = codes.to(DTYPE)
     else:
-        GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
         scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
         scale = _spread(scale, GROUPS, BLOCK_K // GROUPS, BLOCK_N)
         if KIND == "fp8":
@@ -437,12 +435,12 @@ def _load_nibbles(
     MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Load 4-bit weights of outputs `n` and BLOCK_K inputs from `start` on: those of even, and of odd inputs."""
-    # -> 2 x [BLOCK_K // 2, BLOCK_N], element by element as in `_load_tile`
+    # -> 2 x [BLOCK_N, BLOCK_K // 2]
     GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
     SIZE: tl.constexpr = BLOCK_K // GROUPS // 2  # bytes of a group in the tile
     byte = start // 2 + tl.arange(0, BLOCK_K // 2)
-    ptrs = weights + n[None, :] * (K // 2) + byte[:, None]
-    codes = tl.load(ptrs, mask=(byte < K // 2)[:, None], other=0) if MASKED else tl.load(ptrs)
+    ptrs = weights + n[:, None] * (K // 2) + byte[None, :]
+    codes = tl.load(ptrs, mask=(byte < K // 2)[None, :], other=0) if MASKED else tl.load(ptrs)
     scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
     scale = _spread(scale, GROUPS, SIZE, BLOCK_N)
     zero = scale
@@ -506,9 +504,9 @@ def _bf16_pair(low, code, exponent):
 
 @triton.jit
 def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the lower or the higher half of words as weights."""
+    """Return the lower or the higher half of words as numbers of a 16-bit dtype."""
     bits = (word >> 16) if HIGH else word
-    return (bits & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(DTYPE)
+    return (bits & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -521,21 +519,24 @@ def _load_inputs(x, rows, valid, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_input_pairs(x, rows, valid, start, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
-    """Load BLOCK_K inputs from `start` on of all rows: the even ones, and the odd ones."""
-    # -> 2 x [rows, BLOCK_K // 2]
-    pair = start // 2 + tl.arange(0, BLOCK_K // 2)
-    mask = valid[:, None]
+def _load_input_columns(x, rows, valid, k, K: tl.constexpr, MASKED: tl.constexpr):
+    """Load inputs `k` of all rows, zero for rows that are not valid: [inputs, rows]."""
+    mask = valid[None, :]
     if MASKED:
-        mask = mask & (pair < K // 2)[None, :]
+        mask = mask & (k < K)[:, None]
+    return tl.load(x + rows[None, :] + k[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_input_pairs(x, rows, valid, pair, K: tl.constexpr, MASKED: tl.constexpr):
+    """Load the even and the odd inputs of these pairs, of all rows: 2 x [pairs, rows]."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     if tl.float32 == DTYPE:
-        ptrs = x + rows[:, None] + 2 * pair[None, :]
-        even, odd = tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + 1, mask=mask, other=0.0)
+        even = _load_input_columns(x, rows, valid, 2 * pair, K, MASKED)
+        odd = _load_input_columns(x, rows, valid, 2 * pair + 1, K, MASKED)
     else:  # words of two inputs: neighbours are copied together
-        words = tl.load(x.to(tl.pointer_type(tl.int32)) + (rows // 2)[:, None] + pair[None, :], mask=mask, other=0)
-        even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-        odd = ((words >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+        words = _load_input_columns(x.to(tl.pointer_type(tl.int32)), rows // 2, valid, pair, K // 2, MASKED)
+        even, odd = _half(words, False, DTYPE), _half(words, True, DTYPE)
     return even, odd
 
 
@@ -546,9 +547,9 @@ def _multiply_planes(
     """Add the products of the two planes of 16 inputs that a word holds."""
     k = start + PLANE * 16 + tl.arange(0, 16)
     inputs = _load_inputs(x, rows, valid, k, K, False)
-    total = tl.dot(inputs, _half(word, False, inputs.dtype), total, input_precision="ieee")
+    total = tl.dot(inputs, _half(word, False, tl.bfloat16).to(inputs.dtype), total, input_precision="ieee")
     inputs = _load_inputs(x, rows, valid, k + 16, K, False)
-    return tl.dot(inputs, _half(word, True, inputs.dtype), total, input_precision="ieee")
+    return tl.dot(inputs, _half(word, True, tl.bfloat16).to(inputs.dtype), total, input_precision="ieee")
 
 
 @triton.jit
@@ -560,39 +561,50 @@ def multiply(
 ):  # fmt: skip
     """Multiply rows of `x` with the weights of outputs `n`, over SIZE inputs from `first` on."""
     # rows: [ROWS] offsets of rows in x, valid: [ROWS], n: [BLOCK_N] -> [ROWS, BLOCK_N] float32
-    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    # bf16-packed: whole blocks; a matrix with further inputs is not split
-    if KIND == "bf16-packed":
-        exponent = _load_exponent(zeros, n)
-    END: tl.constexpr = min(SIZE, K // BLOCK_K * BLOCK_K) if KIND == "bf16-packed" else SIZE
-    for step in range(0, END, BLOCK_K):
-        start = first + step
-        if KIND == "bf16-packed":
-            KB: tl.constexpr = K // BLOCK_K
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if KIND == "dense":
+        total = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        for step in range(0, SIZE, BLOCK_K):
+            k = first + step + tl.arange(0, BLOCK_K)
+            ptrs = weights + n[None, :] * K + k[:, None]
+            tile = tl.load(ptrs, mask=(k < K)[:, None], other=0.0) if MASKED else tl.load(ptrs)
+            inputs = _load_inputs(x, rows, valid, k, K, MASKED)
+            total = tl.dot(inputs, tile.to(DTYPE), total, input_precision="ieee")
+    elif KIND == "bf16-packed":
+        total, exponent = tl.zeros((ROWS, BLOCK_N), tl.float32), _load_exponent(zeros, n)
+        KB: tl.constexpr = K // BLOCK_K  # whole blocks; a matrix with further inputs is not split
+        for step in range(0, min(SIZE, KB * BLOCK_K), BLOCK_K):
+            start = first + step
             word_0, word_1, word_2, word_3 = _load_pairs(weights, scales, exponent, raw, n, start // BLOCK_K, KB, ASM)
             total = _multiply_planes(total, x, rows, valid, start, word_0, 0, K)
             total = _multiply_planes(total, x, rows, valid, start, word_1, 2, K)
             total = _multiply_planes(total, x, rows, valid, start, word_2, 4, K)
             total = _multiply_planes(total, x, rows, valid, start, word_3, 6, K)
-        elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
-            even, odd = _load_input_pairs(x, rows, valid, start, K, BLOCK_K, MASKED)
-            low, high = _load_nibbles(
-                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K, MASKED,
-                even.dtype, ASM, FP8,
-            )  # fmt: skip
-            total = tl.dot(even, low, total, input_precision="ieee")
-            total = tl.dot(odd, high, total, input_precision="ieee")
-        else:
-            inputs = _load_inputs(x, rows, valid, start + tl.arange(0, BLOCK_K), K, MASKED)
-            tile = _load_tile(
-                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, MASKED, inputs.dtype,
-                ASM, FP8,
-            )  # fmt: skip
+        if K % BLOCK_K != 0:
+            inputs = _load_inputs(x, rows, valid, KB * BLOCK_K + tl.arange(0, BLOCK_K), K, True)
+            tile = _load_tail(weights, n, K, TAIL, BLOCK_K, inputs.dtype)
             total = tl.dot(inputs, tile, total, input_precision="ieee")
-    if KIND == "bf16-packed" and K % BLOCK_K != 0:
-        inputs = _load_inputs(x, rows, valid, K // BLOCK_K * BLOCK_K + tl.arange(0, BLOCK_K), K, True)
-        tile = _load_tail(weights, n, K, TAIL, BLOCK_K, inputs.dtype)
-        total = tl.dot(inputs, tile, total, input_precision="ieee")
+    else:  # weights first: then a product needs as few as eight rows
+        columns = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for step in range(0, SIZE, BLOCK_K):
+            start = first + step
+            if KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
+                pair = start // 2 + tl.arange(0, BLOCK_K // 2)
+                even, odd = _load_input_pairs(x, rows, valid, pair, K, MASKED)
+                low, high = _load_nibbles(
+                    weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K, MASKED,
+                    DTYPE, ASM, FP8,
+                )  # fmt: skip
+                columns = tl.dot(low, even, columns, input_precision="ieee")
+                columns = tl.dot(high, odd, columns, input_precision="ieee")
+            else:
+                inputs = _load_input_columns(x, rows, valid, start + tl.arange(0, BLOCK_K), K, MASKED)
+                tile = _load_tile(
+                    weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, MASKED, DTYPE, ASM,
+                    FP8,
+                )  # fmt: skip
+                columns = tl.dot(tile, inputs, columns, input_precision="ieee")
+        total = tl.trans(columns)
     return total
 
 
@@ -600,8 +612,8 @@ def multiply(
 def _store_planes(out, word, n, start, PLANE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     k = start + PLANE * 16 + tl.arange(0, 16)[:, None]
     ptrs, inside = out + n[None, :] * K + k, n[None, :] < N
-    tl.store(ptrs, _half(word, False, out.dtype.element_ty), mask=inside & (k < K))
-    tl.store(ptrs + 16, _half(word, True, out.dtype.element_ty), mask=inside & (k + 16 < K))
+    tl.store(ptrs, _half(word, False, tl.bfloat16).to(out.dtype.element_ty), mask=inside & (k < K))
+    tl.store(ptrs + 16, _half(word, True, tl.bfloat16).to(out.dtype.element_ty), mask=inside & (k + 16 < K))
 
 
 @triton.jit(do_not_specialize=["slot"])
@@ -618,9 +630,10 @@ def _dequantize_kernel(
     weights, scales = weights + (slot * W_BLOB + W_OFFSET), scales + (slot * S_BLOB + S_OFFSET)
     zeros, raw = zeros + (slot * Z_BLOB + Z_OFFSET), raw + (slot * R_BLOB + R_OFFSET)
     k = start + tl.arange(0, BLOCK_K)
-    ptrs, mask = out + n[None, :] * K + k[:, None], (n < N)[None, :] & (k < K)[:, None]
+    ptrs, mask = out + n[:, None] * K + k[None, :], (n < N)[:, None] & (k < K)[None, :]
+    DTYPE: tl.constexpr = out.dtype.element_ty
     if KIND == "bf16-packed" and K % BLOCK_K != 0 and tl.program_id(1) == K // BLOCK_K:
-        tl.store(ptrs, _load_tail(weights, inside, K, TAIL, BLOCK_K, out.dtype.element_ty), mask=mask)
+        tl.store(ptrs, tl.trans(_load_tail(weights, inside, K, TAIL, BLOCK_K, DTYPE)), mask=mask)
     elif KIND == "bf16-packed":
         KB: tl.constexpr = K // BLOCK_K
         exponent = _load_exponent(zeros, inside)
@@ -634,13 +647,12 @@ def _dequantize_kernel(
     elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
         low, high = _load_nibbles(
             weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K,
-            K % BLOCK_K != 0, out.dtype.element_ty, ASM, FP8,
+            K % BLOCK_K != 0, DTYPE, ASM, FP8,
         )  # fmt: skip
-        tile = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_K, BLOCK_N))
-        tl.store(ptrs, tile, mask=mask)
+        tl.store(ptrs, tl.interleave(low, high), mask=mask)
     else:
         tile = _load_tile(
             weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, K % BLOCK_K != 0,
-            out.dtype.element_ty, ASM, FP8,
+            DTYPE, ASM, FP8,
         )  # fmt: skip
         tl.store(ptrs, tile, mask=mask)
