@@ -20,6 +20,7 @@ from spmoe.errors import SpmoeError
 from spmoe.models.shipped import sample_text
 
 PROMPT_TOKENS = 64
+WARMUP_TOKENS = 8
 
 
 class Round(NamedTuple):
@@ -70,12 +71,12 @@ def main() -> None:
 
 
 def measure(llm: LLM, numbers: list[int], tokens: int, rounds: int) -> dict[int, list[Round]]:
-    """Run all rounds, after one that does not count."""
+    """Run all rounds, after a short one that does not count."""
     ids = llm.get_tokenizer()(sample_text())["input_ids"]
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     found: dict[int, list[Round]] = {number: [] for number in numbers}
     start = 0
     for turn in range(rounds + 1):
+        params = SamplingParams(max_tokens=tokens if turn else min(WARMUP_TOKENS, tokens), ignore_eos=True)
         for number in numbers:
             prompts = []
             for _ in range(number):
@@ -95,6 +96,7 @@ def measure(llm: LLM, numbers: list[int], tokens: int, rounds: int) -> dict[int,
                         nbytes / (number * tokens),
                     )
                 )
+                print(f"round {turn}, {number} requests: {found[number][-1]}", file=sys.stderr, flush=True)
     return found
 
 

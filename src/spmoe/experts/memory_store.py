@@ -22,6 +22,7 @@ from spmoe.types import ExpertKey
 _MAX_FILLERS = 16  # threads; more only wait for each other's memory
 _MIN_FILLERS = 4  # also with fewer cores: a thread that waits for the disk needs none
 _SCRATCH_BYTES = 4 * 2**30  # host memory that all threads together may use beside the blobs
+_PAGE_BYTES = 4096
 _SCRATCH_EXPERTS = 3  # of one thread: source tensors, joined tensors and converted ones
 
 
@@ -65,7 +66,11 @@ class MemoryStore:
         threads = _filler_count(self.spec.layout.nbytes if expert_bytes is None else expert_bytes)
 
         def write(key: ExpertKey) -> None:
-            fill(key, self.spec.layout.views(self.blob(key)))
+            blob = self.blob(key)
+            blob[
+                ::_PAGE_BYTES
+            ].zero_()  # touch the pages here: a copy from a device would, while it locks out all threads
+            fill(key, self.spec.layout.views(blob))
             self._filled(key)
 
         with _one_intra_op_thread():
