@@ -4,6 +4,7 @@
 
 Record the trace with a large K: `spmoe trace record --max-tokens 256 -k 12 -o TRACE.npz`. Every cell decodes the same
 texts from empty slots: with each fixed K, and with the K that the governor chooses. The first request is a cold start.
+`--starts` repeats this with other texts; first requests are those of all starts.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pathlib import Path
 from spmoe.config import Size, parse_prefetch_policy
 from spmoe.errors import SpmoeError
 from spmoe.gc_pause import gc_paused
-from spmoe.replay.governed import Comparison, compare
+from spmoe.replay.governed import Comparison, compare, seconds_per_token
 from spmoe.replay.replay import ReplayConfig, as_cuda
-from spmoe.replay.text import StepTimes, read_texts
+from spmoe.replay.text import DecodedText, ReplayText, StepTimes, read_texts
 from spmoe.replay.trace import Trace
 
 HEADER = "slots  acceptance  locality  plain ms  best K: first, later  of best: first, later  of plain: first, later"
@@ -39,7 +40,8 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=55.0)
     parser.add_argument("--prefetch", type=parse_prefetch_policy, default="auto")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=3, help="one after the other, after a cold start")
+    parser.add_argument("--starts", type=int, default=1, help="cold starts, each with the next texts of the trace")
     options = parser.parse_args()
     try:
         print_table(options)
@@ -63,18 +65,36 @@ def print_table(options: argparse.Namespace) -> None:
                     recorded[number % len(recorded)].scaled(
                         None if acceptance == "recorded" else float(acceptance), float(locality), seed=number
                     )
-                    for number in range(options.requests)
+                    for number in range(options.starts * options.requests)
                 ]
                 config = ReplayConfig(options.prefetch, "auto", memory=Size.parse(slots), link_gbps=options.link_gbps)
                 with gc_paused():
-                    found = compare(texts, trace.shape, config, times, options.tokens)
-                print(line(slots, acceptance, locality, found), flush=True)
+                    found = [
+                        compare(part, trace.shape, config, times, options.tokens)
+                        for part in batched(texts, options.requests)
+                    ]
+                print(line(slots, acceptance, locality, join(found), options.starts), flush=True)
 
 
-def line(slots: str, acceptance: str, locality: str, found: Comparison) -> str:
+def batched(texts: list[ReplayText], count: int) -> list[list[ReplayText]]:
+    """Return the texts of each start."""
+    return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+
+def join(found: list[Comparison]) -> Comparison:
+    """Return the first requests of all starts, then all others."""
+
+    def order(starts: list[list[DecodedText]]) -> list[DecodedText]:
+        return [one[0] for one in starts] + [text for one in starts for text in one[1:]]
+
+    fixed = {k: order([one.fixed[k] for one in found]) for k in found[0].fixed}
+    return Comparison(order([one.governed for one in found]), fixed)
+
+
+def line(slots: str, acceptance: str, locality: str, found: Comparison, starts: int) -> str:
     """Return one line of the table."""
-    first, later = slice(0, 1), slice(1, None)
-    plain = 1e3 * found.fixed[0][0].seconds_per_token
+    first, later = slice(0, starts), slice(starts, None)
+    plain = 1e3 * seconds_per_token(found.fixed[0][first])
     return (
         f"{slots:>5}  {acceptance:>10}  {locality:>8}  {plain:8.2f}  {found.best(first):13d}, {found.best(later):5d}"
         f"  {found.of_best(first):14.3f}, {found.of_best(later):5.3f}"

@@ -19,6 +19,8 @@ from spmoe.predict.costs import StepReport
 from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor
 from spmoe.types import Admission, PrefetchRequests, Turn
+from spmoe.types import Sequence as TokenSequence
+from spmoe.verify.sampling import PositionNoise
 
 PROMPT = [(29 * i + 7) % 251 for i in range(11)]
 
@@ -222,3 +224,43 @@ def test_a_draft_after_plain_steps_predicts_from_the_newest_token_only(
     assert found.token_ids == greedy_tokens(mixtral_pair.target, PROMPT, 30)
     assert found.stats.decode_counters.drafted > 6
     assert max(requested[10:]) <= 2 * layers * top_k, "two rows at most: the newest token, and one accepted before it"
+
+
+@pytest.mark.parametrize("draft", ["good", "random", "ngram"])
+def test_acceptance_is_learned_from_plain_steps(
+    mixtral_pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While K is 0, the draft is compared with what was decoded; its proposals would have been the same."""
+    matches: list[bool | None] = []
+    reports: list[StepReport] = []
+    monkeypatch.setattr(Governor, "learn", lambda self, step: reports.append(step))  # K stays 0
+    monkeypatch.setattr(Governor, "wants_comparison", lambda self, tokens, free=False: tokens >= 5)
+    monkeypatch.setattr(Governor, "learn_matches", lambda self, found, seconds: matches.extend(found))
+    with load(mixtral_pair, str(mixtral_pair.random) if draft == "random" else draft) as llm:
+        found = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0]
+        assert found.token_ids == greedy_tokens(mixtral_pair.target, PROMPT, 60)
+        llm.engine.reconfigure(num_speculative_tokens=1, prefetch="on-demand")
+        proposed = propose_each(llm, [*PROMPT, *found.token_ids], len(PROMPT))
+    assert {step.k for step in reports} == {0}
+    compared = sum(step.disturbed for step in reports)
+    assert compared == (0 if draft == "ngram" else 58 // 5), "a model reads five tokens at a time"
+    expected = [None if one is None else one == token for one, token in zip(proposed, found.token_ids, strict=True)]
+    first = 0 if draft == "ngram" else 1  # a model has read the prompt when the first token comes
+    assert matches == expected[first : first + len(matches)]
+    assert len(matches) >= 45
+    assert True in matches or draft == "random"
+    assert set(matches) & {False, None}
+
+
+def propose_each(llm: LLM, tokens: list[int], start: int) -> list[int | None]:
+    """Return what the drafter proposes for each token from a place on, after the text before it."""
+    drafter, observers = llm.engine.loop.drafter, llm.engine.loop._observers
+    found: list[int | None] = []
+    for end in range(start, len(tokens)):
+        one = TokenSequence(
+            10_000 + end, tokens[:end], start, SamplingParams(), PositionNoise(0), capacity=len(tokens) + 8
+        )
+        (draft,) = drafter.propose([one], 1, observers)
+        found.append(draft.tokens[0] if draft.tokens else None)
+        drafter.release(one.id)
+    return found

@@ -69,6 +69,10 @@ class Text:
         self.tokens = tokens
         self._right = [rng.random() < acceptance(min(1.0, place / tokens)) for place in range(tokens + MOST + 1)]
 
+    def right(self, start: int, end: int) -> list[bool]:
+        """Return whether the draft proposes each of these tokens."""
+        return self._right[start:end]
+
     def accepted(self, token: int, k: int) -> int:
         count = 0
         while count < k and self._right[token + 1 + count]:
@@ -97,13 +101,17 @@ def decode(
     `slowdown` returns the factor by which loads are slower, by place in the text. The time of an odd first step
     (`first_step` times as long) is reported to the governor and not counted.
     """
-    rng, lengths, token, total, unread = random.Random(seed), list[int](), 0, 0.0, 0
+    rng, lengths, token, total, unread = random.Random(seed), list[int](), 0, 0.0, 0  # unread: by the draft
     if isinstance(chooser, Governor):
         chooser.begin_request()
     while token < text.tokens:
         k = min(chooser if isinstance(chooser, int) else chooser.current, text.tokens - token - 1)
         seconds, needed, missing = machine.step(k, len(lengths), rng, slowdown(token / text.tokens))
-        caught_up = k > 0 and unread > 1
+        compared = isinstance(chooser, Governor) and not k and chooser.wants_comparison(unread)
+        if isinstance(chooser, Governor) and compared:
+            chooser.learn_matches(text.right(token - unread + 1, token + 1), 1e-3 * machine.draft)
+            unread = 0
+        caught_up = compared or (k > 0 and unread > 1)
         seconds += machine.draft if caught_up else 0.0
         unread = 0 if k else unread + 1
         accepted = text.accepted(token, k)

@@ -94,10 +94,10 @@ def test_follows_acceptance_that_drops(name: str) -> None:
 
 
 def test_follows_a_link_that_slows_down() -> None:
-    """With a fast link drafting pays; with a slow one every further row costs more than it yields."""
+    """With a fast link K=1 is a fifth faster than plain decoding; with a slow one plain decoding is."""
     machine, ratios, late = replace(MACHINES["90 % of slots, diverse"], share=0.06, load=0.4), [], []
     for seed in range(4):
-        text = Text(768, constant(0.7), seed)
+        text = Text(768, constant(0.5), seed)
 
         def slowdown(place: float) -> float:
             return 1.0 if place < 0.4 else 10.0
@@ -105,9 +105,9 @@ def test_follows_a_link_that_slows_down() -> None:
         cost, lengths = decode(machine.governor(), machine, text, seed, slowdown)
         best = min(decode(k, machine, text, seed, slowdown)[0] for k in FIXED)
         ratios.append(best / cost)
-        assert mean(lengths[:100]) > 1, lengths
+        assert mean(lengths[:100]) > 0.6, lengths
         late.append(mean(lengths[-60:]))
-    assert mean(late) < 0.6, "plain decoding is the fastest then, and K=1 as fast"
+    assert mean(late) < 0.3
     assert mean(ratios) > 0.97, "better than, or close to, any K that is kept"
 
 

@@ -80,6 +80,17 @@ class Drafter:
         """Read the sequences' new tokens and propose up to K more for each; with K = 0 only read a new prompt."""
         raise NotImplementedError
 
+    def num_comparable(self, sequence: types.Sequence) -> int:
+        """Return the number of tokens, decoded without a draft since the last one, that `compare` can judge."""
+        return 0
+
+    def compare(self, sequence: types.Sequence) -> list[bool | None]:
+        """Return whether it would have proposed each of these tokens; None: it would have proposed nothing.
+
+        The tokens are then read, as by `propose`.
+        """
+        return []
+
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
         """Launch the next draft on the device, if it can run there without the host."""
 

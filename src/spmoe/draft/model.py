@@ -85,9 +85,28 @@ class DraftModel(Drafter):
         for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
         for rows in CATCH_UP_ROWS if k else ():
-            self.runner.prepare(rows, 1, None)
+            self.runner.prepare(rows, rows, None)
         for chunks in (FIRST_PASS_CHUNKS, 1) if k else ():
             self.runner.prepare_batches(self._observer(types.Stage.DRAFT, observers, chunks))
+
+    def num_comparable(self, sequence: types.Sequence) -> int:
+        kv = self._states.get(sequence.id)
+        if kv is None or not kv.length or len(sequence.tokens) > self.runner.max_positions:
+            return 0
+        if not sequence.sampling.greedy or sequence.sampling.structured_outputs is not None:
+            return 0  # it would have to select its tokens anew, one by one
+        return len(sequence.tokens) - 1 - kv.length
+
+    def compare(self, sequence: types.Sequence) -> list[bool | None]:
+        kv = self._states[sequence.id]
+        matches, pending = list[bool | None](), self._known_tokens(sequence.tokens[kv.length : -1])
+        while pending:
+            rows = next(rows for rows in CATCH_UP_ROWS if rows <= len(pending))
+            new = sequence.tokens[kv.length + 1 : kv.length + 1 + rows]  # each is compared with the argmax before it
+            _, tokens = self.runner.run(pending[:rows], kv, rows).argmax()
+            matches += [one == other for one, other in zip(new, tokens, strict=True)]
+            pending = pending[rows:]
+        return matches
 
     def kv_cache(self, sequence_id: int) -> KvState | None:
         return self._states.get(sequence_id)
@@ -164,7 +183,7 @@ class DraftModel(Drafter):
             return
         while pending:  # in forwards that are captured
             rows = next(rows for rows in CATCH_UP_ROWS if rows <= len(pending))
-            self.runner.forward(pending[:rows], kv, 1)
+            self.runner.forward(pending[:rows], kv, rows)
             pending = pending[rows:]
 
     def _reads_captured(self, count: int) -> bool:

@@ -180,6 +180,7 @@ class Loop:
             self._admission.begin_step(k if self._have_read(turns) else None)
         self._experts.scheduler.request(self.policy.begin_step(turns[0].sequence.id))
 
+        compared = not k and self._compare_draft(turns)
         drafts = self._draft(turns, k)
         drafted = self._clock.now()
         self._experts.scheduler.finish_draft()
@@ -192,7 +193,7 @@ class Loop:
             for turn, draft, output in zip(turns, drafts, outputs, strict=True)
         ]
         self._experts.step.finish_compute()
-        self._learn(done, k, before, drafted)
+        self._learn(done, k, before, drafted, compared=compared)
 
         new = [self._accept(*one) for one in done]
         if len(turns) == 1:
@@ -351,6 +352,25 @@ class Loop:
             raise DraftError(reason(error)) from error
         return [found.get(turn.sequence.id, Draft([])) for turn in turns]
 
+    def _compare_draft(self, turns: abc.Sequence[Turn]) -> bool:
+        """Let the governor know what drafts of plain steps would have been, if it asks; return whether time was taken.
+
+        So it learns acceptance without drafting.
+        """
+        sequence = turns[0].sequence
+        if self.governors is None or len(turns) > 1 or not sequence.drafts or not self._have_read(turns):
+            return False
+        governor, reads = self.governors.of(1), self.drafter.runner is not None
+        try:
+            if not governor.wants_comparison(self.drafter.num_comparable(sequence), free=not reads):
+                return False
+            started = self._clock.now()
+            matches = self.drafter.compare(sequence)
+        except Exception as error:  # of any model
+            raise DraftError(reason(error)) from error
+        governor.learn_matches(matches, self._clock.now() - started)
+        return reads
+
     def _propose(self, sequences: abc.Sequence[Sequence], k: int) -> dict[int, Draft]:
         """Return drafts by sequence id; a draft that cannot be used is left out, and nothing else is affected."""
         found: dict[int, Draft] = {}
@@ -412,8 +432,10 @@ class Loop:
             self._admission.on_routed(layer, experts)
         return self.policy.on_routed(layer, experts)
 
-    def _learn(self, done: abc.Sequence[FinishedTurn], k: int, before: StepStart, drafted: float) -> None:
-        """Learn from a finished step; `drafted`: when its drafts were complete."""
+    def _learn(
+        self, done: abc.Sequence[FinishedTurn], k: int, before: StepStart, drafted: float, *, compared: bool
+    ) -> None:
+        """Learn from a finished step; `drafted`: when its drafts were complete; `compared`: its time contains that."""
         seconds, counters = self._stopwatch.lap(), self._experts.ledger.counters
         if not done[0].sequence.has_output:
             if self.governors is not None:
@@ -429,7 +451,7 @@ class Loop:
             seconds,
             counters.asked - before.asked,
             counters.missed - before.missed,
-            disturbed=k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None,
+            disturbed=compared or (k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None),
             verify_seconds=min(seconds, self._clock.now() - drafted),
             # while the host waits for the CPU, the device mostly waits for copies
             stall_seconds=max(

@@ -67,9 +67,8 @@ class MemoryStore:
 
         def write(key: ExpertKey) -> None:
             blob = self.blob(key)
-            blob[
-                ::_PAGE_BYTES
-            ].zero_()  # touch the pages here: a copy from a device would, while it locks out all threads
+            # touch the pages here: a copy from a device would do it too, but keeps all other threads from theirs
+            blob[::_PAGE_BYTES].zero_()
             fill(key, self.spec.layout.views(blob))
             self._filled(key)
 

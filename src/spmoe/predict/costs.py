@@ -36,16 +36,19 @@ _OWN_ERROR = 0.1  # standard deviation of e_K, relative to a step
 _OWN_DRIFT = 0.005  # change of e_K per step, relative to a step
 # missing experts
 _SHARE_EXPONENT = 0.1  # prior: the missing share grows with rows to this power
+_SHARE_LEVEL = 0.7  # relative standard deviation of all shares after the first step
 _SHARE_DRIFT = 0.07  # relative change of all shares per step
 _SHARE_SLOPE = 0.08  # relative standard deviation of the shares' dependence on log rows
 _SHARE_ERROR = 0.04  # relative standard deviation of one share beside that
 _SHARE_OWN_DRIFT = 0.012  # the same of one share alone
+_LEAST_SHARE = 1e-5
+_FEW_MISSING = 0.5  # experts
 OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to independent ones
 _ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
 # changes
 _CHANGE_DECAY = 0.8  # of the sum that detects changes
 _CHANGE_LIMIT = 3.2  # standard deviations of that sum which are a change
-_CHANGE_OF_TEXT = 0.3  # variance that a new text adds to the differences of missing shares, relative to the prior
+_CHANGE_OF_TEXT = 0.3  # variance that a new text adds to the differences of missing shares, relative to the prior's
 _CHANGE_OF_LEVEL = 0.5  # relative change of all missing shares from one text to the next
 _WIDER = 0.3  # relative uncertainty of costs that a change adds
 _OTHER_RUN = 0.3  # relative change of costs and shares from one run to the next
@@ -66,7 +69,7 @@ class StepReport:
     seconds: float  # since the end of the step before, without the time between steps
     needed: float  # routed experts, over all layers
     missing: float  # of these, experts that were loaded for this step, or computed on the CPU
-    disturbed: bool = False  # contains work of another K, such as reading tokens that the draft has not seen
+    disturbed: bool = False  # contains other work, such as reading tokens that the draft has not seen
     verify_seconds: float = 0.0  # of `seconds`; 0: not measured
     stall_seconds: float = 0.0  # of `verify_seconds`, compute waited for experts
     demanded: int = 0  # of `missing`, experts that were loaded only when a router had asked for them
@@ -205,7 +208,7 @@ class StepSeconds:
 
     seconds: np.ndarray  # [lengths]
     inputs: np.ndarray  # [lengths, costs], of seconds by the costs
-    by_share: np.ndarray  # [lengths], of seconds by the missing share of this K
+    by_share: np.ndarray  # [lengths], of seconds by the logarithm of the missing share of this K
 
 
 class CostModel:
@@ -228,13 +231,13 @@ class CostModel:
         self._each = np.eye(len(lengths))
         self._index = {k: i for i, k in enumerate(lengths)}
         log_rows = np.log(self._ks + 1.0)
-        # prior covariance of the missing shares, beside what they have in common, relative to their square
+        # prior covariance of the logarithms of missing shares, beside what they have in common
         self._share_differences = _SHARE_SLOPE**2 * np.outer(log_rows, log_rows) + _SHARE_ERROR**2 * np.eye(
             len(log_rows)
         )
         self._counts_needed = False  # whether steps report the experts that they need
         self._routing = RoutingModel(layers, experts_per_layer, top_k)
-        self._shares: LinearFilter | None = None  # of missing experts, by K
+        self._log_shares: LinearFilter | None = None  # of missing experts, by K
         self._costs: LinearFilter | None = None  # base, load, row, expert, then e_K by K
         self._outliers = 0
         self._change = ChangeDetector()
@@ -245,6 +248,11 @@ class CostModel:
     def known(self) -> bool:
         """Whether anything is known of any K."""
         return self._costs is not None
+
+    @property
+    def missing_shares(self) -> np.ndarray:
+        """Expected share of needed experts that is missing, by index of K."""
+        return np.zeros(len(self._ks)) if self._log_shares is None else np.exp(self._log_shares.mean)
 
     @property
     def load(self) -> float:
@@ -262,8 +270,7 @@ class CostModel:
     def steps(self, proposal_rate: float) -> StepSeconds:
         """Return the seconds of a step with each K, if this share of steps has a draft."""
         needed = self._routing.needed(self._sequences * (self._ks + 1.0))
-        shares = self._shares.mean if self._shares is not None else np.zeros(len(self._ks))
-        missing = needed * shares
+        missing = needed * self.missing_shares
         missing = proposal_rate * missing + (1 - proposal_rate) * missing[0]
         inputs = np.zeros((len(self._ks), _COEFFICIENTS + len(self._ks)))
         inputs[:, 0], inputs[:, 1], inputs[:, 2] = 1.0, missing, proposal_rate * self._ks
@@ -272,7 +279,7 @@ class CostModel:
         inputs[:, _COEFFICIENTS] += 1 - proposal_rate
         costs = self._filter.mean
         least = 0.1 * (inputs[:, :_COEFFICIENTS] @ costs[:_COEFFICIENTS])
-        by_share = self.load * proposal_rate * needed if self._shares is not None else np.zeros(len(self._ks))
+        by_share = self.load * proposal_rate * needed * self.missing_shares
         return StepSeconds(np.maximum(inputs @ costs, least + 1e-9), inputs, by_share)
 
     def ratio_variances(self, found: StepSeconds, other: int) -> np.ndarray:
@@ -280,20 +287,18 @@ class CostModel:
         relative = found.inputs / found.seconds[:, None]
         relative = relative - relative[other]
         variances: np.ndarray = ((relative @ self._filter.covariance) * relative).sum(axis=1)
-        if self._shares is not None:
+        if self._log_shares is not None:
             part = np.diag(found.by_share / found.seconds)
             part = part - part[other]
-            variances = variances + ((part @ self._shares.covariance) * part).sum(axis=1)
+            variances = variances + ((part @ self._log_shares.covariance) * part).sum(axis=1)
         return variances
 
     # ---- learning
 
     def begin_text(self) -> None:
         """Take note that another text begins: its locality may differ."""
-        if self._shares is not None:
-            mean = self._shares.mean
-            differences = _CHANGE_OF_TEXT * float(mean.mean()) ** 2 * self._share_differences
-            self._shares.drift(_CHANGE_OF_LEVEL**2 * np.outer(mean, mean) + differences)
+        if self._log_shares is not None:
+            self._log_shares.drift(_CHANGE_OF_LEVEL**2 + _CHANGE_OF_TEXT * self._share_differences)
 
     def learn(self, step: StepReport, weight: float = 1.0, *, first: bool = False) -> bool:
         """Learn from a step, or from the mean of `weight` steps; return whether something has changed.
@@ -311,26 +316,22 @@ class CostModel:
         self._counts_needed = True
         if (rows := self._sequences * (step.drafted + 1)) > 1:
             self._routing.learn(rows, step.needed)
-        share = step.missing / step.needed
-        if self._shares is None:
+        if self._log_shares is None:
             if not step.missing:
                 return
-            scale = share**2
-            covariance = scale * (0.5 + self._share_differences)
-            self._shares = LinearFilter(share * (self._ks + 1.0) ** _SHARE_EXPONENT, covariance)
+            mean = math.log(step.missing / step.needed) + _SHARE_EXPONENT * np.log(self._ks + 1.0)
+            self._log_shares = LinearFilter(mean, _SHARE_LEVEL**2 + self._share_differences)
             return
-        filter, at = self._shares, self._index[step.drafted]
-        mean = filter.mean
-        level = max((float(mean[at]) + share) / 2, 0.25 / step.needed)
-        drift = _SHARE_DRIFT**2 * np.outer(mean, mean) + np.diag((_SHARE_OWN_DRIFT * mean) ** 2)
-        filter.drift(weight * drift)
-        variance = OVERDISPERSION * level * max(0.05, 1 - level) / step.needed / weight
+        filter, at = self._log_shares, self._index[step.drafted]
+        filter.drift(weight * (_SHARE_DRIFT**2 + _SHARE_OWN_DRIFT**2 * self._each))
+        expected = step.needed * math.exp(float(filter.mean[at]))
+        level = max(expected, step.missing) + _FEW_MISSING  # few missing experts say little of the logarithm
+        variance = OVERDISPERSION * max(0.05, 1 - level / step.needed) / level / weight
         if first:
             variance *= 4
-        inputs = np.zeros(len(self._ks))
-        inputs[at] = 1.0
-        filter.condition(inputs, share, variance)
-        filter.mean = np.clip(filter.mean, 0.0, 1.0)
+        deviation = math.log((step.missing + _FEW_MISSING) / (expected + _FEW_MISSING))
+        filter.condition(self._each[at], float(filter.mean[at]) + deviation, variance)
+        filter.mean = np.clip(filter.mean, math.log(_LEAST_SHARE), 0.0)
 
     def _learn_seconds(self, step: StepReport, weight: float) -> bool:
         if self._costs is None:
@@ -395,7 +396,7 @@ class CostModel:
             "experts_in_use": self._routing.in_use,
             "rates": asdict(self.rates),
             "costs": None if self._costs is None else self._costs.state(),
-            "shares": None if self._shares is None else self._shares.state(),
+            "log_shares": None if self._log_shares is None else self._log_shares.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -404,13 +405,14 @@ class CostModel:
         Raise ValueError, KeyError, TypeError or AttributeError if the state is unusable.
         """
         costs = LinearFilter.restored(state["costs"], _COEFFICIENTS + len(self._ks))
-        shares = None if state["shares"] is None else LinearFilter.restored(state["shares"], len(self._ks))
+        log_shares = state["log_shares"]
+        if log_shares is not None:
+            log_shares = LinearFilter.restored(log_shares, len(self._ks))
         in_use, rates = float(state["experts_in_use"]), Rates(**{k: float(v) for k, v in state["rates"].items()})
         if not 1 <= in_use < math.inf or not all(0.0 <= value < math.inf for value in asdict(rates).values()):
             raise ValueError("the state has values that are no numbers")
-        self._costs, self._shares, self.rates = costs, shares, rates
+        self._costs, self._log_shares, self.rates = costs, log_shares, rates
         self._routing.in_use = in_use
         self._widen(_OTHER_RUN)
-        if shares is not None:
-            level = np.outer(shares.mean, shares.mean) * _OTHER_RUN**2
-            shares.drift(level + np.diag((0.5 * _OTHER_RUN * shares.mean) ** 2))
+        if log_shares is not None:
+            log_shares.drift(_OTHER_RUN**2 * (1 + 0.25 * self._each))

@@ -32,7 +32,7 @@ TRIAL_SHARE = 0.015  # share of the time that trials may lose
 _FIRST_BUDGET = 1.5  # further time that the trials of a new governor may lose, in tokens of plain decoding
 _MAX_BUDGET = 4.0  # largest budget that is saved up, in tokens of plain decoding
 _TRIAL_STEPS = 3
-_HOPELESS = 1.5  # standard deviations that a K is worse by when its trial ends early
+_HOPELESS = 2.0  # standard deviations that a K is worse by when its trial ends early
 _CERTAIN = 2.5  # the same of plain decoding when it is not tried again
 _STEPS_BETWEEN_TRIALS = 4  # after a trial that changed nothing; half as many again after the next, and so on
 _STEPS_UNTIL_PLAIN = 8  # of drafting until plain decoding is tried again; twice as many the next time, and so on
@@ -46,7 +46,12 @@ _MIN_STEPS = 2  # steps with one K before another one is chosen
 _MIN_GAIN = 0.02  # expected gain for which K changes
 _MIN_TRIAL_GAIN = 0.005  # expected gain of a trial, per token of the horizon
 _CAUTION = 0.35  # standard deviations by which drafting must beat plain decoding
-_HORIZON = 64.0  # tokens for which a better K is expected to stay better
+_HORIZON = 128.0  # tokens for which a better K is expected to stay better
+
+# comparison of the draft with tokens of plain steps
+COMPARED_TOKENS = 16  # at a time, which one pass of the draft reads
+_FIRST_COMPARED = 4  # tokens of a request's first comparison; twice as many the next time
+_COMPARISON_SHARE = 0.01  # of the time of plain steps that the draft's passes may take
 
 # acceptance
 _DRAFT_DECAY = 0.98  # weight of an acceptance result, per later draft
@@ -66,6 +71,9 @@ class AcceptanceModel:
         self.reached = np.zeros(most)  # drafts that reached each position, decayed
         self.accepted = np.zeros(most)
         self.asked = self.proposed = 0.0
+        self.compared = False  # whether drafts are compared with the tokens of plain steps
+        self._run = 0  # tokens of plain steps, up to the last one compared, that one draft would have proposed
+        self._next_is_own = False  # whether the next token is the target's own, after a draft that is right as a whole
         self._change = ChangeDetector()
         self._positions = np.arange(most)
         self._rates: np.ndarray | None = None  # None: to be computed from the counts
@@ -85,6 +93,34 @@ class AcceptanceModel:
         self.reached = _DRAFT_DECAY * self.reached + (self._positions < min(drafted, accepted + 1))
         self.accepted = _DRAFT_DECAY * self.accepted + (self._positions < accepted)
         return changed
+
+    def learn_matches(self, matches: Sequence[bool | None]) -> bool:
+        """Count the drafts of the largest K that would have been made over the next tokens of plain steps.
+
+        `matches`: whether the draft would have proposed each token; None: it would have proposed nothing. Return
+        whether acceptance has changed.
+        """
+        self.compared = True
+        most, changed = len(self.reached), False
+        for match in matches:
+            if self._next_is_own:
+                self._next_is_own = False
+            elif match:
+                self._run += 1
+                if self._run == most:
+                    changed |= self.learn(most, most)
+                    self._run, self._next_is_own = 0, True
+            else:
+                drafted = most if match is False else self._run
+                changed |= self.learn(drafted, self._run)
+                self._run = 0
+        return changed
+
+    def end_comparison(self) -> None:
+        """Count the draft that would be under way: later tokens are not compared."""
+        if self._run:
+            self.learn(self._run, self._run)
+        self._run, self._next_is_own, self.compared = 0, False, False
 
     def forget(self, kept: float) -> None:
         """Reduce the weight of everything counted so far."""
@@ -137,12 +173,13 @@ class Governor:
         self._trial_left = 0  # steps
         self._steps_at = 0  # steps since K changed
         self._steps_settled = 0  # steps with the settled K since it was settled on
-        self._budget: float | None = None  # seconds that trials may lose; None: not known yet
+        self._budget: float | None = None  # tokens whose time trials may lose; None: nothing is known yet
         self._trial_gap = float(_STEPS_BETWEEN_TRIALS)  # steps between two trials
         self._plain_gap = _STEPS_UNTIL_PLAIN  # steps without plain decoding after which it is tried
         self._since_plain = 0
         self._first_budget = _FIRST_BUDGET
-        self._settled_cost = 0.0  # seconds per token with the settled K
+        self._comparisons = 0  # of the draft with tokens of plain steps, in this request
+        self._comparison_seconds = 0.0  # of the last one; 0: not known yet
         self.plain_cost: float | None = None  # expected seconds per token of plain decoding; None: not known yet
         self.steps = 0  # that were learned from
 
@@ -193,8 +230,30 @@ class Governor:
 
     # ---- learning
 
+    def wants_comparison(self, tokens: int, *, free: bool = False) -> bool:
+        """Return whether to compare the draft with so many tokens that plain steps have decoded.
+
+        `free`: no model has to read them. Otherwise a draft model reads COMPARED_TOKENS of them in one pass.
+        """
+        if self.plain_cost is None or tokens < min(COMPARED_TOKENS, _FIRST_COMPARED << self._comparisons):
+            return False
+        seconds = self._comparison_seconds or self.costs.rates.draft_pass
+        return free or 0.0 < seconds < _COMPARISON_SHARE * COMPARED_TOKENS * self.plain_cost
+
+    def learn_matches(self, matches: Sequence[bool | None], seconds: float) -> None:
+        """Learn whether the draft would have proposed each of the next tokens, which plain steps have decoded.
+
+        None: it would have proposed nothing. `seconds`: that the comparison took.
+        """
+        self._comparisons += 1
+        self._comparison_seconds = seconds
+        if self.acceptance.learn_matches(matches):
+            self._expect_change()
+
     def begin_request(self) -> None:
         """Take note that another text begins: its acceptance and its locality may differ."""
+        self.acceptance.end_comparison()
+        self._comparisons = 0
         self.learn_reported()
         self._waiting.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
@@ -237,10 +296,11 @@ class Governor:
         steps, self._waiting = self._waiting, []
         step, weight = _mean_report(steps), float(len(steps))
         if step.k:
+            self.acceptance.end_comparison()
             changes = [self.acceptance.learn(one.drafted, one.accepted) for one in steps]
             if any(changes):
                 self._expect_change()
-        else:
+        elif not self.acceptance.compared:
             self.acceptance.forget(_STEP_DECAY**weight)
         if self.costs.learn(step, weight, first=self._steps_at == 1):
             self._expect_change()
@@ -309,14 +369,15 @@ class Governor:
         costs = found.costs
         near = self._ks <= 2 * self._settled + 2  # much longer drafts are chosen only after a trial
         allowed = near | (self._ks == self.current)
-        cautious = np.where(allowed, costs * (1 + _CAUTION * self._deviations(found, 0)), np.inf)
-        best, settled = int(cautious.argmin()), self._index[self._settled]
-        if cautious[best] < (1 - _MIN_GAIN) * cautious[settled]:
+        allowed &= costs * (1 + _CAUTION * self._deviations(found, 0)) <= costs[0]
+        safe = np.where(allowed, costs, np.inf)
+        best, settled = int(safe.argmin()), self._index[self._settled]
+        if safe[best] < (1 - _MIN_GAIN) * safe[settled]:
             if not settled:
                 self._plain_gap = _STEPS_UNTIL_PLAIN
             settled, self._trial_gap = best, _STEPS_BETWEEN_TRIALS
             self._steps_settled = 0
-        self._settled, self._settled_cost = self.lengths[settled], float(costs[settled])
+        self._settled = self.lengths[settled]
         self.plain_cost = float(costs[0])
         choice = settled
         if self.lengths[settled] == self.current:
@@ -332,19 +393,20 @@ class Governor:
         A trial loses as much as its K is now believed to cost more. The step's own time would say little: it depends
         on the experts that this part of the text happens to miss.
         """
-        if self.plain_cost is None or self._budget is None:
-            self.plain_cost = self._settled_cost = self.cost(0)
-            self._budget = self._first_budget * self.plain_cost
-        longest = OUTLIER * (1 + step.accepted) * max(self.plain_cost, self._settled_cost) * (1 + step.k)
+        if self._budget is None:
+            self._budget = self._first_budget
+        found, at, settled = self.estimates(), self._index[self.current], self._index[self._settled]
+        now = float(found.costs[settled])
+        longest = OUTLIER * (1 + step.accepted) * max(float(found.costs[0]), now) * (1 + step.k)
         seconds = min(step.seconds, longest)
-        self._budget = min(_MAX_BUDGET * self._settled_cost, self._budget + TRIAL_SHARE * weight * seconds)
+        self._budget = min(_MAX_BUDGET, self._budget + TRIAL_SHARE * weight * seconds / now)
         if self._trial_left:
-            found, at = self.estimates(), self._index[self.current]
-            self._budget -= float(found.tokens[at]) * max(0.0, float(found.costs[at]) - self._settled_cost)
+            lost = float(found.tokens[at]) * max(0.0, float(found.costs[at]) - now)
             if step.disturbed:  # the draft has first read the tokens of plain steps
-                self._budget -= max(0.0, seconds - float(found.seconds[at]))
+                lost += max(0.0, seconds - float(found.seconds[at]))
             if self._trial_left == 1:  # the device waits for what is learned
-                self._budget -= _EFFORT
+                lost += _EFFORT
+            self._budget = max(-_MAX_BUDGET, self._budget - lost / now)
 
     def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K to try now; None if none is to be tried."""
@@ -356,7 +418,7 @@ class Governor:
         if self._steps_at < self._trial_gap:
             return None
         # without drafts nothing shows that they would be right again: try one even if little is expected of it
-        due = not settled and self._steps_at >= _STEPS_WITHOUT_DRAFT
+        due = not settled and not self.acceptance.compared and self._steps_at >= _STEPS_WITHOUT_DRAFT
         if (trial := self._best_trial(found, allowed, settled, due=due)) is None:
             return None
         self._trial_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 1.5 * self._trial_gap)
@@ -377,7 +439,7 @@ class Governor:
         best, best_value = None, -math.inf
         for i in np.flatnonzero(allowed).tolist():
             loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1) + _EFFORT / now
-            if i == settled or loss * now > (self._budget or 0.0):
+            if i == settled or loss > (self._budget or 0.0):
                 continue
             variance = float(deviations[i]) ** 2
             learned = variance / math.sqrt(variance + self._step_variance(found, i) / _TRIAL_STEPS)

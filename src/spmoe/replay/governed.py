@@ -24,15 +24,15 @@ class Comparison:
 
     def best(self, requests: slice = slice(None)) -> int:
         """Return the fixed K that is fastest over these requests."""
-        return min(self.fixed, key=lambda k: _mean(self.fixed[k][requests]))
+        return min(self.fixed, key=lambda k: seconds_per_token(self.fixed[k][requests]))
 
     def of_best(self, requests: slice = slice(None)) -> float:
         """Return the speed of the governor, relative to the best fixed K."""
-        return _mean(self.fixed[self.best(requests)][requests]) / _mean(self.governed[requests])
+        return seconds_per_token(self.fixed[self.best(requests)][requests]) / seconds_per_token(self.governed[requests])
 
     def of_plain(self, requests: slice = slice(None)) -> float:
         """Return the speed of the governor, relative to plain decoding."""
-        return _mean(self.fixed[0][requests]) / _mean(self.governed[requests])
+        return seconds_per_token(self.fixed[0][requests]) / seconds_per_token(self.governed[requests])
 
 
 def compare(
@@ -91,6 +91,12 @@ class Governed(Chooser):
     def begin_request(self) -> None:
         self.governor.begin_request()
 
+    def wants_comparison(self, tokens: int) -> bool:
+        return self.governor.wants_comparison(tokens)
+
+    def learn_matches(self, matches: Sequence[bool], seconds: float) -> None:
+        self.governor.learn_matches(matches, seconds)
+
     def learn(self, step: DecodedStep) -> None:
         self.governor.learn_reported()  # beside this step, as in a live engine
         self.governor.report(
@@ -104,5 +110,6 @@ def cost_prior(shape: Shape, config: ReplayConfig, times: StepTimes) -> CostPrio
     return CostPrior(shape.layers * times.layer, load, times.draft_pass)
 
 
-def _mean(decoded: Sequence[DecodedText]) -> float:
+def seconds_per_token(decoded: Sequence[DecodedText]) -> float:
+    """Return the mean seconds of an output token over several texts."""
     return sum(one.seconds for one in decoded) / sum(one.tokens for one in decoded)

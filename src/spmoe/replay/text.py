@@ -11,7 +11,7 @@ Two knobs make other texts of a recorded one. `acceptance` changes the share of 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -273,6 +273,16 @@ class Chooser:
     def begin_request(self) -> None:
         """Take note that another text begins."""
 
+    def wants_comparison(self, tokens: int) -> bool:
+        """Return whether to compare the draft with so many tokens of plain steps."""
+        return False
+
+    def learn_matches(self, matches: Sequence[bool], seconds: float) -> None:
+        """Take note of whether the draft would have proposed each of the next tokens of plain steps.
+
+        `seconds`: that it took to find out.
+        """
+
     def learn(self, step: DecodedStep) -> None:
         """Take note of a finished step."""
 
@@ -324,6 +334,11 @@ class TextDecoder:
             caught_up = k > 0 and unread > 1
             if caught_up:  # the draft reads the tokens of steps without a draft, in one pass
                 engine.compute(self._times.draft_pass)
+            if not k and chooser.wants_comparison(unread):
+                engine.compute(self._times.draft_pass)
+                compared = np.arange(done - unread + 1, done + 1) % len(text.right)
+                chooser.learn_matches(text.right[compared].tolist(), self._times.draft_pass)
+                unread, caught_up = 0, True
             unread = 0 if k else unread + 1
             replay_step(engine, policy, step)
             policy.on_accept(DraftOutcome(k, step.accepted))
