@@ -446,8 +446,8 @@ def failing_step(
 
     own = getattr(Loop, point)
 
-    def maybe_fail(*args: Any) -> Any:
-        result = own(*args)
+    def maybe_fail(*args: Any, **options: Any) -> Any:
+        result = own(*args, **options)
         last = point not in ("_judge", "_accept") or args[1] is now[-1]  # they get one sequence after the other
         if last and fails(now):
             failed.append(len(now))

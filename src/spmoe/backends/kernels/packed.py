@@ -359,9 +359,7 @@ def _to_float32(scale):
 @triton.jit
 def _spread(scale, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Repeat each group's value SIZE times: [outputs, groups] -> [outputs, groups * SIZE]."""
-    if GROUPS > 1:  # else it is broadcast
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK_N, GROUPS, SIZE)), (BLOCK_N, GROUPS * SIZE))
-    return scale
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK_N, GROUPS, SIZE)), (BLOCK_N, GROUPS * SIZE))
 
 
 @triton.jit
