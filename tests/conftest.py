@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 
 # one thread per worker is fastest, in this process and in those that tests start; numpy reads it when it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -32,7 +32,7 @@ TIERS = (
     {"__init__", "__main__"},
 )
 LEAVES = {  # importable from anywhere, each with the packages that it may import
-    "gc_pause": set(),
+    "interpreter": set(),
     "registry": {"errors"},
     "config": {"errors", "registry"},
     "errors": set(),

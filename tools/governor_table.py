@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spmoe.config import Size, parse_prefetch_policy
 from spmoe.errors import SpmoeError
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 from spmoe.replay.governed import Comparison, compare, seconds_per_token
 from spmoe.replay.replay import ReplayConfig, as_cuda
 from spmoe.replay.text import DecodedText, ReplayText, StepTimes, read_texts

@@ -81,8 +81,9 @@ class Program:
         self.residency = CudaResidency([EXPERTS] * LAYERS, slots, torch.device("cpu"), self.transfer)
         self.residency._fence = self  # type: ignore[assignment]
         waiting = SimpleNamespace(sleep=lambda seconds: self.run_others(at_least=1), monotonic=lambda: 0.0)
+        monkeypatch.setattr(residency, "time", waiting)
         for module in (residency, access, cuda_transfer, run_ahead):
-            monkeypatch.setattr(module, "time", waiting)
+            monkeypatch.setattr(module, "let_others_run", lambda: waiting.sleep(0))
         rules = make_eviction(eviction, [EXPERTS] * LAYERS)
         self.experts = Experts.build(
             FakeSlots(slots),

@@ -10,7 +10,6 @@ after the kernels that read it.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 from spmoe.backends.cuda_runtime import CopyRange
 from spmoe.errors import SpmoeError, TransferError
 from spmoe.experts.transfer import CHUNK_BYTES, CopyHandle, CopyJob, DeviceEvent
+from spmoe.interpreter import let_others_run
 from spmoe.types import ExpertKey
 
 WINDOW = 2  # chunks on the stream: one is copied, the next is queued behind it
@@ -184,7 +184,7 @@ class CudaTransfer:
     def wait_and_pump(self, event: DeviceEvent) -> None:
         while self._waiting and not event.query():
             self.pump()
-            time.sleep(0)  # let other threads have the interpreter
+            let_others_run()
         event.synchronize()
 
     def bind_compute_stream(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmoe.experts.run_ahead import RunAhead
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 
 if TYPE_CHECKING:
     from spmoe.backends.residency import CudaResidency

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 

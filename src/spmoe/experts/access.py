@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.step import ExpertStep
 from spmoe.experts.transfer import Transfer
+from spmoe.interpreter import let_others_run
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Activity, Timeline
@@ -127,7 +127,7 @@ class ExpertAccess:
                 computed = 0 if batch is None or batch.computed is None else len(batch.computed.values)
             while demand.absent:  # every other slot is loading
                 self._pool.poll(demand)
-                time.sleep(0)
+                let_others_run()
             for entry in demand.waiting:
                 if (handle := entry.handle) is not None and handle.ready():
                     handle.wait()  # raises the error of a copy that failed

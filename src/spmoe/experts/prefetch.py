@@ -27,6 +27,8 @@ from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.types import Admission, ExpertKey, PrefetchRequest, PrefetchRequests, Residency
 
+_LOCK_SECONDS = 1e-6  # Linux makes it about 60 us, in which a thread that waits for the lock has it
+
 
 class PrefetchQueue:
     """Prefetch requests by deadline, then score. Not thread-safe: its owner holds a lock."""
@@ -193,7 +195,7 @@ class PrefetchScheduler:
                 except SpmoeError:
                     return None  # counted as failed; the error is raised where the expert is used
             if self._worker is not None:
-                time.sleep(0)  # let a thread that waits for the lock have it
+                time.sleep(_LOCK_SECONDS)
             submitted = submitted and (until is None or not until.query())
         with self._lock:  # the oldest copy may be settled by another thread
             full = self._pool.loads_in_flight >= self._pool.prefetch_depth

@@ -15,7 +15,6 @@ graphs share memory, and the next forward overwrites their results. On a CPU not
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from enum import Enum
 from spmoe.experts.device_residency import DeviceResidency
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.transfer import DeviceEvent, Transfer
+from spmoe.interpreter import let_others_run
 
 ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
 
@@ -207,7 +207,7 @@ class RunAhead:
         """Wait for a device event; submit prefetch requests, and settle copies that end, meanwhile."""
         while not event.query() and self._scheduler.has_work:
             self._scheduler.submit(event)
-            time.sleep(0)  # let other threads have the interpreter
+            let_others_run()
         self.wait(event)
 
     def take_stall_seconds(self) -> float:

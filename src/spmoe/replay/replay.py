@@ -10,7 +10,7 @@ from typing import Any
 from spmoe.backends.cuda_transfer import WINDOW, chunk_for
 from spmoe.config import Cutoff, CutoffMode, Size
 from spmoe.errors import UsageError
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 from spmoe.observe.ledger import Counters
 from spmoe.observe.timeline import Activity, Timeline
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from spmoe.errors import UsageError
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused
 from spmoe.replay.trace import Trace
 from spmoe.types import PROMPT_ROWS, Routing, Stage
 

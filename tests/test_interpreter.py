@@ -1,4 +1,4 @@
-"""Garbage collection is paused until the last pause ends."""
+"""Garbage collection is paused until the last pause ends; a waiting loop lets other threads run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from spmoe.gc_pause import gc_paused
+from spmoe.interpreter import gc_paused, let_others_run
 
 
 def test_pauses_nest() -> None:
@@ -76,3 +76,19 @@ print(gc.get_freeze_count() <= frozen)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "True", "True", "True"], done.stderr
+
+
+def test_a_loop_lets_other_threads_run() -> None:
+    interval, done = sys.getswitchinterval(), threading.Event()
+    sys.setswitchinterval(1000)  # seconds: a thread has the interpreter until it lets others have it
+    try:
+        thread = threading.Thread(target=done.set)
+        thread.start()
+        rounds = 0
+        while not done.is_set() and rounds < 10**7:
+            let_others_run()
+            rounds += 1
+        assert done.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
