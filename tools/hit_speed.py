@@ -5,7 +5,8 @@
 
 The target runs the same tokens again and again, so the experts that they need are in slots. `step` is the time of such
 a step; `to resident` divides it by that with every expert resident; `host CPU` is the processor time of the process
-per second. Then one expert of the middle layer is dropped before each step: `miss us` is what a step takes longer,
+per second; `misses` are the experts that a step had to load all the same, since its rows need more than there are slots
+for. Without them, one expert of the middle layer is dropped before each step: `miss us` is what a step takes longer,
 and `copy us` the part of it that the link needs for the expert.
 """
 
@@ -32,7 +33,8 @@ class Speed(NamedTuple):
 
     step: float  # seconds
     cpu: float  # seconds of processor time per second
-    miss: float | None  # seconds that a step takes longer; None: no expert can be dropped
+    misses: float  # experts that a step loads
+    miss: float | None  # seconds that a step takes longer; None: there are misses, or no expert can be dropped
     copy: float | None  # seconds
 
 
@@ -54,7 +56,9 @@ def main() -> None:
     rows = [int(number) for number in options.rows.split(",")]
     engines = [("100%", "host")]
     engines += [(memory, c) for memory in options.expert_memory.split(",") for c in options.residency_check.split(",")]
-    print(f"{'slots':>6} {'check':>6} {'rows':>4} {'step ms':>8} {'to resident':>11} {'host CPU':>8}  miss us  copy us")
+    print(
+        f"{'slots':>6} {'check':>6} {'rows':>4} {'step ms':>8} {'to resident':>11} {'host CPU':>8} {'misses':>6}  miss us  copy us"
+    )
     resident: dict[int, float] = {}
     try:
         for memory, check in engines:
@@ -99,12 +103,13 @@ def _measure(llm: LLM, rows: int, steps: int) -> Speed:
         target.forward(list(range(POSITION)), kv, 1)
         for _ in range(10):
             step(llm, kv, tokens)
-        before = time.process_time(), time.perf_counter()
+        ledger = llm.engine.experts.ledger
+        before = time.process_time(), time.perf_counter(), ledger.snapshot().loads
         times = [step(llm, kv, tokens)[0] for _ in range(steps)]
         cpu, wall = time.process_time() - before[0], time.perf_counter() - before[1]
-        usual = statistics.median(times)
-        if llm.engine.parts.all_resident:
-            return Speed(usual, cpu / wall, None, None)
+        usual, misses = statistics.median(times), (ledger.snapshot().loads - before[2]) / steps
+        if llm.engine.parts.all_resident or misses:
+            return Speed(usual, cpu / wall, misses, None, None)
         layers = step(llm, kv, tokens)[1]
         key = ExpertKey(len(layers) // 2, layers[len(layers) // 2][0])
         longer, copies = [], []
@@ -114,7 +119,7 @@ def _measure(llm: LLM, rows: int, steps: int) -> Speed:
         for _ in range(10):
             drop(llm, key)
             copies.append(timed(llm, lambda: list(llm.engine.experts.access.use(key.layer, [key.expert]))))
-        return Speed(usual, cpu / wall, statistics.median(longer), statistics.median(copies))
+        return Speed(usual, cpu / wall, misses, statistics.median(longer), statistics.median(copies))
 
 
 def step(llm: LLM, kv: KvState, tokens: list[int]) -> tuple[float, list[list[int]]]:
@@ -156,7 +161,7 @@ def report(memory: str, check: str, rows: int, speed: Speed, resident: float) ->
     miss, copy = (f"{1e6 * one:8.0f}" if one is not None else f"{'':8}" for one in (speed.miss, speed.copy))
     print(
         f"{memory:>6} {check:>6} {rows:4} {1e3 * speed.step:8.3f} {speed.step / resident:11.2f} {speed.cpu:8.2f} "
-        f"{miss} {copy}"
+        f"{speed.misses:6.1f} {miss} {copy}"
     )
 
 
