@@ -56,9 +56,8 @@ def main() -> None:
     rows = [int(number) for number in options.rows.split(",")]
     engines = [("100%", "host")]
     engines += [(memory, c) for memory in options.expert_memory.split(",") for c in options.residency_check.split(",")]
-    print(
-        f"{'slots':>6} {'check':>6} {'rows':>4} {'step ms':>8} {'to resident':>11} {'host CPU':>8} {'misses':>6}  miss us  copy us"
-    )
+    head = f"{'slots':>6} {'check':>6} {'rows':>4} {'step ms':>8} {'to resident':>11} {'host CPU':>8} {'misses':>6}"
+    print(f"{head}  miss us  copy us")
     resident: dict[int, float] = {}
     try:
         for memory, check in engines:

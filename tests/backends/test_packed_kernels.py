@@ -152,7 +152,7 @@ def run_assembly(text: str, **registers: int) -> list[int]:
         else:
             operation = {
                 "shl.b32": int.__lshift__, "shr.u32": int.__rshift__, "and.b32": int.__and__, "xor.b32": int.__xor__,
-                "add.s32": int.__add__,
+                "add.s32": int.__add__, "mul.lo.s32": int.__mul__,
             }[name]  # fmt: skip
             found = operation(a, rest[0])
         registers[target] = found & 0xFFFFFFFF

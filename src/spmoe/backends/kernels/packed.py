@@ -221,43 +221,44 @@ def _bf16_packed_assembly() -> str:
 
     $0 to $3: words; $4, $5: signs and mantissas; $6: codes; $7: exponents; $8: address of the raw groups.
     """
-    lines = ["{ .reg .pred raw; .reg .b32 t, u, v; .reg .b64 place; setp.eq.s32 raw, $6, -1;"]
+    lines = ["{ .reg .pred raw; .reg .b32 t, u, v; .reg .b64 place; setp.eq.s32 raw, $6, -1; shr.u32 u, $6, 8;"]
     for number in range(4):
-        low, code = f"${4 + number // 2}", "$6"
-        if number % 2:
-            lines.append(f"shr.u32 u, {low}, 8;")
-            low = "u"
-        if number:
-            lines.append(f"shr.u32 v, $6, {4 * number};")
-            code = "v"
+        low, two_bytes = f"${4 + number // 2}", "0x3311" if number % 2 else "0x2200"  # each in both bytes of a half
+        code, mask, factor = "u" if number > 1 else "$6", *(("0x00F000F0", 8) if number % 2 else ("0x000F000F", 128))
         lines += [
-            f"and.b32 t, {code}, 0x000F000F; mad.lo.s32 t, t, 128, $7; and.b32 v, {low}, 0x00FF00FF;",
-            f"add.s32 t, t, v; and.b32 v, v, 0x00800080; mad.lo.s32 ${number}, v, 255, t;",
+            f"prmt.b32 t, {low}, 0, {two_bytes}; and.b32 v, {code}, {mask}; mad.lo.s32 v, v, {factor}, $7;",
+            f"lop3.b32 ${number}, t, 0x807F807F, v, 0xEA;",
         ]
     lines.append("@raw mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
     return " ".join(lines)
 
 
-def _e2m1_assembly(fraction: int) -> str:
-    """Return code that moves the e2m1 nibbles of four bytes ($4) to the fields of 16-bit numbers: low ones to $0, $1.
+def _e2m1_bfloat16_assembly() -> str:
+    """Return code that moves the e2m1 nibbles of four bytes ($4) to the fields of bfloat16 numbers: low ones to $0, $1.
 
-    `fraction`: bits of the numbers' mantissas.
+    A product writes a nibble to two places, from which a mask takes the sign, and exponent and mantissa. Products and
+    masks run beside each other on different units.
     """
-    mask = f"0x{0x00010001 * (7 << (fraction - 1)):08X}"
+    lines = ["{ .reg .b32 t, u;"]
+    for number, two_bytes in enumerate(("0x4140", "0x4342")):  # bytes become the lower bytes of halves
+        lines.append(f"prmt.b32 t, $4, 0, {two_bytes};")
+        for place, mask, factor in ((number, "0x000F000F", 64 + 4096), (number + 2, "0x00F000F0", 4 + 256)):
+            lines.append(f"and.b32 u, t, {mask}; mul.lo.s32 u, u, {factor}; and.b32 ${place}, u, 0x81C081C0;")
+    return " ".join([*lines, "}"])
+
+
+def _e2m1_float16_assembly() -> str:
+    """Return code that does the same for float16 numbers."""
     lines = ["{ .reg .b32 t, u, v;"]
     for number, two_bytes in enumerate(("0x1404", "0x3424")):  # bytes become the higher bytes of halves
         lines += [
             f"prmt.b32 t, $4, 0, {two_bytes};",
-            f"shl.b32 u, t, 4; and.b32 u, u, 0x80008000; {_shift_right('t', 9 - fraction)}",
-            f"lop3.b32 ${number}, v, {mask}, u, 0xEA;",
-            f"and.b32 u, t, 0x80008000; {_shift_right('t', 13 - fraction)}",
-            f"lop3.b32 ${number + 2}, v, {mask}, u, 0xEA;",
+            "shl.b32 u, t, 4; and.b32 u, u, 0x80008000; shl.b32 v, t, 1;",
+            f"lop3.b32 ${number}, v, 0x0E000E00, u, 0xEA;",
+            "and.b32 u, t, 0x80008000; shr.u32 v, t, 3;",
+            f"lop3.b32 ${number + 2}, v, 0x0E000E00, u, 0xEA;",
         ]
     return " ".join([*lines, "}"])
-
-
-def _shift_right(register: str, bits: int) -> str:
-    return f"shr.u32 v, {register}, {bits};" if bits >= 0 else f"shl.b32 v, {register}, {-bits};"
 
 
 _INT8_BFLOAT16 = tl.constexpr(_int8_assembly())
@@ -269,8 +270,8 @@ _INT8_FLOAT16 = tl.constexpr(  # (1024 + code + 128) - 1152
 _INT4_BFLOAT16 = tl.constexpr(_int4_assembly("0x43004300"))  # 128 + code
 _INT4_FLOAT16 = tl.constexpr(_int4_assembly("0x64006400"))  # 1024 + code
 _BF16_PACKED = tl.constexpr(_bf16_packed_assembly())
-_E2M1_BFLOAT16 = tl.constexpr(_e2m1_assembly(7))  # value / 2^126
-_E2M1_FLOAT16 = tl.constexpr(_e2m1_assembly(10))  # value / 2^14
+_E2M1_BFLOAT16 = tl.constexpr(_e2m1_bfloat16_assembly())  # value / 2^126
+_E2M1_FLOAT16 = tl.constexpr(_e2m1_float16_assembly())  # value / 2^14
 
 
 @triton.jit
@@ -278,11 +279,11 @@ def _dequantize_int8(codes, scale):
     """Multiply int8 codes with scales of a 16-bit dtype, two per instruction."""
     if scale.dtype == tl.bfloat16:
         tile = tl.inline_asm_elementwise(
-            _INT8_BFLOAT16, "=r,=r,r,r,r", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4
+            _INT8_BFLOAT16, "=&r,=&r,r,r,r", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         tile = tl.inline_asm_elementwise(
-            _INT8_FLOAT16, "=r,=r,r,r,r", [codes, scale], dtype=tl.float16, is_pure=True, pack=4
+            _INT8_FLOAT16, "=&r,=&r,r,r,r", [codes, scale], dtype=tl.float16, is_pure=True, pack=4
         )
     return tile
 
@@ -293,14 +294,14 @@ def _nibbles_16(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     if tl.bfloat16 == DTYPE:
         TEXT: tl.constexpr = _INT4_BFLOAT16 if KIND == "int4" else _E2M1_BFLOAT16
         low, high = tl.inline_asm_elementwise(
-            TEXT, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            TEXT, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
         if KIND != "int4":
             low, high = low * 8.507059173023462e37, high * 8.507059173023462e37  # 2^126
     else:
         CODE: tl.constexpr = _INT4_FLOAT16 if KIND == "int4" else _E2M1_FLOAT16
         low, high = tl.inline_asm_elementwise(
-            CODE, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            CODE, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
         if KIND != "int4":
             low, high = low * 16384.0, high * 16384.0  # 2^14
