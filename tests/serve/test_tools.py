@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import running
 
-from spmoe import AsyncLLM, RequestOutput
+from spmoe import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from spmoe.errors import UsageError
 
 pytest.importorskip("openai")
@@ -25,7 +25,7 @@ pytest.importorskip("prometheus_client")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
 SECOND = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 ARGUMENTS = {"city": "Köln", "days": 2}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "Weather", "parameters": {"type": "object", "properties": {}}},
 }
@@ -188,6 +188,69 @@ def test_calls_through_the_api(scripted: ScriptedLLM) -> None:
             assert choice.message.tool_calls is None
 
 
+def test_only_the_first_of_parallel_calls_is_kept(scripted: ScriptedLLM) -> None:
+    scripted.answer = f"I look.\n{CALL}\n{SECOND}"  # as if min_tokens had kept the engine from stopping
+    request = {"model": "spmoe-pair", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    options = {"tools": [TOOL], "parallel_tool_calls": False}
+    with running(scripted, tool_call_parser="hermes") as server:
+        client = server.client()
+        choice = client.chat.completions.create(**request, **options).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+        chunks = list(client.chat.completions.create(**request, **options, stream=True))
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [call.function.name for call in calls] == ["weather"]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_generation_stops_after_the_only_call(tiny_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmoe.serve.protocol import ChatCompletionRequest
+
+    both_calls = StructuredOutputsParams(grammar=f"start: {json.dumps(CALL + SECOND)}")
+    plain = ChatCompletionRequest.sampling_params
+
+    def with_grammar(request: ChatCompletionRequest, *arguments: Any) -> SamplingParams:
+        return replace(plain(request, *arguments), structured_outputs=both_calls)
+
+    monkeypatch.setattr(ChatCompletionRequest, "sampling_params", with_grammar)
+    messages = [{"role": "user", "content": "x"}]
+    with running(tiny_llm, tool_call_parser="hermes") as server:
+        client = server.client()
+        request = {"model": "spmoe-pair", "messages": messages, "max_tokens": 400, "tools": [TOOL]}
+        both = client.chat.completions.create(**request)
+        assert [call.function.name for call in both.choices[0].message.tool_calls] == ["weather", "time"]
+        one = client.chat.completions.create(**request, parallel_tool_calls=False)
+        choice = one.choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
+        assert (choice.message.content, choice.finish_reason, choice.stop_reason) == (None, "tool_calls", None)
+        assert one.usage.completion_tokens == len(CALL.encode())
+        chunks = list(client.chat.completions.create(**request, parallel_tool_calls=False, stream=True))
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [call.function.name for call in calls] == ["weather"]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
+
+
+def test_strict_functions_of_the_openai_client(scripted: ScriptedLLM) -> None:
+    import openai
+    from pydantic import BaseModel
+
+    class Weather(BaseModel):
+        """Weather of a city."""
+
+        city: str
+        days: int
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    assert tools[0]["function"]["strict"] is True
+    scripted.answer = CALL
+    request: Any = {"model": "spmoe-pair", "messages": [{"role": "user", "content": "x"}], "max_tokens": 300}
+    with running(scripted, tool_call_parser="hermes") as server:
+        for choice in ("auto", "required"):
+            answer = server.client().chat.completions.parse(**request, tools=tools, tool_choice=choice)
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.parsed_arguments == Weather(city="Köln", days=2)
+
+
 def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     messages = [
@@ -200,6 +263,8 @@ def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
         request = {"model": "spmoe-pair", "messages": messages, "max_tokens": 1}
         plain = client.chat.completions.create(**request).usage.prompt_tokens
         with_tools = client.chat.completions.create(**request, tools=[TOOL]).usage.prompt_tokens
+        strict = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]
+        assert client.chat.completions.create(**request, tools=strict).usage.prompt_tokens == with_tools
         styled = client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"style": "brief "}})
     text = 'user: weather?\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\ntool: rain\nassistant: '
     assert plain == len(text.encode())
@@ -213,8 +278,7 @@ def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
         ({"tools": [{"type": "search", "function": {"name": "f"}}]}, "tools[0].type must be 'function'"),
         ({"tools": [{**TOOL, "cache": 1}]}, "unknown field tools[0].cache"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         (
             {
                 "messages": [

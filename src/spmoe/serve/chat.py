@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ from spmoe.serve.completions import LEAST_LOGPROB
 from spmoe.serve.http import event
 from spmoe.serve.protocol import ChatCompletionRequest
 from spmoe.serve.service import Service, Submission
-from spmoe.serve.tools import Reply
+from spmoe.serve.tools import CALL_ENDS, Reply
 
 _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")  # not for chat_template_kwargs
 
@@ -38,6 +39,12 @@ class ChatCompletion:
             )
         if (constraint := request.constraint) is not None:
             _check_parser(service.config.tool_call_parser, constraint.field, request.requires_call)
+        self.one_call = bool(request.active_tools) and not request.parallel_tool_calls
+        self.call_end: str | None = None  # stop string at the end of the only call
+        if self.one_call and not request.requires_call:  # else the grammar has one call only
+            self.call_end = CALL_ENDS.get(service.config.tool_call_parser or "")
+        if self.call_end is not None:
+            self.params = replace(self.params, stop=(*self.params.stop_strings, self.call_end))
         self._service = service
         self._request = request
         self._created = int(time.time())
@@ -68,7 +75,7 @@ class ChatCompletion:
                     "tools need a server that was started with --tool-call-parser hermes or gpt-oss; leave tools out"
                 )
             options["tools"] = [
-                tool.model_dump(exclude_none=True, exclude_defaults=True) for tool in request.active_tools
+                tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.active_tools
             ]
         for name in options:
             if name not in template:
@@ -81,15 +88,13 @@ class ChatCompletion:
         choices = []
         for index, result in enumerate(await submission.run_to_end()):
             output = result.outputs[0]
-            parser = self._service.reply_parser(self._request.active_tools)
-            reply = parser.read(output.text, _token_ids(output), True)
+            answer = _Answer(self)
             choices.append(
                 {
                     "index": index,
-                    "message": {"role": "assistant", **_message(reply)},
+                    "message": {"role": "assistant", **_message(answer.read(output, True))},
                     "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
-                    "finish_reason": _finish_reason(output, called=bool(reply.calls)),
-                    "stop_reason": output.stop_reason,
+                    **answer.ending(output),
                 }
             )
         head = self._head("chat.completion")
@@ -130,20 +135,50 @@ def _check_parser(parser: str | None, field: str, requires_call: bool) -> None:
         )
 
 
+class _Answer:
+    """One answer, read as it grows."""
+
+    def __init__(self, chat: ChatCompletion) -> None:
+        self._parser = chat._service.reply_parser(chat._request.active_tools)
+        self._one_call = chat.one_call
+        self._call_end = chat.call_end
+        self.calls = 0
+
+    def read(self, output: CompletionOutput, finished: bool) -> Reply:
+        """Take the whole answer so far; return what is new."""
+        text = output.text + (self._call_end or "" if self._ended_by_call(output) else "")
+        reply = self._parser.read(text, _token_ids(output), finished)
+        if self._one_call:
+            reply.calls = reply.calls[: 1 - self.calls]
+        self.calls += len(reply.calls)
+        return reply
+
+    def ending(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the reasons why the answer ended."""
+        called = self.calls > 0 and output.finish_reason == "stop"
+        return {
+            "finish_reason": "tool_calls" if called else output.finish_reason,
+            "stop_reason": None if self._ended_by_call(output) else output.stop_reason,
+        }
+
+    def _ended_by_call(self, output: CompletionOutput) -> bool:
+        return self._call_end is not None and output.stop_reason == self._call_end
+
+
 class _Sent:
     """Part of an answer that its client has."""
 
     def __init__(self, chat: ChatCompletion, index: int) -> None:
         self._chat = chat
         self._index = index
-        self._parser = chat._service.reply_parser(chat._request.active_tools)
+        self._answer = _Answer(chat)
         self._tokens = 0
         self._begun = False
-        self._calls = 0
 
     def choices(self, output: CompletionOutput, finished: bool) -> list[dict[str, Any]]:
         """Return the new parts, each for a chunk; the role comes first, the finish reason alone and last."""
-        reply, logprobs = self._parser.read(output.text, _token_ids(output), finished), None
+        before = self._answer.calls
+        reply, logprobs = self._answer.read(output, finished), None
         if output.logprobs is not None and (positions := output.logprobs[self._tokens :]):
             logprobs = self._chat._logprobs(positions)
         self._tokens = len(output.token_ids)
@@ -152,28 +187,10 @@ class _Sent:
             self._begun = True
             found.append(self._choice({"role": "assistant", "content": ""}))
         if reply or logprobs is not None:
-            found.append(self._choice(self._delta(reply), logprobs))
+            found.append(self._choice(_delta(reply, before), logprobs))
         if finished:
-            found.append(
-                {
-                    **self._choice({}),
-                    "finish_reason": _finish_reason(output, called=self._calls > 0),
-                    "stop_reason": output.stop_reason,
-                }
-            )
+            found.append({**self._choice({}), **self._answer.ending(output)})
         return found
-
-    def _delta(self, reply: Reply) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        if reply.content or not (reply.reasoning or reply.calls):
-            delta["content"] = reply.content
-        if reply.reasoning:
-            delta["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            calls = [{"index": self._calls + number, **call.to_dict()} for number, call in enumerate(reply.calls)]
-            delta["tool_calls"] = calls
-            self._calls += len(calls)
-        return delta
 
     def _choice(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -184,6 +201,18 @@ def _token_ids(output: CompletionOutput) -> list[int]:
     return output.token_ids[:-1] if isinstance(output.stop_reason, int) else output.token_ids
 
 
+def _delta(reply: Reply, calls: int) -> dict[str, Any]:
+    """Return the new parts of a message in a stream that has had so many calls."""
+    delta: dict[str, Any] = {}
+    if reply.content or not (reply.reasoning or reply.calls):
+        delta["content"] = reply.content
+    if reply.reasoning:
+        delta["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        delta["tool_calls"] = [{"index": calls + number, **call.to_dict()} for number, call in enumerate(reply.calls)]
+    return delta
+
+
 def _message(reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"content": reply.content or (None if reply.calls else "")}
     if reply.reasoning:
@@ -191,10 +220,6 @@ def _message(reply: Reply) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = [call.to_dict() for call in reply.calls]
     return message
-
-
-def _finish_reason(output: CompletionOutput, *, called: bool) -> str:
-    return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
 def chat_logprobs(positions: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:

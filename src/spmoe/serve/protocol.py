@@ -144,7 +144,7 @@ class Function(_Model):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] = False
+    strict: bool = False  # a grammar enforces the schema if the answer must be a call, and only then
 
 
 class Tool(_Model):
@@ -351,11 +351,6 @@ class ChatCompletionRequest(GenerationRequest):
             raise UsageError("top_logprobs needs logprobs; set logprobs to true or leave top_logprobs out")
         if self.tool_choice is not None and not self.tools:
             raise UsageError("tool_choice needs tools; give tools or leave it out")
-        if not self.parallel_tool_calls and self.active_tools and not self.requires_call:
-            raise UsageError(
-                "parallel_tool_calls must be true unless tool_choice is 'required' or names a function: otherwise the "
-                "number of calls cannot be limited"
-            )
         return self
 
     @property

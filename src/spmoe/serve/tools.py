@@ -72,6 +72,7 @@ class PlainText:
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_ENDS = {"hermes": _CLOSE}  # text at which a call ends; a call of gpt-oss ends with an end-of-text token
 
 
 class HermesParser:
