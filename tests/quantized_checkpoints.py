@@ -65,7 +65,8 @@ def asymmetric_codes(
     low = torch.stack([part.amin(1).clamp(max=0) for part in parts], dim=1)
     high = torch.stack([part.amax(1).clamp(min=0) for part in parts], dim=1)
     scale = ((high - low) / top + 1e-4).to(dtype)
-    zero = (-low / scale.float()).round().clamp(1, top)
+    zero = (-low / scale.float()).round().clamp(0, top)
+    zero[::3] = 0  # the least zero point; negative weights of these outputs become 0
     full, full_zero = (by_group(one.float(), group, weight.shape[1]) for one in (scale, zero))
     codes = ((weight / full).round() + full_zero).clamp(0, top)
     return codes, scale, zero, (codes - full_zero) * full
@@ -212,9 +213,10 @@ def gptq(bits: int, group: int | None, symmetric: bool, version: int) -> Quantiz
             codes, zero = codes + 2 ** (bits - 1), torch.full(scale.shape, 2.0 ** (bits - 1))
         else:
             codes, scale, zero, dense = asymmetric_codes(weight, size, bits, torch.float16)
+        ones = sum(1 << place for place in range(0, 32, bits))  # version 1 subtracts from whole words, with borrows
         return {
             "qweight": pack(codes.T, bits, 0),
-            "qzeros": pack((zero - int(version == 1)).T, bits, 1),
+            "qzeros": pack(zero.T, bits, 1) - ones * int(version == 1),
             "scales": scale.T.contiguous(),
             "g_idx": torch.tensor([k // size for k in range(ins)], dtype=torch.int32),
         }, dense
@@ -263,7 +265,9 @@ KINDS: dict[str, Kind] = {
     "fp8-block": Kind(FP8, fp8_block, "fp8-block16x20"),
     "fp8-scale-e8m0": Kind(FP8, fp8_mx, "fp8-block1x32"),
     "fp4-deepseek": Kind(FP8, deepseek_fp4, "mxfp4"),
-    "ct-fp8-channel": Kind(compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channel, "fp8-channel"),
+    "ct-fp8-channel": Kind(
+        compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channel, "fp8-channel-bf16"
+    ),
     "ct-fp8-tensor": Kind(compressed("float-quantized", **FLOAT8, strategy="tensor"), fp8_tensor, "fp8-channel"),
     "ct-int4": Kind(integers("pack-quantized", 4, 32), ct_packed(4, 32), "int4-g32"),
     "ct-int4-asym": Kind(integers("pack-quantized", 4, 32, False), ct_packed(4, 32, False), "int4-asym-g32"),

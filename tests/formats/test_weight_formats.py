@@ -147,6 +147,7 @@ def test_operator_for_int8(rows: int) -> None:
     assert float((found.double() - exact).abs().max()) <= 2.0**-8 * float(exact.abs().max())
     assert not format.has_operator(x.float())
     assert not format.has_operator(x.repeat(65, 1))
+    assert not format.has_operator(x[:, :88])  # PyTorch reads behind such inputs
     assert not Int8(32).has_operator(x)
     assert not Int8(0, torch.float32).has_operator(x)
 
@@ -298,8 +299,8 @@ def test_scales_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="255, which is not a number"):
         weight_format("mxfp4").check(parts, 2, 32)
     parts = weight_format("int4-asym-g32").quantize(torch.randn(2, 32))
-    parts["zero"][0] = 17
-    with pytest.raises(ValueError, match="above 16"):
+    parts["zero"][0] = 16
+    with pytest.raises(ValueError, match="above 15"):
         weight_format("int4-asym-g32").check(parts, 2, 32)
 
 

@@ -217,7 +217,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.mark.parametrize(
-    "kind", ["ct-int4", "ct-int8", "ct-int8-group", "ct-mxfp4", "fp4-deepseek", "fp8-block", "mxfp4"]
+    "kind", ["ct-fp8-channel", "ct-int4", "ct-int8", "ct-int8-group", "ct-mxfp4", "fp4-deepseek", "fp8-block", "mxfp4"]
 )
 def test_blobs_of_quantized_experts_are_those_of_the_conversion(kind: str, quantized: Callable[[str], Path]) -> None:
     model = Model(quantized(kind), packed=True)
@@ -229,13 +229,25 @@ def test_blobs_of_quantized_experts_are_those_of_the_conversion(kind: str, quant
     shards.close()
 
 
-@pytest.mark.parametrize(
-    "kind", ["awq", "gptq", "ct-int4-asym", "ct-int4-channel", "ct-fp8-channel", "ct-fp8-tensor", "modelopt-nvfp4"]
-)
+@pytest.mark.parametrize("kind", ["awq", "gptq", "ct-int4-asym", "ct-int4-channel", "ct-fp8-tensor", "modelopt-nvfp4"])
 def test_parts_that_are_computed_need_a_conversion(kind: str, quantized: Callable[[str], Path]) -> None:
     model = Model(quantized(kind), packed=True)
     assert model.format.is_packed
     assert find_shards(model.checkpoint, model.model, model.paths, model.format) is None
+
+
+def test_experts_that_are_not_quantized_are_read_in_place(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    """Only attention is quantized."""
+    source = quantized("fp8-block").parents[1] / "source"
+    pair = write_pair(source, tmp_path, "fp8-block", lambda name, tensor: is_linear(name, tensor) and "attn" in name)
+    model = Model(pair.packed, packed=True)
+    assert not model.format.is_packed
+    assert model.checkpoint.matrices
+    shards = model.open()
+    assert shards is not None
+    for key in list(model.spec.keys()):
+        assert torch.equal(read(shards, key), model.converted(key))
+    shards.close()
 
 
 def test_quantized_experts_in_another_format_need_a_conversion(quantized: Callable[[str], Path]) -> None:

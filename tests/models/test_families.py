@@ -390,7 +390,7 @@ def test_fused_parameters_that_are_called_weight_are_quantized(tmp_path: Path) -
 def test_wrong_zero_points_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only("gptq", monkeypatch=monkeypatch)
     assert check_formats("olmoe", tmp_path / "right").exact
-    monkeypatch.setattr(quantized_matrices.Gptq1Matrix, "zero_offset", 0)
+    monkeypatch.setattr(quantized_matrices.Gptq1Matrix, "subtracted", 0)
     assert "differs from transformers" in check_formats("olmoe", tmp_path / "wrong").formats["gptq"]
 
 

@@ -80,6 +80,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ({**group(), "ignore": ["re:("]}, "no regular expression"),
     ({**group(), "ignore": "lm_head"}, "ignore"),
+    ({**gptq_config(4, 128, True), "dynamic": {"-:(": {}}}, "no regular expression"),
 ]
 
 
@@ -117,6 +118,19 @@ def test_groups_choose_schemes_by_target() -> None:
     assert str(found.scheme("model.layers.0.self_attn.q_proj")) == "fp8"
     with pytest.raises(ValueError, match="lm_head is quantized, but"):
         found.scheme("lm_head")
+    config["config_groups"]["group_2"] = {"targets": ["lm_head"], "weights": {"type": "int", "num_bits": 8}}
+    config["ignore"] = []
+    found = read_quantization({"quantization_config": config})
+    assert found is not None
+    assert [str(found.scheme(name)) for name in ("lm_head", "model.layers.0.self_attn.q_proj")] == ["int8", "fp8"]
+
+
+def test_block_sizes_may_be_written_as_one_word() -> None:
+    for block in ([16, 20], "16x20"):
+        weights = compressed("float-quantized", type="float", num_bits=8, strategy="block", block_structure=block)
+        found = read_quantization({"quantization_config": weights})
+        assert found is not None
+        assert found.schemes[0].block == (16, 20)
 
 
 # ---- damaged or contradictory files
@@ -233,6 +247,12 @@ def with_first(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def renumber(path: Path, stored: dict[str, Tensor]) -> None:
+    """Give an expert another number."""
+    renamed = {name: tensor for name, tensor in stored.items() if "layers.1.mlp.experts.2." in name}
+    change(path, **dict.fromkeys(renamed), **{name.replace("s.2.", "s.7."): t for name, t in renamed.items()})
+
+
 # damage that only values or the sizes of the model show
 IN_VALUES: dict[str, tuple[str, Damage, str]] = {
     "gptq in act-order": ("gptq", put(".g_idx", act_order), "act-order"),
@@ -247,6 +267,17 @@ IN_VALUES: dict[str, tuple[str, Damage, str]] = {
     ),
     "an mxfp4 scale that is no number": ("ct-mxfp4", put(".weight_scale", with_first(255)), "255|finite"),
     "a global scale of zero": ("ct-nvfp4", put(".weight_global_scale", torch.zeros_like), "is 0, and is divided by"),
+    "an expert with another number": (
+        "ct-int4",
+        renumber,
+        r"lacks expert 2 of .*gate_up_proj, though it holds .*experts\.7\.",
+    ),
+    "experts that are there twice": (
+        "ct-int4",
+        add("model.layers.1.mlp.experts.down_proj", torch.zeros(4, 64, 96)),
+        "holds .*down_proj twice",
+    ),
+    "a bias of an expert": ("gptq", add(f"{EXPERT}.bias", torch.ones(96)), r"2\.up_proj\.bias .*no place for"),
     "an expert of another size": (
         "ct-fp8-channel",
         both(put(".weight", lambda t: t[:64].contiguous()), put(".weight_scale", lambda t: t[:64].contiguous())),

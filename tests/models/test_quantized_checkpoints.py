@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +223,29 @@ def test_experts_in_several_formats_become_dense(make_pair: Make, tmp_path: Path
     assert "several formats" in notice
     assert "int4-g32" in notice
     assert all(torch.equal(one[part], other[part]) for one, other in zip(found, expected, strict=True) for part in one)
+
+
+def test_symmetric_gptq_may_have_zero_points_of_version_2(make_pair: Make, tmp_path: Path) -> None:
+    """Some uploads are declared as version 1, and store the middle of the codes as it is."""
+    pair = make_pair("gptq")
+    shutil.copytree(pair.packed, tmp_path / "copy")
+    stored = load_file(pair.packed / "model.safetensors")
+    change(tmp_path / "copy", **{n: t + 0x11111111 for n, t in stored.items() if n.endswith("qzeros")})
+    changed, expected = (experts_of(directory, torch.float32)[2] for directory in (tmp_path / "copy", pair.dense))
+    assert all(torch.equal(a[part], b[part]) for a, b in zip(changed, expected, strict=True) for part in a)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "modelopt-nvfp4", "gptq"])
+def test_scales_do_not_choose_the_dtype(kind: str, make_pair: Make, tmp_path: Path) -> None:
+    """config.json declares no dtype; weights that are not quantized are bfloat16, scales float32 or float16."""
+    pair, directory = make_pair(kind), tmp_path / "copy"
+    shutil.copytree(pair.packed, directory)
+    stored, dense = load_file(directory / "model.safetensors"), load_file(pair.dense / "model.safetensors")
+    change(directory, **{n: stored[n].bfloat16() for n in stored.keys() & dense.keys() - set(pair.quantized)})
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("dtype", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.find(str(directory)).dtype("auto") == torch.bfloat16
 
 
 def test_gate_and_up_in_blocks_of_other_sizes_are_joined(tmp_path: Path) -> None:

@@ -567,7 +567,8 @@ def _advice(
     wanted: _Wanted,
 ) -> list[str]:
     """Return what would help, most important first."""
-    found = []
+    own, expanded = own_format(models.checkpoint, models.target.model, models.paths, models.dtype)
+    found = [expanded] if expanded is not None and models.format == own else []
     halved = models.dtype.itemsize > 2 and config.dtype == "auto"
     if host_missing:
         helps = "--dtype bfloat16, " if halved else ""

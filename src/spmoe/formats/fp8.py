@@ -1,4 +1,4 @@
-"""FP8 (e4m3) with one float32 scale per block, per output channel or per matrix."""
+"""FP8 (e4m3) with one scale per block, per output channel or per matrix."""
 
 from __future__ import annotations
 
@@ -11,20 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spmoe.formats.base import KernelWeights, Parts, WeightFormat, by_group, lookup, positive_scale
-from spmoe.formats.layout import Part
+from spmoe.formats.base import (
+    KernelWeights,
+    Parts,
+    WeightFormat,
+    by_group,
+    lookup,
+    positive_scale,
+)
+from spmoe.formats.layout import Part, dtype_name
 from spmoe.registry import WEIGHT_FORMATS
 
 NAMES = ("fp8-block128", "fp8-channel", "fp8-tensor")
 
 _LARGEST = 448.0  # of e4m3
 _ALL = 0  # a block's side that spans the whole matrix
+_SCALE_SUFFIXES = {torch.float32: "", torch.bfloat16: "-bf16", torch.float16: "-f16"}  # of names
 
 
 @WEIGHT_FORMATS.register(*NAMES)
 @dataclass(frozen=True)
 class Fp8(WeightFormat):
-    """`weight` e4m3 [out, in] and `scale` float32 [out / rows, in / columns], rounded up; value: weight * scale.
+    """`weight` e4m3 [out, in] and `scale` [out / rows, in / columns], rounded up; value: weight * scale in float32.
 
     A joined matrix has blocks of `rows` outputs only if these divide the outputs of both halves; `with_rows` makes
     smaller blocks.
@@ -32,14 +40,13 @@ class Fp8(WeightFormat):
 
     rows: int = 128  # outputs of a block; 0: all
     columns: int = 128  # inputs of a block; 0: all
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
-        if (self.rows, self.columns) == (1, _ALL):
-            return "fp8-channel"
-        if (self.rows, self.columns) == (_ALL, _ALL):
-            return "fp8-tensor"
-        return f"fp8-block{self.rows}" if self.rows == self.columns else f"fp8-block{self.rows}x{self.columns}"
+        sizes = f"block{self.rows}" if self.rows == self.columns else f"block{self.rows}x{self.columns}"
+        stem = {(1, _ALL): "channel", (_ALL, _ALL): "tensor"}.get((self.rows, self.columns), sizes)
+        return f"fp8-{stem}{_SCALE_SUFFIXES[self.scale_dtype]}"
 
     @classmethod
     def from_name(cls, name: str) -> Self:
@@ -47,24 +54,24 @@ class Fp8(WeightFormat):
 
     @property
     def kernel(self) -> KernelWeights:
-        return KernelWeights("fp8", self.rows, self.columns, scale_dtype="float32")
+        return KernelWeights("fp8", self.rows, self.columns, scale_dtype=dtype_name(self.scale_dtype))
 
     def parts(self, outs: int, ins: int) -> dict[str, Part]:
         rows, columns = self.rows or outs, self.columns or ins
         blocks = (-(-outs // rows), -(-ins // columns))
-        return {"weight": Part(torch.float8_e4m3fn, (outs, ins)), "scale": Part(torch.float32, blocks)}
+        return {"weight": Part(torch.float8_e4m3fn, (outs, ins)), "scale": Part(self.scale_dtype, blocks)}
 
     def quantize(self, weight: Tensor) -> Parts:
         outs, ins = weight.shape
         rows, columns = self.rows or outs, self.columns or ins
         padded = pad(weight.float(), (0, -ins % columns, 0, -outs % rows))
         blocks = padded.reshape(len(padded) // rows, rows, -1, columns)
-        scale = positive_scale(blocks.abs().amax(dim=(1, 3)), _LARGEST, torch.float32)
-        codes = (weight.float() / self._spread(scale, outs, ins)).clamp(-_LARGEST, _LARGEST)
+        scale = positive_scale(blocks.abs().amax(dim=(1, 3)), _LARGEST, self.scale_dtype)
+        codes = (weight.float() / self._spread(scale.float(), outs, ins)).clamp(-_LARGEST, _LARGEST)
         return {"weight": codes.to(torch.float8_e4m3fn), "scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        weight, scale = e4m3_to_float(parts["weight"]), parts["scale"]
+        weight, scale = e4m3_to_float(parts["weight"]), parts["scale"].float()
         outs, ins = weight.shape
         rows = scale.expand(outs, -1) if self.rows == _ALL else scale.repeat_interleave(self.rows, dim=0)[:outs]
         codes, scale = by_group(weight, rows, self.columns or ins)
@@ -105,7 +112,7 @@ class Fp8(WeightFormat):
         if rows < 1 or (self.rows and self.rows % rows):
             raise ValueError(f"blocks of {self.rows} outputs cannot be divided into blocks of {rows}")
         scale = parts["scale"].repeat_interleave(self.rows or outs, dim=0)[:outs:rows]
-        return Fp8(rows, columns), {"weight": parts["weight"], "scale": scale.contiguous()}
+        return Fp8(rows, columns, self.scale_dtype), {"weight": parts["weight"], "scale": scale.contiguous()}
 
     def _spread(self, scale: Tensor, outs: int, ins: int) -> Tensor:
         """Repeat each block's scale for its elements."""  # [blocks, blocks] -> [outs, ins] or broadcastable

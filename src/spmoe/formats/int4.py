@@ -123,8 +123,8 @@ class Int4(WeightFormat):
         super().check(parts, outs, ins)
         if not bool(torch.isfinite(parts["scale"]).all()):
             raise ValueError(f"a scale of {self.name} is not a finite number")
-        if self.asymmetric and bool((parts["zero"] > _LARGEST_CODE + 1).any()):  # 16 occurs: gptq stores zero - 1
-            raise ValueError(f"a zero point of {self.name} is above 16")
+        if self.asymmetric and bool((parts["zero"] > _LARGEST_CODE).any()):
+            raise ValueError(f"a zero point of {self.name} is above {_LARGEST_CODE}")
 
 
 @cache

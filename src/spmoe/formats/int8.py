@@ -28,6 +28,7 @@ from spmoe.registry import WEIGHT_FORMATS
 NAMES = ("int8-channel", "int8-g32", "int8-g64", "int8-g128")
 
 _LARGEST = 127
+_OPERATOR_INPUTS = 16  # must divide the inputs: with others, PyTorch's operator reads behind them
 
 
 @WEIGHT_FORMATS.register(*NAMES)
@@ -70,7 +71,8 @@ class Int8(WeightFormat):
 
     def has_operator(self, x: Tensor) -> bool:
         dtypes = x.dtype == self.scale_dtype == torch.bfloat16
-        return x.is_cpu and dtypes and self.group == 0 and len(x) <= OPERATOR_ROWS
+        sizes = len(x) <= OPERATOR_ROWS and x.shape[-1] % _OPERATOR_INPUTS == 0
+        return x.is_cpu and dtypes and sizes and self.group == 0
 
     def linear(self, parts: Mapping[str, Tensor], x: Tensor) -> Tensor:
         found: Tensor = torch.ops.aten._weight_int8pack_mm(x.contiguous(), parts["weight"], parts["scale"].view(-1))

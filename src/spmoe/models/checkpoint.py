@@ -21,7 +21,7 @@ from spmoe.errors import CheckpointError, SpmoeError, reason
 from spmoe.files import config_directory, decode_json, model_directory
 from spmoe.models.hub import cached_model, config_files, download, remote_files
 from spmoe.models.quantization import READABLE, Quantization, UnreadableError, read_quantization
-from spmoe.models.quantized_matrices import QuantizedMatrix, find_matrices, undeclared
+from spmoe.models.quantized_matrices import QuantizedMatrix, find_matrices, is_auxiliary, undeclared
 from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
@@ -130,8 +130,10 @@ class Checkpoint:
         return declared
 
     def _stored_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first floating-point tensor with at least 16 bits."""
-        return next((_FLOAT_TYPES[t.dtype] for t in self.tensors.values() if t.dtype in _FLOAT_TYPES), None)
+        """Return the dtype of the first floating-point weight with at least 16 bits; scales are no weights."""
+        scales = {source for matrix in self.matrices.values() for source in matrix.sources.values()}
+        weights = (t for name, t in self.tensors.items() if name not in scales and not is_auxiliary(name))
+        return next((_FLOAT_TYPES[t.dtype] for t in weights if t.dtype in _FLOAT_TYPES), None)
 
 
 def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:

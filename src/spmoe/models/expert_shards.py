@@ -34,9 +34,11 @@ def find_shards(checkpoint: Checkpoint, model: Any, paths: list[str], format: Ex
     Reads headers only. A conversion rule that joins tensors one after the other is recognized by its result for small
     tensors. A rule that does anything else, another dtype or format, and parts that are computed need a conversion.
     """
-    if checkpoint.random or checkpoint.download_bytes or format.is_packed != bool(checkpoint.matrices):
+    if checkpoint.random or checkpoint.download_bytes or format.is_packed > bool(checkpoint.matrices):
         return None
     sources = ExpertSources(checkpoint, model, paths, CheckpointTensors(checkpoint).names)
+    if not format.is_packed and not sources.matrices().isdisjoint(checkpoint.matrices):
+        return None
     packed = PackedExperts(checkpoint, model, sources) if format.is_packed else None
     if packed is not None and packed.format != format.weight:
         return None

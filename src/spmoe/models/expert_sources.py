@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -80,6 +81,19 @@ class ExpertSources:
         (fused,) = found.values()  # the rule sees one expert
         return fused  # type: ignore[no-any-return]
 
+    def _check_numbers(self, target: str, pattern: str | None, names: list[str]) -> None:
+        """Raise CheckpointError unless tensors of single experts are those of expert 0, 1, 2, ..."""
+        if pattern is None or "*" not in pattern or len(names) == 1:
+            return
+        place = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+        numbers = [int(match[1]) for name in names if (match := place.search(name))]
+        missing = sorted(set(range(len(names))) - set(numbers))
+        if len(numbers) == len(names) and missing:
+            raise CheckpointError(
+                f"{self._checkpoint.name} lacks expert {missing[0]} of {target}, though it holds {names[-1]}; the "
+                "checkpoint is incomplete: download it again"
+            )
+
     def _in_order(self, target: str, found: dict[str | None, list[str]]) -> list[Source]:
         count = self.shapes[target][0]
         if not found:
@@ -94,8 +108,13 @@ class ExpertSources:
                     f"{self._checkpoint.name} has {experts} for {target} but config.json says {count}; the "
                     "checkpoint is incomplete or config.json does not belong to it: download it again"
                 )
-        if None in found:
-            found = {None: found[None]}
+            self._check_numbers(target, pattern, names)
+        if None in found and len(found) > 1:
+            other = next(names[0] for pattern, names in found.items() if pattern is not None)
+            raise CheckpointError(
+                f"{self._checkpoint.name} holds {target} twice, as {found[None][0]} and as {other}, so it is unclear "
+                "which is the weight; use another upload"
+            )
         rule = next((c for c in self._converters if set(found) <= set(c.source_patterns)), None)
         patterns = list(found) if rule is None else [pattern for pattern in rule.source_patterns if pattern in found]
         return [Source(p, found[p], len(found[p]) == 1 and p not in self._per_expert) for p in patterns]

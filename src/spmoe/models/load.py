@@ -191,13 +191,15 @@ def _load(checkpoint: Checkpoint, cls: Any, config: Any, dtype: torch.dtype, dev
 def _unused_layer_weights(model: Any, unexpected: Iterable[str]) -> list[str]:
     """Return unexpected decoder-layer weights: without them the model would differ from the one that was trained.
 
-    Left-out experts do not count, nor do next-token-prediction layers after the last one, which decoding does not use.
+    Experts' parameters, which are left out, do not count, nor do next-token-prediction layers after the last one, which
+    decoding does not use.
     """
     config = model.config.get_text_config(decoder=True)
     depth = config.num_hidden_layers
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     lists = (path for path, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found) == depth)
     layer = re.compile(rf"{re.escape(next(lists, 'layers'))}\.(\d+)\.")
-    experts = tuple(f"{path}." for path, _ in experts_modules(model))
+    left_out = {path: getattr(module, "spmoe_shapes", {}) for path, module in experts_modules(model)}
+    experts = {f"{path}.{name}" for path, names in left_out.items() for name in names}
     numbered = [(name, match) for name in sorted(unexpected, key=natural) if (match := layer.match(name))]
-    return [n for n, m in numbered if not n.startswith(experts) and not depth <= int(m[1]) < depth + extra]
+    return [n for n, m in numbered if n not in experts and not depth <= int(m[1]) < depth + extra]

@@ -158,7 +158,7 @@ def _common_format(
 ) -> tuple[WeightFormat | None, str | None]:
     """Return the format that holds all of several, each with the name of a matrix; or None and why there is none."""
     blocks = [one for one in found if isinstance(one, Fp8)]
-    if len(blocks) == len(found) and len({one.columns for one in blocks}) == 1:
+    if len(blocks) == len(found) and len({(one.columns, one.scale_dtype) for one in blocks}) == 1:
         return replace(blocks[0], rows=math.gcd(*(one.rows for one in blocks))), None  # blocks of fewer outputs
     if len(found) == 1:
         ((format, name),) = found.items()

@@ -7,7 +7,7 @@ themselves (see `quantized_matrices`); a declaration that contradicts them, or t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -60,8 +60,8 @@ class Quantization:
             raise ValueError(f"{module} is quantized, but the configuration lists it among the modules that are not")
         if len(self.schemes) == 1:
             return self.schemes[0]
-        by_name = [s for s in self.schemes if any(_is_name(t) and _matches(module, t) for t in s.targets)]
-        by_class = [s for s in self.schemes if any(not _is_name(t) for t in s.targets)]
+        by_name = [s for s in self.schemes if any(_matches(module, t) for t in s.targets)]
+        by_class = [s for s in self.schemes if any(_is_class(t) for t in s.targets)]
         if not by_name and not by_class:
             raise ValueError(f"{module} is quantized, but no group of the configuration has it as a target")
         return (by_name or by_class)[0]
@@ -73,9 +73,9 @@ class Quantization:
         return set(self.ignored) - set(patterns), patterns
 
 
-def _is_name(target: str) -> bool:
-    """Return whether a target is a module's name or pattern, not that of a class such as Linear."""
-    return target.startswith("re:") or "." in target
+def _is_class(target: str) -> bool:
+    """Return whether a target is a class such as Linear, not a module's name or pattern."""
+    return target[:1].isupper() and target.isidentifier()
 
 
 def _matches(module: str, pattern: str) -> bool:
@@ -125,6 +125,8 @@ def _fp8(declared: Mapping[str, Any]) -> Quantization:
 
 
 def _fp8_scheme(method: str, block: Any, targets: tuple[str, ...] = ()) -> Scheme:
+    if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):  # the older way of writing it
+        block = [int(number) for number in block.split("x")]
     if block is not None and (
         not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block)
     ):
@@ -154,6 +156,7 @@ def _gptq(declared: Mapping[str, Any]) -> Quantization:
     if changed := [pattern for pattern in dynamic if not pattern.startswith("-:")]:
         raise UnreadableError(f"gptq with other settings for the modules {changed[0]!r} (dynamic)")
     ignored = tuple(f"re:{pattern.removeprefix('-:')}" for pattern in dynamic)
+    _require_patterns(ignored)
     scheme = Scheme("int", bits, group=None if group < 1 else group, symmetric=bool(declared.get("sym", False)))
     return Quantization("gptq", (scheme,), ignored, _GPTQ_ZERO_OFFSETS[version])
 
@@ -244,9 +247,14 @@ def _names(declared: Mapping[str, Any], key: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
         raise UnreadableError(f"{declared.get('quant_method', 'quantization')} with {key} that is not a list of names")
-    for one in value:
-        re.compile(one.removeprefix("re:") if one.startswith("re:") else "")  # raises before it is used
+    _require_patterns(value)
     return tuple(value)
+
+
+def _require_patterns(names: Iterable[str]) -> None:
+    """Raise re.error for a pattern that is no regular expression."""
+    for one in names:
+        re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
 
 
 _METHODS = {

@@ -213,7 +213,7 @@ class GptqMatrix(_Integers):
 
     required = ("scale:scales",)
     optional = ("zeros:qzeros", "index:g_idx")
-    zero_offset: ClassVar[int] = 0
+    subtracted: ClassVar[int] = 0  # from every zero point, before they were packed into words
 
     def inspect(self) -> None:
         self.require_words()
@@ -237,19 +237,24 @@ class GptqMatrix(_Integers):
         self.require_contiguous_groups(raw)
         zero = None
         if "zeros" in raw:
-            codes = unpack_words(raw["zeros"].view(torch.int32), bits, 1)[:, : self.outs]
-            zero = (codes + self.zero_offset).T.contiguous()
-        if self.symmetric and zero is not None:
-            self.require_symmetric(zero)
-            zero = None
+            words = raw["zeros"].view(torch.int32)
+            zero = self._unpack_zeros(words + self.subtracted * _ones(bits))  # with carries, as it was subtracted
+            if self.symmetric:
+                as_they_are = self._unpack_zeros(words)  # some symmetric uploads of version 1 have those of version 2
+                self.require_symmetric(as_they_are if zeros_are_middle(as_they_are, bits) else zero)
+                zero = None
         # inputs lie in words along dimension 0, so the bytes of the transposed words are the packed codes
         return words_as_bytes(raw["codes"].view(torch.int32).T), raw["scale"].T.contiguous(), zero
 
+    def _unpack_zeros(self, words: Tensor) -> Tensor:
+        """Return the zero points of all outputs."""  # -> [out, groups] uint8
+        return unpack_words(words, self.scheme.bits, 1)[:, : self.outs].T.contiguous()
+
 
 class Gptq1Matrix(GptqMatrix):
-    """GPTQ as most uploads have it: stored zero points are one less."""
+    """GPTQ as most uploads have it: one was subtracted from every zero point."""
 
-    zero_offset = 1
+    subtracted = 1
 
 
 class AwqMatrix(_Integers):
@@ -390,7 +395,7 @@ class Fp8Matrix(QuantizedMatrix):
         self.outs, self.ins = self.shape("codes")
         found = self.shape("scale")
         self.rows, self.columns = self._block(found)
-        self.format = Fp8(self.rows, self.columns)
+        self.format = Fp8(self.rows, self.columns, _SCALE_DTYPES.get(self._tensors["scale"].dtype, torch.float32))
 
     def _block(self, scale: tuple[int, ...]) -> tuple[int, int]:
         """Return the outputs and inputs that share a scale; 0 inputs are all."""
@@ -410,11 +415,13 @@ class Fp8Matrix(QuantizedMatrix):
 
     def parts(self, raw: Mapping[str, Tensor]) -> Parts:
         scale = raw["scale"]
-        scale = _powers_of_two(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
+        scale = _powers_of_two(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale
         return {"weight": raw["codes"], "scale": scale.reshape(-1, self._blocks[1]).expand(self._blocks).contiguous()}
 
     def stored_parts(self) -> dict[str, str] | None:
-        plain = self._tensors["scale"].dtype == "F32" and math.prod(self.shape("scale")) == math.prod(self._blocks)
+        plain = self._tensors["scale"].dtype in _SCALE_DTYPES and math.prod(self.shape("scale")) == math.prod(
+            self._blocks
+        )
         return {"weight": "codes", "scale": "scale"} if plain else None
 
     @property
@@ -500,6 +507,11 @@ class Nvfp4Matrix(QuantizedMatrix):
             "scale": raw["scale"],
             "global_scale": whole.expand(self.outs, 1).contiguous(),
         }
+
+
+def _ones(bits: int) -> int:
+    """Return a word whose codes are all one."""
+    return sum(1 << place for place in range(0, WORD_BITS, bits))
 
 
 def _powers_of_two(scale: Tensor) -> Tensor:
