@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client")
 MODEL = "spmoe-pair"
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": "write add"}]
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
 def direct(llm: AsyncLLM, prompt: Any, **params: Any) -> Any:
@@ -209,11 +210,12 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"prompt": ""}, "the prompt is empty", None),
         ({"prompt": []}, "empty list", "prompt"),
         ({"prompt": [[]]}, "the prompt is empty", None),
-        ({"prompt": [1, "a"]}, "prompt", None),
+        ({"prompt": [1, "a"]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
+        ({"prompt": ["a", 1]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
         ({"prompt": {"a": 1}}, "prompt must be", "prompt"),
         ({"prompt": [10**9]}, "vocabulary", None),
-        ({"prompt": "a " * 5000}, "the context holds 4096", None),
-        ({"prompt": "a " * 2_000_000}, "characters, but the context of 4096 tokens holds at most", None),
+        ({"prompt": "a " * 5000}, "This model's maximum context length is 4096 tokens, but", "prompt"),
+        ({"prompt": "a " * 2_000_000}, "maximum context length is at most 262144 characters", "prompt"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'", "temperature"),
         ({"temperature": -1}, "temperature must be 0 or more", "temperature"),
         ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
@@ -251,14 +253,18 @@ def test_bad_completions_are_refused(client: Any, fields: dict[str, Any], words:
     ("fields", "words"),
     [
         ({"messages": []}, "messages is empty; give at least one"),
-        ({"messages": [{"role": "user", "content": "a " * 2_000_000}]}, "characters, but the context"),
+        ({"messages": [{"role": "user", "content": "a " * 2_000_000}]}, "maximum context length is at most"),
+        ({"messages": [{"role": "user", "content": ""}] * 8193}, "at most 8192 messages and tool calls, not 8193"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 1025}, "at most 1024 functions, not 1025"),
+        ({"messages": [{"role": "assistant", "tool_calls": CALLS}]}, "messages have tool_calls, which"),
+        ({"messages": [{"role": "tool", "content": "42"}]}, "messages have the role tool, which"),
         ({"messages": "hello"}, "messages must be a valid list"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role must be"),
         ({"messages": [{"role": "user"}]}, "content of a message with the role user is missing"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "unknown field messages[0].mood"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' are not supported"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content of messages must be text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages: content must be text"),
         ({"max_completion_tokens": 2}, "give one of them"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"logprobs": 2}, "logprobs must be a valid boolean"),
@@ -279,6 +285,20 @@ def test_bad_chats_are_refused(client: Any, fields: dict[str, Any], words: str) 
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "max_tokens": 1}, extra_body=fields)
     assert words in caught.value.body["message"]
+    if "messages" in fields:
+        assert caught.value.body["param"] == "messages"
+
+
+def test_prompts_that_are_too_long_have_a_code(client: Any) -> None:
+    for create, field, prompt in (
+        (client.completions.create, "prompt", [5] * 4096),
+        (client.completions.create, "prompt", "a " * 2_000_000),
+        (client.chat.completions.create, "messages", [{"role": "user", "content": "a " * 5000}]),
+        (client.chat.completions.create, "messages", [{"role": "user", "content": "a " * 2_000_000}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is") as caught:
+            create(model=MODEL, **{field: prompt})
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
 
 
 def test_values_without_effect_are_accepted(client: Any) -> None:

@@ -375,8 +375,11 @@ def test_tokenize_and_detokenize(server: RunningServer, llm: AsyncLLM) -> None:
     assert post(server, {"tokens": ids}, "/detokenize").json() == {"prompt": text}
     chat = post(server, {"messages": [{"role": "user", "content": "hi"}]}, "/tokenize").json()
     assert chat["tokens"] == tokenizer("# user: hi\n")["input_ids"]
+    chat = post(server, {"messages": [{"role": "developer", "content": "hi"}]}, "/tokenize").json()
+    assert chat["tokens"] == tokenizer("# system: hi\n")["input_ids"]  # the template does not name `developer`
     for path, body in [
         ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("/tokenize", {"prompt": "x", "messages": []}),
         ("/tokenize", {"prompt": "x", "what": 1}),
         ("/detokenize", {"tokens": [-1]}),
@@ -384,6 +387,48 @@ def test_tokenize_and_detokenize(server: RunningServer, llm: AsyncLLM) -> None:
         ("/detokenize", {"tokens": "x"}),
     ]:
         assert post(server, body, path).status_code == 400
+
+
+def test_tokenize_adds_special_tokens_to_messages_if_asked(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spmoe.serve import service
+
+    seen: list[Any] = []
+    plain = service.encode
+    monkeypatch.setattr(service, "encode", lambda *given, **options: seen.append(options) or plain(*given, **options))
+    messages = [{"role": "user", "content": "hi"}]
+    for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert post(server, {"messages": messages, **fields}, "/tokenize").status_code == 200
+    assert [one["add_special_tokens"] for one in seen] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{{ raise_exception('no system role') }}",
+            "the model's chat template rejects these messages (no system role)",
+        ),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "chat template is refused"),
+        ("{{ 'x' * 999999 }}", "maximum context length"),
+        ("", "messages need a chat template, which the model lacks"),
+    ],
+)
+def test_errors_of_templates_show_neither_paths_nor_commands(
+    template: str, words: str, tiny_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spmoe.serve import service
+
+    monkeypatch.setattr(tiny_llm.llm.get_tokenizer(), "chat_template", template)
+    monkeypatch.setattr(service, "encode", lambda *given, **options: pytest.fail("the text is encoded"))
+    with running(tiny_llm) as server:
+        answer = post(server, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == "messages"
+    assert not any(word in error["message"] for word in (str(tiny_llm.llm.engine.config.model), "spmoe run", "--"))
 
 
 def test_metrics_count_requests(llm: AsyncLLM) -> None:

@@ -113,6 +113,7 @@ def test_structured_outputs(client: Any, constraint: dict[str, Any], pattern: st
             "give one of them",
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "ignore_eos"),
+        ({"response_format": FORMAT, "ignore_eos": True}, "response_format", "response_format needs ignore_eos false"),
     ],
 )
 def test_bad_constraints_are_refused(client: Any, fields: dict[str, Any], param: str, words: str) -> None:

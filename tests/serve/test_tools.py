@@ -17,6 +17,7 @@ from serving import running
 from spmoe import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from spmoe.errors import UsageError
 
+httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -252,7 +253,8 @@ def test_strict_functions_of_the_openai_client(scripted: ScriptedLLM) -> None:
 
 
 def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    call: dict[str, Any] = {"id": "1", "type": "function"}
+    call["function"] = {"name": "weather", "arguments": '{"city": "Köln"}'}
     messages = [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -265,10 +267,15 @@ def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
         with_tools = client.chat.completions.create(**request, tools=[TOOL]).usage.prompt_tokens
         strict = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]
         assert client.chat.completions.create(**request, tools=strict).usage.prompt_tokens == with_tools
+        counted = httpx.post(f"{server.url}/tokenize", json={"messages": messages, "tools": strict}).json()
+        assert counted["count"] == with_tools
         styled = client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"style": "brief "}})
+        call["function"] = {"name": "weather", "arguments": ""}
+        no_arguments = client.chat.completions.create(**request).usage.prompt_tokens
     text = 'user: weather?\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\ntool: rain\nassistant: '
     assert plain == len(text.encode())
     assert with_tools == plain + len(f"tools: {json.dumps([TOOL])}\n".encode())
+    assert no_arguments == plain - len('"city": "Köln"'.encode())
     assert styled.usage.prompt_tokens == plain + len("brief ")
 
 
@@ -285,7 +292,7 @@ def test_tools_and_results_reach_the_template(tiny_llm: AsyncLLM) -> None:
                     {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
                 ]
             },
-            "arguments of tool_calls in messages must be a JSON object",
+            "messages: arguments of tool_calls must be a JSON object",
         ),
     ],
 )
@@ -297,6 +304,7 @@ def test_bad_tools_are_refused(tiny_llm: AsyncLLM, fields: dict[str, Any], words
         with pytest.raises(openai.BadRequestError) as caught:
             server.client().chat.completions.create(**request, extra_body=fields)
     assert words in caught.value.body["message"]
+    assert caught.value.body["param"] in fields
 
 
 def test_server_does_not_start_with_a_parser_that_cannot_work(tiny_llm: AsyncLLM) -> None:

@@ -55,20 +55,24 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], model: st
     `options` are further variables of the template, such as `tools`. Raises PromptError if the template rejects
     the messages, takes too long, or takes too much memory.
     """
+    try:
+        return render_messages(tokenizer, messages, f"the chat template of {model}", **options)
+    except PromptError as error:
+        raise PromptError(
+            f"{error}, give another template with --chat-template FILE, or use `spmoe run` or LLM.generate"
+        ) from error
+
+
+def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
+    """Return the same text as `render_chat`; errors call the template by this name and do not mention commands."""
     from spmoe.models.template_limits import TemplateLimitError
 
     try:
         return _render(tokenizer.get_chat_template(), messages, {**tokenizer.special_tokens_map, **options})
     except (TemplateLimitError, RecursionError, MemoryError) as error:
-        raise PromptError(
-            f"the chat template of {model} is refused ({reason(error)}); give another one with --chat-template FILE, "
-            "or use `spmoe run` or LLM.generate"
-        ) from error
+        raise PromptError(f"{name} is refused ({reason(error)}); shorten the messages") from error
     except Exception as error:  # templates raise their own errors through jinja
-        raise PromptError(
-            f"the chat template of {model} rejects these messages ({reason(error)}); change them, or use `spmoe run` "
-            "or LLM.generate"
-        ) from error
+        raise PromptError(f"{name} rejects these messages ({reason(error)}); change them") from error
 
 
 _rendering = threading.Lock()  # compiled templates are shared

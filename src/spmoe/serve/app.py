@@ -95,12 +95,17 @@ def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     def tokenize_body(body: bytes) -> dict[str, Any]:
         request = parse_request(TokenizeRequest, body)
         service.require_model(request.model)
+        special = request.add_special_tokens
         if request.messages is not None:
-            messages = [message.to_template() for message in request.messages]
-            prompt = service.render_chat(messages, add_generation_prompt=request.add_generation_prompt)
+            prompt = service.render_chat(
+                request.messages,
+                request.tools or [],
+                add_special_tokens=special or False,
+                add_generation_prompt=request.add_generation_prompt,
+            )
             ids = prompt.token_ids or []
         else:
-            ids = service.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
+            ids = service.tokenize(request.prompt or "", "prompt", add_special_tokens=special is not False)
         tokens = service.llm.llm.get_tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": tokens}
 

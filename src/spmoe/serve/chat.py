@@ -24,6 +24,8 @@ _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents"
 class ChatCompletion:
     """One request to /v1/chat/completions; the constructor checks model and parameters."""
 
+    prompt_field = "messages"
+
     def __init__(self, service: Service, request: ChatCompletionRequest) -> None:
         service.require_model(request.model)
         if request.max_completion_tokens is not None:
@@ -56,31 +58,22 @@ class ChatCompletion:
 
     def tokenize(self) -> list[ParsedPrompt]:
         """Return the conversation as a prompt with its token ids."""
-        messages = [message.to_template() for message in self._request.messages]
-        prompt = self._service.render_chat(messages, **self._template_options())
-        self._service.check_constraint(self._request.constraint)
+        request = self._request
+        prompt = self._service.render_chat(request.messages, request.active_tools, **self._template_options())
+        self._service.check_constraint(request.constraint)
         return [prompt]
 
     def _template_options(self) -> dict[str, Any]:
         """Return the variables of the template; raise UsageError for some that it does not read."""
-        request, template = self._request, self._service.chat_template()
+        request = self._request
         options = dict(request.chat_template_kwargs or {})
         if reserved := sorted(options.keys() & set(_TEMPLATE_VARIABLES)):
             raise UsageError(f"chat_template_kwargs must not have {reserved[0]}; leave it out")
-        if request.reasoning_effort is not None:
-            options["reasoning_effort"] = request.reasoning_effort
-        if request.active_tools:
-            if self._service.config.tool_call_parser is None:
-                raise UsageError(
-                    "tools need a server that was started with --tool-call-parser hermes or gpt-oss; leave tools out"
-                )
-            options["tools"] = [
-                tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.active_tools
-            ]
         for name in options:
-            if name not in template:
-                field = name if name in ("tools", "reasoning_effort") else f"chat_template_kwargs.{name}"
-                raise UsageError(f"{field} has no effect: the model's chat template does not read it; leave it out")
+            self._service.require_in_template(name, f"chat_template_kwargs.{name}")
+        if request.reasoning_effort is not None:
+            self._service.require_in_template("reasoning_effort", "reasoning_effort")
+            options["reasoning_effort"] = request.reasoning_effort
         return options
 
     async def respond(self, submission: Submission) -> dict[str, Any]:

@@ -20,6 +20,8 @@ LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in vL
 class Completion:
     """One request to /v1/completions; the constructor checks model and parameters."""
 
+    prompt_field = "prompt"
+
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         service.require_model(request.model)
         self.id = f"cmpl-{uuid4().hex}"

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from spmoe.config import SamplingParams, StructuredOutputsParams
@@ -23,6 +23,8 @@ from spmoe.serve.tools import hermes_grammar
 
 MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
 MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
+MAX_MESSAGES = 8192  # and tool calls in them; rendering more of them keeps other requests waiting
+MAX_TOOLS = 1024
 MAX_STOP_STRINGS = 16  # each is searched for after every token
 MAX_STOP_LENGTH = 1024  # characters
 DEFAULT_COMPLETION_TOKENS = 16  # `max_tokens` of /v1/completions, as in OpenAI's and vLLM's
@@ -67,9 +69,13 @@ class _Model(BaseModel):
 
 
 def _prompts(given: Any) -> list[ParsedPrompt]:
+    form = "prompt must be text, a list of texts, a list of token ids, or a list of such lists"
     if not isinstance(given, (str, list)) or (isinstance(given, list) and any(isinstance(one, dict) for one in given)):
-        raise UsageError("prompt must be text, a list of texts, a list of token ids, or a list of such lists")
-    found = parse_prompts(given)
+        raise UsageError(form)
+    try:
+        found = parse_prompts(given)
+    except UsageError as error:  # its text offers forms of the Python API
+        raise UsageError(form) from error
     if not found:
         raise UsageError("prompt is an empty list; give at least one text or token")
     return found
@@ -80,24 +86,24 @@ def _content(given: Any) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise UsageError("content of messages must be text or a list of text parts")
+        raise UsageError("messages: content must be text or a list of text parts")
     for part in given:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UsageError(f"content of messages must be text; parts of type {kind!r} are not supported")
+            raise UsageError(f"messages: content must be text; parts of type {kind!r} are not supported")
         if unknown := sorted(part.keys() - {"type", "text"}):
-            raise UsageError(f"content of messages has the unknown field {unknown[0]!r}; leave it out")
+            raise UsageError(f"messages: content has the unknown field {unknown[0]!r}; leave it out")
     return "\n".join(part["text"] for part in given)
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object, which chat templates expect."""
+    """Return the arguments of a tool call as an object, which chat templates expect; empty text is one without any."""
     try:
-        found = from_json(given, allow_inf_nan=False) if isinstance(given, str) else given
+        found = from_json(given.strip() or "{}", allow_inf_nan=False) if isinstance(given, str) else given
     except ValueError as error:
-        raise UsageError(f"arguments of tool_calls in messages must be a JSON object: {error}") from error
+        raise UsageError(f"messages: arguments of tool_calls must be a JSON object: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError("arguments of tool_calls in messages must be a JSON object")
+        raise UsageError("messages: arguments of tool_calls must be a JSON object")
     return found
 
 
@@ -131,11 +137,24 @@ class ChatMessage(_Model):
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
         if self.refusal is not None:
-            raise UsageError("refusal of messages is not supported; put the text into content")
+            raise UsageError("messages: refusal is not supported; put the text into content")
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
-            raise UsageError(f"content of a message with the role {self.role} is missing; give it")
+            raise UsageError(f"messages: content of a message with the role {self.role} is missing; give it")
         message = self.model_dump(exclude_none=True)
         return {**message, "content": self.content or ""}
+
+
+def _bounded_messages(given: Any) -> Any:
+    """Check the number of messages and tool calls before each of them is parsed."""
+    if isinstance(given, list):
+        calls = (one.get("tool_calls") for one in given if isinstance(one, dict))
+        count = len(given) + sum(len(one) for one in calls if isinstance(one, list))
+        if count > MAX_MESSAGES:
+            raise UsageError(f"messages must have at most {MAX_MESSAGES} messages and tool calls, not {count}")
+    return given
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1), BeforeValidator(_bounded_messages)]
 
 
 class Function(_Model):
@@ -152,6 +171,15 @@ class Tool(_Model):
 
     type: Literal["function"]
     function: Function
+
+
+def _bounded_tools(given: Any) -> Any:
+    if isinstance(given, list) and len(given) > MAX_TOOLS:
+        raise UsageError(f"tools must have at most {MAX_TOOLS} functions, not {len(given)}")
+    return given
+
+
+Tools = Annotated[list[Tool], BeforeValidator(_bounded_tools)]
 
 
 class StreamOptions(_Model):
@@ -265,6 +293,11 @@ class GenerationRequest(_Model):
         }
         _check_bounds(given)
         if (constraint := self.constraint) is not None:
+            if self.ignore_eos:
+                raise UsageError(
+                    f"{constraint.field} needs ignore_eos false: only the end-of-text token may follow a complete "
+                    "output"
+                )
             given["structured_outputs"] = constraint.params
         given = {"max_tokens": max_tokens, **given, "logprobs": logprobs}
         limit = given["max_tokens"]
@@ -333,11 +366,11 @@ def _tool_choice(given: Any) -> str | NamedToolChoice:
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Sampling = None  # newer name of max_tokens
     logprobs: bool = False
     top_logprobs: Any = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Annotated[str | NamedToolChoice | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None  # for chat templates that read it
@@ -396,8 +429,9 @@ class TokenizeRequest(_Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True  # with `prompt`
+    messages: Messages | None = None
+    tools: Tools | None = None  # with `messages`
+    add_special_tokens: bool | None = None  # None: with `prompt` only
     add_generation_prompt: bool = True  # with `messages`
     return_token_strs: bool = False
 
@@ -405,6 +439,8 @@ class TokenizeRequest(_Model):
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise UsageError("prompt or messages must be given, and not both")
+        if self.tools and self.messages is None:
+            raise UsageError("tools go with messages; leave tools out")
         return self
 
 

@@ -15,14 +15,15 @@ from spmoe.config import DEFAULT_MAX_TOKENS, SamplingParams
 from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine_thread import EngineClosed
 from spmoe.engine.outputs import RequestOutput
-from spmoe.engine.prompts import Message, ParsedPrompt
+from spmoe.engine.prompts import ParsedPrompt
 from spmoe.engine.stats import Stats
 from spmoe.errors import PromptError, SpmoeError, UsageError, reason
+from spmoe.models.chat_template import render_messages
 from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
 from spmoe.serve.http import RETRY_AFTER_SECONDS, ApiError
 from spmoe.serve.metrics import Metrics
-from spmoe.serve.protocol import Constraint, bad_request
+from spmoe.serve.protocol import ChatMessage, Constraint, Tool, bad_request
 from spmoe.serve.tools import ReplyParser, make_reply_parser
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Job(Protocol):
     id: str
     params: SamplingParams
     num_prompts: int
+    prompt_field: str  # of the request
 
     def tokenize(self) -> list[ParsedPrompt]:
         """Return the prompts with their token ids."""
@@ -106,29 +108,63 @@ class Service:
         except SpmoeError as error:
             raise engine_error(error) if self.llm.failure is not None else bad_request(error) from error
 
-    def tokenize(self, text: str, **options: Any) -> list[int]:
-        """Return the token ids of a text."""
-        self._require_fitting(len(text))
+    def tokenize(self, text: str, field: str, **options: Any) -> list[int]:
+        """Return the token ids of a text; `field`: where the request has it."""
+        self._require_fitting(len(text), field)
         return encode(self.llm.llm.get_tokenizer(), text, **options)
 
-    def _require_fitting(self, characters: int) -> None:
-        """Raise PromptError if a text exceeds the context even with the longest tokens: tokenizing it takes seconds."""
+    def _require_fitting(self, characters: int, field: str) -> None:
+        """Raise ApiError if a text exceeds the context even with the longest tokens: tokenizing it takes seconds."""
         if self._max_characters is not None and characters > self._max_characters:
-            raise PromptError(
-                f"the prompt has {characters} characters, but the context of {self.max_model_len} tokens holds at most "
-                f"{self._max_characters}; shorten the prompt"
-            )
+            raise self._too_long(f"at most {self._max_characters} characters", f"{characters} characters", field)
+
+    def _too_long(self, limit: str, size: str, field: str) -> ApiError:
+        """Return the error of a prompt that exceeds the context; clients know it by its code or its first words."""
+        return ApiError(
+            400,
+            f"This model's maximum context length is {limit}, but the {field} resulted in {size}; reduce the length of "
+            f"the {field}",
+            param=field,
+            code="context_length_exceeded",
+        )
 
     def tokenize_prompt(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Return a prompt with its token ids."""
         if prompt.token_ids is not None or not prompt.text:
             return prompt
-        return replace(prompt, token_ids=self.tokenize(prompt.text))
+        return replace(prompt, token_ids=self.tokenize(prompt.text, "prompt"))
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> ParsedPrompt:
-        """Return a conversation as a prompt."""
-        self._require_fitting(sum(len(message["content"]) for message in messages))
-        return self.llm.llm.apply_chat_template(list(messages), **options)
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> ParsedPrompt:
+        """Return a conversation as a prompt; raise UsageError for parts that the chat template does not read."""
+        template = self.chat_template()
+        if not template:
+            raise UsageError("messages need a chat template, which the model lacks; use /v1/completions")
+        self._require_fitting(sum(len(message.content or "") for message in messages), "messages")
+        if tools:
+            if self.config.tool_call_parser is None:
+                raise UsageError(
+                    "tools need a server that was started with --tool-call-parser hermes or gpt-oss; leave tools out"
+                )
+            self.require_in_template("tools", "tools")
+            options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        rendered = [_template_message(message, template) for message in messages]
+        try:
+            text = render_messages(self.llm.llm.get_tokenizer(), rendered, "the model's chat template", **options)
+        except PromptError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        return ParsedPrompt(text, self.tokenize(text, "messages", add_special_tokens=add_special_tokens))
+
+    def require_in_template(self, variable: str, field: str) -> None:
+        """Raise UsageError if the chat template does not read a variable; `field`: where the request has it."""
+        if variable not in self.chat_template():
+            raise UsageError(f"{field} has no effect: the model's chat template does not read it; leave it out")
 
     def check_constraint(self, constraint: Constraint | None) -> None:
         """Compile a constraint on the output, which the engine then has in its cache; an error names the field."""
@@ -170,11 +206,19 @@ class Service:
         submission = Submission(self, job.id, job.params.n, completions)
         self._submissions[submission] = None
         try:
-            await self.in_thread(lambda: submission.create(job.tokenize(), job.params))
+            await self.in_thread(lambda: submission.create(self._tokenize_job(job), job.params))
         except BaseException:
             await submission.close()
             raise
         return submission
+
+    def _tokenize_job(self, job: Job) -> list[ParsedPrompt]:
+        """Return the prompts of a request; raise ApiError if one of them exceeds the context."""
+        prompts, limit = job.tokenize(), self.max_model_len
+        longest = max(len(prompt.token_ids or ()) for prompt in prompts)
+        if longest >= limit:
+            raise self._too_long(f"{limit} tokens", f"{longest} tokens", job.prompt_field)
+        return prompts
 
     def _require_room(self, completions: int) -> None:
         limit = self.config.max_queued_requests
@@ -374,6 +418,18 @@ async def _merged(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerato
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _template_message(message: ChatMessage, template: str) -> dict[str, Any]:
+    """Return a message for a template; raise UsageError if the template does not read what it has."""
+    if message.tool_calls and "tool_calls" not in template:
+        raise UsageError("messages have tool_calls, which the model's chat template does not read; leave them out")
+    if message.role == "tool" and "tool" not in template:
+        raise UsageError("messages have the role tool, which the model's chat template does not read; leave them out")
+    found = message.to_template()
+    if message.role == "developer" and "developer" not in template:  # many templates drop roles that they do not know
+        found["role"] = "system"
+    return found
 
 
 def engine_error(error: BaseException) -> ApiError:
