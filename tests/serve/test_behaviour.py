@@ -25,6 +25,7 @@ pytest.importorskip("prometheus_client")
 
 ENDLESS = {"prompt": "x = 1", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {"prompt": "x = 1", "max_tokens": 2}
+PREFIX = "def count(words):\n" * 8  # long enough for a KV cache to be used again
 
 
 def post(server: RunningServer, body: Any, path: str = "/v1/completions", **options: Any) -> Any:
@@ -433,8 +434,9 @@ def test_errors_of_templates_show_neither_paths_nor_commands(
 
 def test_metrics_count_requests(llm: AsyncLLM) -> None:
     with running(llm) as server:
+        post(server, {"prompt": PREFIX, "max_tokens": 1})
         before = metrics(server)
-        usage = post(server, {**SHORT, "max_tokens": 5, "ignore_eos": True}).json()["usage"]
+        usage = post(server, {"prompt": PREFIX, "max_tokens": 5, "ignore_eos": True}).json()["usage"]
         after = metrics(server)
     model = '{model_name="spmoe-pair"}'
 
@@ -444,12 +446,18 @@ def test_metrics_count_requests(llm: AsyncLLM) -> None:
     assert difference("vllm:prompt_tokens_total") == usage["prompt_tokens"]
     assert difference("vllm:generation_tokens_total") == usage["completion_tokens"] == 5
     assert difference("vllm:time_to_first_token_seconds_count") == 1
-    assert difference("vllm:time_per_output_token_seconds_count") > 0
+    assert 0 < difference("vllm:inter_token_latency_seconds_count") <= 4
+    assert difference("vllm:request_time_per_output_token_seconds_count") == 1
+    per_token = difference("vllm:request_time_per_output_token_seconds_sum")
+    assert 0 < per_token <= difference("vllm:e2e_request_latency_seconds_sum")
+    assert not any("vllm:time_per_output_token" in name for name in after)
+    assert difference("vllm:prefix_cache_queries_total") == usage["prompt_tokens"]
+    assert 0 < difference("vllm:prefix_cache_hits_total") == usage["prompt_tokens_details"]["cached_tokens"]
     assert difference("vllm:spec_decode_num_draft_tokens_total") > 0
     assert difference("vllm:spec_decode_num_accepted_tokens_total") >= 0
     assert difference("spmoe_expert_hits_total") > 0
     assert difference("spmoe_stall_seconds_total") >= 0
-    assert after['vllm:request_success_total{finished_reason="length",model_name="spmoe-pair"}'] == 1
+    assert after['vllm:request_success_total{finished_reason="length",model_name="spmoe-pair"}'] == 2
     assert 0 < after[f"spmoe_expert_slots_in_use{model}"] <= after[f"spmoe_expert_slots{model}"]
     assert after[f"vllm:num_requests_running{model}"] == after[f"vllm:num_requests_waiting{model}"] == 0
     for name in ("issued", "used", "late", "wasted"):

@@ -148,7 +148,7 @@ def test_data_agrees_with_metrics(llm: AsyncLLM) -> None:
     assert found["cutoff_layers"] == samples.get('spmoe_cutoff_layers{model_name="spmoe-pair"}')
     assert found["kv_usage"] == samples.get('vllm:kv_cache_usage_perc{model_name="spmoe-pair"}')
     assert found["ttft_seconds"] == pytest.approx(sample("vllm:time_to_first_token_seconds_sum"))  # of one request
-    assert 0 < found["tpot_seconds"] <= sample("vllm:time_per_output_token_seconds_sum")
+    assert 0 < found["tpot_seconds"] <= sample("vllm:inter_token_latency_seconds_sum")
 
 
 def test_running_and_waiting_requests(llm: AsyncLLM) -> None:

@@ -64,12 +64,25 @@ class Metrics:
             return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(model_name)
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.").labels(model_name)
+        self.prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked up in earlier KV caches."
+        ).labels(model_name)
+        self.prefix_hits = counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that were taken from earlier KV caches."
+        ).labels(model_name)
         self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.").labels(model_name)
         self.generated = 0  # value of that counter, which does not show it
         self._ended = counter("vllm:request_success", "Ended completions, by reason.", "finished_reason")
         self._responses = counter("spmoe_http_responses", "HTTP responses, by status.", "status")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
-        self.tpot = histogram("vllm:time_per_output_token_seconds", "Time per output token.", _TPOT_BUCKETS)
+        self.step_tpot = histogram(
+            "vllm:inter_token_latency_seconds", "Time per output token, of each step.", _TPOT_BUCKETS
+        )
+        self.tpot = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Time per output token after the first step, of each request.",
+            _TPOT_BUCKETS,
+        )
         self.latency = histogram("vllm:e2e_request_latency_seconds", "Time of a whole request.", _LATENCY_BUCKETS)
         self.recent_ttft, self.recent_tpot = RecentValues(), RecentValues()  # seconds
         self.registry.register(_EngineCollector(llm, model_name, waiting))
@@ -119,7 +132,9 @@ class RequestTimes:
     def __init__(self, metrics: Metrics, arrival: float) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._last: float | None = None  # when the newest tokens came
+        self._first: float | None = None  # when the first tokens came
+        self._last = 0.0  # when the newest ones came
+        self._first_tokens = 0  # that came with the first step
         self._tokens = 0
 
     def step(self, output: RequestOutput, *, first_of_prompt: bool) -> None:
@@ -127,13 +142,16 @@ class RequestTimes:
         now, new = time.perf_counter(), len(output.token_ids) - self._tokens
         if new <= 0:
             return
-        if self._last is None:
+        if self._first is None:
+            self._first, self._first_tokens = now, new
             self._metrics.ttft.observe(now - self._arrival)
             self._metrics.recent_ttft.add(now - self._arrival)
             if first_of_prompt:
                 self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            self._metrics.prefix_queries.inc(len(output.prompt_token_ids))
+            self._metrics.prefix_hits.inc(output.stats.cached_tokens)
         else:
-            self._metrics.tpot.observe((now - self._last) / new)
+            self._metrics.step_tpot.observe((now - self._last) / new)
             self._metrics.recent_tpot.add((now - self._last) / new)
         self._metrics.count_tokens(new)
         self._last, self._tokens = now, self._tokens + new
@@ -144,6 +162,8 @@ class RequestTimes:
         self._metrics.count_end(output.finish_reason if output is not None and finished else "abort")
         if finished:
             self._metrics.latency.observe(time.perf_counter() - self._arrival)
+            if self._first is not None and (later := self._tokens - self._first_tokens):
+                self._metrics.tpot.observe((self._last - self._first) / later)
 
 
 class _EngineCollector:
