@@ -165,6 +165,49 @@ def test_logprobs_of_chat(client: Any) -> None:
     assert streamed == [one.token for one in content]
 
 
+def test_logprobs_of_tokens_that_are_part_of_a_character(client: Any) -> None:
+    text = "a漢é😀b"
+    options = {"model": MODEL, "max_tokens": 20, "extra_body": {"structured_outputs": {"choice": [text]}}}
+    request = {**options, "prompt": PROMPT, "logprobs": 20}
+    choice = client.completions.create(**request).choices[0]
+    assert choice.text == text
+    found = choice.logprobs
+    names = [name for name in found.tokens if name.startswith("bytes:")]
+    assert names[:3] == [r"bytes:\xe6", r"bytes:\xbc", r"bytes:\xa2"]
+    assert len(names) == 9
+    assert found.text_offset[:11] == [0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4]
+    assert all(len(top) >= 20 for top in found.top_logprobs)  # distinct keys
+    assert not any("\N{REPLACEMENT CHARACTER}" in name for top in found.top_logprobs for name in top)
+    chunks = list(client.completions.create(**request, stream=True))
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
+    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+    choice = client.chat.completions.create(**options, messages=MESSAGES, logprobs=True, top_logprobs=5).choices[0]
+    content = choice.logprobs.content
+    assert bytes(byte for one in content for byte in one.bytes).decode().startswith(text)
+    assert {tuple(one.bytes) for one in content} >= {(0xE6,), (0xBC,), (0xA2,)}
+
+
+@pytest.mark.parametrize(
+    ("symbols", "text", "expected"),
+    [
+        ("<0xE6>", "\ufffd", b"\xe6"),
+        ("\u0120\u00e6", " \ufffd", b" \xe6"),
+        ("\u0143", "\ufffd", b"\xad"),
+        (b"\xf0\x9f", "\ufffd", b"\xf0\x9f"),
+        ("\u6f22", "\ufffd", "\ufffd".encode()),
+        ("\u0120a", " a", b" a"),
+    ],
+)
+def test_bytes_of_tokens(symbols: Any, text: str, expected: bytes) -> None:
+    from spmoe.serve.logprobs import token_bytes
+
+    class Tokenizer:
+        def convert_ids_to_tokens(self, token: int) -> Any:
+            return symbols
+
+    assert token_bytes(Tokenizer(), 0, text) == expected
+
+
 def test_stop_strings(client: Any, llm: AsyncLLM) -> None:
     text = direct(llm, PROMPT, max_tokens=12).text
     stop = text[len(text) // 2 :][:3]

@@ -12,8 +12,8 @@ from uuid import uuid4
 from spmoe.engine.outputs import CompletionOutput, Logprob
 from spmoe.engine.prompts import ParsedPrompt
 from spmoe.errors import UsageError
-from spmoe.serve.completions import LEAST_LOGPROB
 from spmoe.serve.http import event
+from spmoe.serve.logprobs import chat_logprobs
 from spmoe.serve.protocol import ChatCompletionRequest
 from spmoe.serve.service import Service, Submission
 from spmoe.serve.tools import CALL_ENDS, Reply
@@ -115,7 +115,7 @@ class ChatCompletion:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._service.model_name}
 
     def _logprobs(self, positions: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
-        return chat_logprobs(positions, self._request.num_logprobs or 0)
+        return chat_logprobs(self._service.tokenizer, positions, self._request.num_logprobs or 0)
 
 
 def _check_parser(parser: str | None, field: str, requires_call: bool) -> None:
@@ -213,18 +213,3 @@ def _message(reply: Reply) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = [call.to_dict() for call in reply.calls]
     return message
-
-
-def chat_logprobs(positions: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:
-    """Return log-probabilities in the shape of /v1/chat/completions; `top`: most likely tokens per position."""
-    content = []
-    for position in positions:
-        chosen, *_ = position.values()
-        best = sorted((one for one in position.values() if one.rank <= top), key=lambda one: one.rank)
-        content.append({**_token(chosen), "top_logprobs": [_token(one) for one in best]})
-    return {"content": content, "refusal": None}
-
-
-def _token(one: Logprob) -> dict[str, Any]:
-    text = one.decoded_token or ""
-    return {"token": text, "logprob": max(one.logprob, LEAST_LOGPROB), "bytes": list(text.encode())}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from spmoe.engine.outputs import CompletionOutput, Logprob
+from spmoe.engine.outputs import CompletionOutput
 from spmoe.engine.prompts import ParsedPrompt
 from spmoe.serve.http import event
+from spmoe.serve.logprobs import CompletionLogprobs
 from spmoe.serve.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from spmoe.serve.service import Service, Submission
-
-LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in vLLM
 
 
 class Completion:
@@ -46,29 +45,20 @@ class Completion:
     async def respond(self, submission: Submission) -> dict[str, Any]:
         """Run to the end and return the response."""
         outputs = [result.outputs[0] for result in await submission.run_to_end()]
-        choices = [
-            {
-                "index": index,
-                "text": output.text,
-                "logprobs": None if output.logprobs is None else completion_logprobs(output.logprobs, 0),
-                "finish_reason": output.finish_reason,
-                "stop_reason": output.stop_reason,
-            }
-            for index, output in enumerate(outputs)
-        ]
+        choices = [_Sent(self, index).choice(output, True) for index, output in enumerate(outputs)]
         return {**self._head(), "choices": choices, "usage": submission.usage(), "spmoe": submission.stats.to_dict()}
 
     async def stream(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """Run and yield chunks; the last one has the statistics."""
         include_usage = self._request.include_usage
         head = {**self._head(), "usage": None} if include_usage else self._head()
-        sent = [_Sent() for _ in submission.results]
+        sent = [_Sent(self, number) for number in range(len(submission.results))]
         unfinished = len(sent)
         async with aclosing(submission.run()) as results:
             async for progress in results:
                 output = progress.output.outputs[0]
                 unfinished -= progress.finished
-                choice = sent[progress.choice].choice(progress.choice, output, progress.finished)
+                choice = sent[progress.choice].choice(output, progress.finished)
                 if choice is None:
                     continue
                 last = {"spmoe": submission.stats.to_dict()} if not unfinished and not include_usage else {}
@@ -88,40 +78,24 @@ class Completion:
 class _Sent:
     """Part of a completion that its client has."""
 
-    def __init__(self) -> None:
+    def __init__(self, completion: Completion, index: int) -> None:
+        self._index = index
         self._text = 0  # characters
         self._tokens = 0
-        self._offset = 0  # characters of these tokens, for `text_offset`
+        self._logprobs = CompletionLogprobs(completion._service.tokenizer)
 
-    def choice(self, index: int, output: CompletionOutput, finished: bool) -> dict[str, Any] | None:
+    def choice(self, output: CompletionOutput, finished: bool) -> dict[str, Any] | None:
         """Return the new part; None if there is none."""
         new, logprobs = output.text[self._text :], None
         if output.logprobs is not None and (positions := output.logprobs[self._tokens :]):
-            logprobs = completion_logprobs(positions, self._offset)
-            self._offset = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            logprobs = self._logprobs.read(positions)
         self._text, self._tokens = len(output.text), len(output.token_ids)
         if not new and logprobs is None and not finished:
             return None
         return {
-            "index": index,
+            "index": self._index,
             "text": new,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason if finished else None,
             "stop_reason": output.stop_reason if finished else None,
         }
-
-
-def completion_logprobs(positions: Sequence[dict[int, Logprob]], offset: int) -> dict[str, list[Any]]:
-    """Return log-probabilities in the shape of /v1/completions; `offset`: characters before these tokens."""
-    tokens: list[str] = []
-    values: list[float] = []
-    top: list[dict[str, float]] = []
-    offsets: list[int] = []
-    for position in positions:
-        chosen = next(iter(position.values()))
-        tokens.append(chosen.decoded_token or "")
-        values.append(max(chosen.logprob, LEAST_LOGPROB))
-        top.append({one.decoded_token or "": max(one.logprob, LEAST_LOGPROB) for one in position.values()})
-        offsets.append(offset)
-        offset += len(tokens[-1])
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}

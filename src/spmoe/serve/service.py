@@ -61,8 +61,7 @@ class Service:
         # Tokenizers and templates take long for long prompts, so that they do not run on the event loop. One thread:
         # tokenizers are not made for several.
         self._executor = ThreadPoolExecutor(1, "spmoe-serve")
-        tokenizer = llm.llm.engine.parts.tokenizer
-        longest = None if tokenizer is None else max(map(len, tokenizer.get_vocab()))
+        longest = None if self.tokenizer is None else max(map(len, self.tokenizer.get_vocab()))
         self._max_characters = None if longest is None else longest * self.max_model_len
         if config.tool_call_parser is not None:
             self.reply_parser([])  # refuses a tokenizer that the parser cannot work with
@@ -71,6 +70,11 @@ class Service:
     def model_name(self) -> str:
         """Name of the model in responses."""
         return self.config.served_model_names[0]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model; None if it ships none."""
+        return self.llm.llm.engine.parts.tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -173,12 +177,11 @@ class Service:
 
     def chat_template(self) -> str:
         """Return the source of the chat template; empty if there is none."""
-        tokenizer = self.llm.llm.engine.parts.tokenizer
-        return str(getattr(tokenizer, "chat_template", None) or "")
+        return str(getattr(self.tokenizer, "chat_template", None) or "")
 
     def reply_parser(self, tools: Sequence[Any]) -> ReplyParser:
         """Return a parser for one answer."""
-        return make_reply_parser(self.config.tool_call_parser, self.llm.llm.engine.parts.tokenizer, bool(tools))
+        return make_reply_parser(self.config.tool_call_parser, self.tokenizer, bool(tools))
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of requests that give none."""
