@@ -70,7 +70,8 @@ def test_stream_gives_the_same_text(client: Any) -> None:
     expected = whole.choices[0].logprobs
     assert [token for part in parts for token in part.tokens] == expected.tokens
     assert [offset for part in parts for offset in part.text_offset] == expected.text_offset
-    assert [value for part in parts for value in part.token_logprobs] == expected.token_logprobs
+    values = [value for part in parts for value in part.token_logprobs]
+    assert values == pytest.approx(expected.token_logprobs, abs=1e-4)  # the second request reads the first's KV cache
 
 
 def test_stream_with_usage(client: Any) -> None:
