@@ -153,7 +153,7 @@ COMBINATIONS = [  # prefetch, draft, K, expert memory, max_num_seqs, number of p
     ("adaptive", None, 0, "50%", 8, 7, 4),
     ("activation", "random", 3, "100%", 2, 2, 3),
     ("activation", "ngram", 0, "50%", 8, 4, 8),
-    ("draft-gate+next-gate", "good", 3, "50%", 8, 9, 8),
+    ("draft-gate+next-gate", "good", 3, "50%", 8, 9, 24),
 ]
 
 
@@ -178,7 +178,7 @@ def test_greedy_text_equals_that_of_transformers(
 
 def test_text_beyond_the_sliding_window(windowed_pair: Pair, batches: list[int]) -> None:
     model, params = reference(windowed_pair.target), replace(GREEDY, max_tokens=20)
-    with build(windowed_pair) as llm:
+    with build(windowed_pair, prefill_chunk=16) as llm:
         found = tokens_of(run_together(llm, PROMPTS[:4], params))
     assert found == [greedy(model, prompt, 20) for prompt in PROMPTS[:4]]
     assert max(batches) == 4
@@ -268,7 +268,7 @@ def test_results_do_not_depend_on_company(mixtral_pair: Pair, draft: str | None,
     assert alone[8].finish_reason == "stop"
     assert len(alone[7].token_ids) == 7, "the end of text is the most likely token, from the seventh on"
     assert max(batches) == 1
-    with build(mixtral_pair, draft, num_speculative_tokens=k) as llm:
+    with build(mixtral_pair, draft, num_speculative_tokens=k, prefill_chunk=64) as llm:
         found = llm.generate(prompts[: len(params)], params)
         for one, other, options in zip(found, alone, OPTIONS, strict=True):
             assert same_results(one, other), options
@@ -667,7 +667,7 @@ def test_a_failure_after_a_failed_draft_loses_no_tokens(
     own = drafter.propose
 
     def propose(sequences: Any, k: int, observers: Any) -> Any:
-        if k and len(sequences) > 3 and not failed:
+        if k and len(sequences) > 2 and not failed:
             failed.append(sequences[2].id)
             raise ZeroDivisionError
         return own(sequences, k, observers)
@@ -777,6 +777,41 @@ def test_others_have_steps_while_a_long_prompt_is_read(mixtral_pair: Pair, monke
     assert any(len(ids) == 3 for ids in events.steps[chunks[-1] :])
 
 
+@pytest.mark.parametrize("draft", [None, "good", "self:int4"])
+def test_one_chunk_of_all_prompts_is_read_between_two_steps(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    """Neither several long prompts nor the draft, which reads them too, hold the first sequence up."""
+    chunk, prompts = 8, [PROMPTS[0], *([(7 * place + n) % 250 for place in range(40)] for n in range(4))]
+    read, since = list[int](), [0]
+    with build(mixtral_pair, draft, num_speculative_tokens=2 if draft else 0, prefill_chunk=chunk) as llm:
+        first = llm.stream(prompts[0], replace(GREEDY, max_tokens=60))
+        rest = [llm.stream(prompt, replace(GREEDY, max_tokens=2)) for prompt in prompts[1:]]
+        events, run = Events(llm, monkeypatch), ModelRunner.run
+
+        def run_counted(self: ModelRunner, tokens: Any, *args: Any, **options: Any) -> Any:
+            since[0] += len(tokens) if events.steps and len(tokens) > 3 else 0  # more than a step's rows
+            return run(self, tokens, *args, **options)
+
+        step = Loop.step
+
+        def note(loop: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+            if loop.has_read(turns[0].sequence):
+                read.append(since[0])
+                since[0] = 0
+            return step(loop, turns)
+
+        monkeypatch.setattr(ModelRunner, "run", run_counted)
+        monkeypatch.setattr(Loop, "step", note)
+        start_together(llm, [first, *rest])
+        outputs = [one.run() for one in (first, *rest)]
+    model = reference(mixtral_pair.target)
+    counts = (60, *[2] * len(rest))
+    assert tokens_of(outputs) == [greedy(model, prompt, n) for prompt, n in zip(prompts, counts, strict=True)]
+    assert sum(read[1:]) >= 4 * 40 * (2 if draft == "good" else 1) - 4 * chunk
+    assert max(read[1:]) <= 2 * chunk, "the last chunks of target and draft are read in one step"
+
+
 def test_sequences_wait_for_a_place_in_kv_memory(
     mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -838,7 +873,7 @@ def test_the_youngest_sequences_are_preempted_when_kv_memory_runs_out(
 ) -> None:
     count, prompts, model = 40, PROMPTS[:5], reference(mixtral_pair.target)
     params = replace(GREEDY, max_tokens=count)
-    with build(mixtral_pair, draft, num_speculative_tokens=3 if draft else 0) as llm:
+    with build(mixtral_pair, draft, num_speculative_tokens=3 if draft else 0, prefill_chunk=64) as llm:
         limit_kv(llm, 90, monkeypatch)
         events = Events(llm, monkeypatch)
         usage, step = list[float](), Loop.step

@@ -80,6 +80,10 @@ class Drafter:
         """Read the sequences' new tokens and propose up to K more for each; with K = 0 only read a new prompt."""
         raise NotImplementedError
 
+    def read_prompt(self, sequence: types.Sequence) -> bool:
+        """Read a chunk of a new prompt if more than one is left, ahead of `propose`; return whether there was one."""
+        return False
+
     def num_comparable(self, sequence: types.Sequence) -> int:
         """Return the number of tokens, decoded without a draft since the last one, that `compare` can judge."""
         return 0

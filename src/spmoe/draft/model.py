@@ -67,6 +67,15 @@ class DraftModel(Drafter):
             return self._propose_together(sequences, k, observers)
         return [self._propose(sequence, k, observers) for sequence in sequences]
 
+    def read_prompt(self, sequence: types.Sequence) -> bool:
+        if len(sequence.tokens) > self.runner.max_positions:
+            return False
+        kv = self._states.get(sequence.id) or self._new_kv(sequence, 0)
+        if len(sequence.tokens) - kv.length <= self._prefill_chunk:
+            return False
+        self._read(sequence.tokens[kv.length : kv.length + self._prefill_chunk], kv, None)
+        return True
+
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
         kv = self._states.get(sequence.id)
         if kv is None or len(sequence.tokens) + k > self.runner.max_positions:
@@ -126,7 +135,7 @@ class DraftModel(Drafter):
         kv = self._states.get(sequence.id)
         if kv is None:
             kv = self._new_kv(sequence, k)
-        elif k == 0:
+        elif k == 0 and sequence.has_output:
             return types.Draft([])
         if k == 0 and kv.length and self._reads_captured(len(sequence.tokens) - kv.length):
             self._catch_up(

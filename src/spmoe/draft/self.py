@@ -139,6 +139,10 @@ class SelfDraft(DraftModel):
     def release(self, sequence_id: int) -> None:
         """Do nothing: the KV caches are the target's."""
 
+    def read_prompt(self, sequence: types.Sequence) -> bool:
+        """Return False: the target reads it."""
+        return False
+
     def _propose_together(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
         states = [self._states[sequence.id] for sequence in sequences]
         lengths = [kv.length for kv in states]

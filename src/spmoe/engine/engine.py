@@ -123,15 +123,24 @@ class Engine:
                 if len(turns) > 1:
                     self.undo_step(sequences, [len(sequence.tokens) for sequence in sequences])
                 else:
-                    self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
-                    self.release(sequences[0])  # a draft may share the target's KV cache
-                    sequences[0].drafts = False
+                    self._end_drafts(sequences[0], error)
         return [new for turn in turns for new in self.step([turn])]
 
     def read_prompt(self, sequence: Sequence) -> bool:
         """Read a chunk of a long prompt; see `Loop.read_prompt`."""
         with self._guarded([sequence]):
-            return self.loop.read_prompt(sequence)
+            try:
+                return self.loop.read_prompt(sequence)
+            except DraftError as error:
+                self.recover()
+                self._end_drafts(sequence, error)
+                return True
+
+    def _end_drafts(self, sequence: Sequence, error: DraftError) -> None:
+        """Let a sequence go on without its draft, which has failed."""
+        self._add_notice(f"the draft failed ({reason(error)}); a request goes on without drafts")
+        self.release(sequence)  # a draft may share the target's KV cache
+        sequence.drafts = False
 
     @contextmanager
     def _guarded(self, sequences: abc.Sequence[Sequence]) -> Iterator[None]:

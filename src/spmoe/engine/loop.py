@@ -153,7 +153,7 @@ class Loop:
         self._admission = admission  # of prefetches; None: every prefetch request is loaded
         self._experts = experts
         self._clock = clock
-        self._prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk
         self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
@@ -206,27 +206,40 @@ class Loop:
         """Return whether a sequence's next step may run together with those of other sequences."""
         return self.target.batches and self.has_read(sequence)
 
+    def num_unread(self, sequence: Sequence) -> int:
+        """Return the number of tokens that a sequence's next turn reads of its prompt; 0 once it was read."""
+        if self.has_read(sequence):
+            return 0
+        pending = (len(sequence.tokens) - (0 if kv is None else kv.length) for _, kv in self._kv_caches(sequence))
+        return min(max(pending), self.prefill_chunk)
+
     def read_prompt(self, sequence: Sequence) -> bool:
-        """Read a chunk of a prompt if more than one is left; return whether there was one.
+        """Read a chunk of a prompt if more than one is left, by the target or the draft; return whether there was one.
 
         So a long prompt is read between the steps of other sequences; `step` reads the rest.
         """
         if self.has_read(sequence) or not self.target.inspection.resumes or self.target.longrope.switches:
             return False  # LongRoPE may have to read a prompt again from its start
-        if len(sequence.tokens) <= self._prefill_chunk:
+        if len(sequence.tokens) <= self.prefill_chunk:
             return False
         self._experts.run_ahead.invalidate()
         self._grow_kv(sequence)
         kv, length = self._kv_of(sequence), len(sequence.tokens)
-        chunk = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
+        chunk = sequence.tokens[kv.length : kv.length + self.prefill_chunk]
         if kv.length + len(chunk) >= length:
-            return False
+            return self._read_draft_prompt(sequence)
         self._begin_step([sequence])
         self.target.run(chunk, kv, 1, observer=self._target_observer(), total_length=length)
         self._experts.step.end()
         self._experts.step.finish_compute()
         self._stopwatch.end_step(0)
         return True
+
+    def _read_draft_prompt(self, sequence: Sequence) -> bool:
+        try:
+            return sequence.drafts and self.drafter.read_prompt(sequence)
+        except Exception as error:  # of any model
+            raise DraftError(reason(error)) from error
 
     def _begin_step(self, sequences: abc.Sequence[Sequence]) -> StepStart:
         """Begin a step of these sequences."""
@@ -490,7 +503,7 @@ class Loop:
         kv = self._kv_of(sequence)
         total_length = 0 if kv.length and sequence.has_output else len(sequence.tokens)
         pending, num_logits = sequence.tokens[kv.length :] + draft_tokens, len(draft_tokens) + 1
-        chunk = max(self._prefill_chunk, num_logits)  # logits of the last chunk only, as replays overwrite them
+        chunk = max(self.prefill_chunk, num_logits)  # logits of the last chunk only, as replays overwrite them
         chunk = chunk if self.target.inspection.resumes else len(pending)
         if draft_tokens and not kv.can_rewind:  # its state is restored from a snapshot: take one before the draft
             certain, pending = pending[:-num_logits], pending[-num_logits:]

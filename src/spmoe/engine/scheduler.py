@@ -2,7 +2,8 @@
 
 Requests advance in turns, on the engine's thread. The first one of a round runs a step of all sequences that can run
 together; the others find their tokens here when it is their turn. So sequences join and leave between two steps, and a
-request that ends, or is cancelled, has computed at most one step too many.
+request that ends, or is cancelled, has computed at most one step too many. Between two steps, prompts are read for as
+many tokens as one chunk has, those that arrived first at first.
 
 Sequences take KV memory as they grow. If it runs out, the youngest is preempted: its KV cache goes to host memory, and
 it resumes, with all of its tokens, as soon as there is place again.
@@ -43,6 +44,7 @@ class Scheduler:
         self._preempted: dict[int, _Running] = {}
         self.preemptions = 0  # so far
         self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
+        self._read = 0  # tokens of prompts since the last step of a sequence whose prompt was read
         self._failures = 0  # of steps of several sequences, since the last that succeeded
 
     @property
@@ -82,6 +84,8 @@ class Scheduler:
             return entry
         self._waiting.setdefault(sequence.id, sequence)
         if self._preempted or self.running >= self._max_num_seqs or not self._is_next(sequence):
+            return None
+        if not self._may_read(self._engine.loop.num_unread(sequence)):
             return None
         self._overtakes = 0 if sequence.id == next(iter(self._waiting)) else self._overtakes + 1
         del self._waiting[sequence.id]
@@ -129,9 +133,13 @@ class Scheduler:
         engine, sequence = self._engine, entry.sequence
         if not self._make_place(entry):
             return False
-        # between the chunks of a prompt others run and join, and requests can be cancelled
-        if self._max_num_seqs > 1 and not engine.loop.has_read(sequence) and engine.read_prompt(sequence):
-            return False
+        if self._max_num_seqs > 1:
+            # between the chunks of a prompt others run and join, and requests can be cancelled
+            if (unread := engine.loop.num_unread(sequence)) and not self._may_read(unread):
+                return False
+            self._read = self._read + unread if unread else 0
+            if unread and engine.read_prompt(sequence):
+                return False
         companions = [*islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
         batch = [one for one in (entry, *companions) if self._make_place(one)]
         batch = [one for one in batch if one.sequence.id in self._running]  # not preempted for a later one
@@ -154,6 +162,13 @@ class Scheduler:
         self._run([entry])
         entry.alone = False
         return True
+
+    def _may_read(self, count: int) -> bool:
+        """Return whether so many tokens of a prompt may be read before other sequences have a step."""
+        loop = self._engine.loop
+        if not self._read or self._read + count <= loop.prefill_chunk:
+            return True
+        return not any(loop.has_read(one.sequence) for one in self._running.values())
 
     def _companions(self, entry: _Running) -> Iterator[_Running]:
         """Yield the sequences that can run together with this one."""
