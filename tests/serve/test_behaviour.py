@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import pytest
@@ -153,6 +153,39 @@ def test_slow_bodies_are_refused(server: RunningServer, monkeypatch: pytest.Monk
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=headers, timeout=PATIENCE)
     assert answer.status_code == 408
+
+
+@contextmanager
+def half_request(server: RunningServer, data: bytes) -> Iterator[socket.socket]:
+    """Send part of a request."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+HALF_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """Return all that the server sends until it closes the connection."""
+    return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def test_connections_without_a_request_are_closed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmoe.serve import server as serve_server
+
+    monkeypatch.setattr(serve_server, "_HEADER_SECONDS", 0.3)
+    held, request = HeldLLM(llm), b"GET /version HTTP/1.1\r\nHost: x\r\n"
+    with running(held) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, server, SHORT)  # a request under way may take longer
+        for data in (b"", request, request + b"\r\n" + request):
+            with half_request(server, data) as connection:
+                assert everything(connection).count(b"200 OK") == data.count(b"\r\n\r\n")
+        held.held = False
+        assert answer.result().status_code == 200
 
 
 # ---- load
@@ -342,7 +375,7 @@ def test_requests_under_way_are_finished(llm: AsyncLLM) -> None:
         answer = pool.submit(post, server, SHORT)
         wait_until(lambda: server.service.waiting == 1)
         server.begin_to_stop()
-        wait_until(lambda: server.service.draining)
+        wait_until(lambda: server.service.draining.is_set())
         held.held = False
         assert answer.result().status_code == 200
         server.join()
@@ -361,6 +394,20 @@ def test_requests_end_after_the_shutdown_timeout(llm: AsyncLLM) -> None:
         assert "shutting down" in stream.text
         server.join()
         assert tuple(llm.load) == (0, 0)
+
+
+def test_requests_that_are_not_complete_do_not_delay_the_end(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    with running(llm, shutdown_timeout=PATIENCE) as server, half_request(server, HALF_BODY) as body:
+        with half_request(server, HALF_BODY[:20]) as header:
+            wait_until(lambda: len(server._server.server_state.connections) == 2)
+            wait_until(lambda: len(server._server.server_state.tasks) == 1)
+            server.begin_to_stop()
+            answer = everything(body)
+            assert everything(header) == b""
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"message":"the server is shutting down' in answer
+        server.join()
+    assert not caplog.records
 
 
 # ---- information

@@ -72,7 +72,7 @@ def test_data_without_requests(llm: AsyncLLM) -> None:
         assert tuple(map(len, rows)) == llm.llm.engine.spec.experts
         assert sum(value >= 128 for row in rows for value in row) == found["slots"]["used"] <= found["slots"]["total"]
         assert all(value % 128 == 0 for row in rows for value in row)  # none was used lately
-        server.service.draining = True
+        server.service.draining.set()
         assert "shutting down" in data(server)["failure"]
 
 

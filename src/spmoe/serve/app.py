@@ -53,7 +53,7 @@ def make_app(llm: AsyncLLM, config: ServeConfig) -> FastAPI:
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def generate(request: Request, make: Callable[[bytes], Completion | ChatCompletion]) -> Response:
-        body = await read_body(request, service.config.max_body_size)
+        body = await read_body(request, service.config.max_body_size, service.draining)
 
         async def work() -> Response:
             if len(body) > LARGE_BODY:
@@ -118,7 +118,7 @@ def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": service.llm.llm.get_tokenizer().decode(request.tokens)}
 
     async def answer(request: Request, function: Callable[[bytes], dict[str, Any]]) -> Response:
-        body = await read_body(request, service.config.max_body_size)
+        body = await read_body(request, service.config.max_body_size, service.draining)
         return json_response(await service.in_thread(lambda: function(body)))
 
     @app.post("/tokenize")
@@ -154,7 +154,7 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         failure = service.llm.failure
-        if failure is None and service.draining:
+        if failure is None and service.draining.is_set():
             failure = "the server is shutting down"
         if failure is not None:
             return error_response(ApiError(503, failure))

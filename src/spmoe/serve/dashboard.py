@@ -93,7 +93,7 @@ class Dashboard:
         return {
             "version": __version__,
             "model": service.model_name,
-            "failure": service.llm.failure or ("the server is shutting down" if service.draining else None),
+            "failure": service.llm.failure or ("the server is shutting down" if service.draining.is_set() else None),
             "uptime_seconds": self._clock() - self._started,
             "window_seconds": seconds,
             "tokens_per_second": (newest.generated - oldest.generated) / seconds if seconds else None,

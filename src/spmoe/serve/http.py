@@ -23,6 +23,7 @@ LARGE_BODY = 2**16  # bytes; parsing more of them would hold up the event loop
 RETRY_AFTER_SECONDS = 1
 DONE = b"data: [DONE]\n\n"
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+SHUTTING_DOWN = "the server is shutting down; send the request to another one"
 _BODY_SECONDS = 60.0  # longest time that a client may take to send a request
 _MAX_MESSAGE = 500  # characters of an error message, which may quote a value of the request
 # for probes, Prometheus and browsers, which send no key; the dashboard page is static and asks for the key
@@ -209,28 +210,43 @@ def _add_error_handlers(app: FastAPI) -> None:
 # ---- bodies
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a JSON request; raise ApiError if it is too large, too slow, or not declared as JSON."""
+async def read_body(request: Request, limit: int, draining: asyncio.Event) -> bytes:
+    """Return the body of a JSON request; raise ApiError if it is too large, too slow, or not declared as JSON.
+
+    A body that is incomplete when the server ends is refused too: nobody knows when the rest comes.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # other types reach the server from any web page, without CORS
         raise ApiError(415, "the body must be JSON; send the header Content-Type: application/json")
+    reading, ending = asyncio.ensure_future(_receive_body(request, limit)), asyncio.ensure_future(draining.wait())
+    try:
+        await asyncio.wait((reading, ending), timeout=_BODY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        status, text = 408, f"the body did not arrive within {_BODY_SECONDS:g} s; send it again"
+        if ending.done():
+            status, text = 503, SHUTTING_DOWN
+        raise ApiError(status, text, headers={"Connection": "close"})  # no next request can follow an incomplete body
+    finally:
+        for task in (reading, ending):
+            task.cancel()
+        await asyncio.gather(reading, ending, return_exceptions=True)
+
+
+async def _receive_body(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {limit} bytes; shorten it", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     chunks, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                chunk = message.get("body", b"")
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > limit:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s; send it again") from error
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(chunks)

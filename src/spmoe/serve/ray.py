@@ -51,6 +51,7 @@ from spmoe.serve.http import (
     LARGE_BODY,
     PROMETHEUS_TEXT,
     RETRY_AFTER_SECONDS,
+    SHUTTING_DOWN,
     ApiError,
     ClientGone,
     add_access,
@@ -316,7 +317,7 @@ class Gateway:
 
     def __init__(self, replicas: DeploymentHandle[Any], config: ServeConfig) -> None:
         self.config = config
-        self.draining = False
+        self.draining = asyncio.Event()
         self.registry = CollectorRegistry()
         self._responses = PrometheusCounter(
             RESPONSES_METRIC, "HTTP responses, by status.", ("model_name", "status"), registry=self.registry
@@ -326,9 +327,10 @@ class Gateway:
 
     async def forward(self, request: Request) -> Response:
         """Have a replica answer a request, and return the response when it has begun."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down; send the request to another one")
-        body = await read_body(request, self.config.max_body_size) if request.method == "POST" else b""
+        if self.draining.is_set():
+            raise ApiError(503, SHUTTING_DOWN)
+        limit = self.config.max_body_size
+        body = await read_body(request, limit, self.draining) if request.method == "POST" else b""
         arguments = request.url.path, request.headers, body
         key = session_key(*arguments) if len(body) <= LARGE_BODY else await asyncio.to_thread(session_key, *arguments)
         copied = ("type", "http_version", "method", "path", "raw_path", "root_path", "query_string")
@@ -463,7 +465,7 @@ def make_gateway(replicas: DeploymentHandle[Any], config: ServeConfig) -> FastAP
     async def health() -> Response:
         failures = dict(await gateway.ask_all("failure"))
         states = {name: failure or "ok" for name, failure in sorted(failures.items())}
-        if gateway.draining:
+        if gateway.draining.is_set():
             return error_response(ApiError(503, "the server is shutting down"))
         if "ok" not in states.values():
             return error_response(ApiError(503, f"no replica works: {states or 'none runs'}"))

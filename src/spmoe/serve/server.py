@@ -12,16 +12,18 @@ from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spmoe.serve.config import ServeConfig
 
+_HEADER_SECONDS = 60.0  # from the beginning of a connection, or the last response, to the end of a request's headers
 _EXTRA_SECONDS = 5  # for clients to read the errors of requests that were ended; then connections are closed
 
 
 class Stoppable(Protocol):
     """Requests under way, as the server ends them: `state.service` of an application."""
 
-    draining: bool  # requests under way go on, new ones are refused
+    draining: asyncio.Event  # requests under way go on, new ones are refused
 
     async def abort_all(self) -> None:
         """End all requests; their clients get an error."""
@@ -30,6 +32,34 @@ class Stoppable(Protocol):
     def close(self) -> None:
         """Release threads."""
         ...
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which also closes connections whose next request does not begin in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _await_request(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(_HEADER_SECONDS, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -43,7 +73,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # httptools loses the body of requests that offer HTTP/2, as Java's client does
+                http=_Protocol,  # httptools loses the body of requests that offer HTTP/2, as Java's client does
                 ws="none",
                 log_config=None,
                 log_level="info" if access_log else "warning",
@@ -90,8 +120,9 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _begin_to_end(self) -> None:
-        first = not self._service.draining
-        self._service.draining = self.should_exit = True
+        first = not self._service.draining.is_set()
+        self._service.draining.set()
+        self.should_exit = True
         if self._ending is not None:
             self._ending.cancel()
         self._ending = asyncio.ensure_future(self._end_requests(self._timeout if first else 0.0))

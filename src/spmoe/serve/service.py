@@ -21,7 +21,7 @@ from spmoe.errors import PromptError, SpmoeError, UsageError, reason
 from spmoe.models.chat_template import render_messages
 from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
-from spmoe.serve.http import RETRY_AFTER_SECONDS, ApiError
+from spmoe.serve.http import RETRY_AFTER_SECONDS, SHUTTING_DOWN, ApiError
 from spmoe.serve.metrics import Metrics
 from spmoe.serve.protocol import ChatMessage, Constraint, Tool, bad_request
 from spmoe.serve.tools import ReplyParser, make_reply_parser
@@ -53,7 +53,7 @@ class Service:
         self.config = config
         self.created = int(time.time())
         self.metrics = Metrics(llm, config.served_model_names[0], lambda: self.waiting)
-        self.draining = False  # the server ends: requests under way go on, new ones are refused
+        self.draining = asyncio.Event()  # the server ends: requests under way go on, new ones are refused
         self._accepted = 0  # completions that are not finished
         self._active: set[str] = set()  # ids of requests in the engine
         self._submissions: dict[Submission, None] = {}  # not closed, in order of arrival
@@ -199,8 +199,8 @@ class Service:
 
         Every completion is a request of its own to the engine: they share its steps.
         """
-        if self.draining:
-            raise ApiError(503, "the server is shutting down; send the request to another one")
+        if self.draining.is_set():
+            raise ApiError(503, SHUTTING_DOWN)
         if (failure := self.llm.failure) is not None:
             raise ApiError(503, failure)
         completions = job.num_prompts * job.params.n
