@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spmoe import LLM, SamplingParams
-from spmoe.engine.profiling import read_profile
+from spmoe.config import EngineConfig
+from spmoe.engine.profiling import governor_path, profile_path, profile_settings, read_profile
+from spmoe.models.checkpoint import Checkpoint
+from spmoe.models.shipped import shipped_pair
+from spmoe.predict.cutoff import CutoffInputs
 
 DRAFT_GATE = {"num_speculative_tokens": 4, "prefetch": "draft-gate"}
 
@@ -42,6 +47,19 @@ def test_learns_missing_experts_from_requests_and_caches_them(own_home: Path) ->
     assert found.missing_per_layer == pytest.approx(learned, rel=0.2)
     with LLM(**options) as again:
         assert again.engine.prefetching.profile == found
+
+
+def test_engines_that_compute_on_the_cpu_keep_profiles_of_their_own() -> None:
+    """They miss other experts, and their steps take other times."""
+
+    def files(**options: Any) -> set[Path]:
+        config = EngineConfig.make(model=shipped_pair()[0], **options)
+        settings = profile_settings(config, Checkpoint.find(config.model), None, CutoffInputs(2, 8, 2, 8, 4))
+        return {profile_path(settings), governor_path(settings)}
+
+    found = [files(**options) for options in ({}, {"cpu_experts": "auto"}, {"cpu_experts": 2}, {"cpu_experts": 3})]
+    assert len(set.union(*found)) == 2 * len(found)
+    assert files(cpu_experts="off") == found[0]
 
 
 def test_cached_profile_with_an_invalid_value_is_not_read(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def profile_settings(
         "overlap": config.overlap,
         "threads": engine_threads(config, checkpoint, draft),
         **asdict(inputs),
+        **({"cpu_experts": config.cpu_experts} if config.cpu_experts != "off" else {}),
         **({"residency_check": "device"} if config.residency_check == "device" else {}),
         **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }
