@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,7 @@ from spmoe.config import EngineConfig
 from spmoe.engine.loop import Loop
 from spmoe.engine.runtime import make_residency
 from spmoe.errors import TransferError
+from spmoe.experts.paths import PathChooser, PathTime
 from spmoe.models import decode_graphs
 from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.verify.sampling import PositionNoise
@@ -323,6 +325,32 @@ def test_a_process_that_was_suspended_goes_on(fake: FakeCuda, pair: Pair, monkey
         after_launches(monkeypatch, residency, suspend)
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
         assert any(given_up)
+
+
+def test_a_layer_that_waits_too_long_for_the_cpu_is_tried_again_without_it(
+    fake: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has learned that the CPU is slow, the choice of paths would take it again."""
+    compute = CpuExperts.compute
+
+    def compute_slowly(self: CpuExperts, *args: Any) -> Any:
+        time.sleep(0.15)
+        return compute(self, *args)
+
+    with make(
+        mixtral_pair, "", num_speculative_tokens=0, expert_memory="60%", cpu_experts=1, prefetch="on-demand"
+    ) as llm:
+        llm.generate(PROMPT, GREEDY)
+        monkeypatch.setattr(PathTime, "learn", lambda *args, **kwargs: None)
+        cpu_path = llm.engine.experts.cpu_path
+        assert cpu_path is not None
+        cpu_path.chooser = PathChooser()
+        monkeypatch.setattr(kernels, "WAIT_SECONDS", 0.1)
+        monkeypatch.setattr("spmoe.experts.access._FOLLOWED_SECONDS", 0.05)
+        monkeypatch.setattr(CpuExperts, "compute", compute_slowly)
+        before = llm.engine.counters.cpu_experts
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+        assert llm.engine.counters.cpu_experts > before
 
 
 def test_a_forward_that_always_gives_up_ends_the_request(

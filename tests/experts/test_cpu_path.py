@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 import torch
-from experts_helpers import BLOB, EmptySlots, cache_of, open_demands
+from experts_helpers import BLOB, EmptySlots, cache_of, open_demands, requests_for
 
 from spmoe.errors import SpmoeError
 from spmoe.experts.cpu_path import ComputedRows, CpuPath, CpuThread, CpuWork
@@ -17,6 +19,7 @@ from spmoe.experts.experts import Experts
 from spmoe.experts.link import VirtualTransfer
 from spmoe.experts.paths import PathChooser
 from spmoe.observe.clock import RealClock
+from spmoe.observe.ledger import Ledger
 from spmoe.types import ExpertKey
 
 EXPERTS = (6, 6)
@@ -65,6 +68,16 @@ class Rows:
 
     def results(self, experts: Sequence[int]) -> ComputedRows:
         return ComputedRows(torch.tensor(experts), torch.zeros(len(experts)), torch.zeros(len(experts), 1))
+
+
+def taught() -> PathChooser:
+    """Return a chooser that sends half of the missing experts to the CPU."""
+    chooser = PathChooser()
+    for shared in (False, True):
+        for _ in range(8):
+            chooser.moved(1e-3, shared=shared)
+            chooser.computed(1, 1e-3, shared=shared)
+    return chooser
 
 
 def build(share: float, slots: int = 4) -> Experts:
@@ -132,6 +145,55 @@ def test_failed_experts_are_moved_and_the_others_are_used() -> None:
     assert experts.cpu_path.take_failure() == "expert 3 failed"
     assert experts.cpu_path.take_failure() is None
     experts.close()
+
+
+def test_pauses_double_while_one_expert_fails_beside_others() -> None:
+    path, rows, failed = CpuPath(CpuThread(), taught()), Rows(dict.fromkeys(range(6), 1), failing=[3]), list[int]()
+    for layer in range(500):
+        chosen = path.choose(rows, [ExpertKey(0, expert) for expert in (3, 1, 2, 4)], [0.0] * 4, 0.0)
+        path.start(rows, chosen)
+        if chosen and path.finish(chosen, lambda until: None, Ledger(BLOB)):
+            failed.append(layer)
+    assert [after - before for before, after in pairwise(failed)] == [65, 129, 257]
+    assert rows.computed
+    path.close()
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["use", "follow"])
+def test_prefetches_are_submitted_while_the_cpu_computes(follows: bool) -> None:
+    experts, gate = build(1.0), threading.Event()
+    rows = Rows(dict.fromkeys(range(6), 1), gate=gate)
+    experts.step.begin(0)
+    with experts.scheduler.held():
+        experts.scheduler.request(requests_for((1, 0), (1, 1)))
+
+    def open_when_submitted() -> None:
+        deadline = time.monotonic() + 10
+        while len(experts.scheduler) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        left.append(len(experts.scheduler))
+        gate.set()
+
+    left = list[int]()
+    watcher = threading.Thread(target=open_when_submitted)
+    watcher.start()
+    if follows:
+        experts.access.end_follow(experts.access.follow(0, [3], [3], rows).demand)
+    else:
+        list(experts.access.use(0, [3], on_cpu=rows))
+    watcher.join()
+    assert left == [0]
+    assert set(experts.pool.slots_by_key()) == {ExpertKey(1, 0), ExpertKey(1, 1)}
+    experts.close()
+
+
+def test_cpu_rests_after_a_layer_that_takes_too_long() -> None:
+    path, rows, keys = CpuPath(CpuThread(), taught()), Rows(dict.fromkeys(range(6), 1)), [ExpertKey(0, 3)]
+    for most_seconds, rests in ((10.0, False), (0.0, True)):
+        path.start(rows, keys)
+        assert path.finish(keys, lambda until: None, Ledger(BLOB), most_seconds) == []
+        assert (path.choose(rows, keys, [0.0], 0.0) == []) == rests
+    path.close()
 
 
 def test_copies_are_timed_and_counted_apart_from_computations() -> None:

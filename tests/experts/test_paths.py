@@ -62,8 +62,10 @@ class Machine:
                 chooser.moved(link, shared=both)
             for count, seconds in times:
                 chooser.computed(count, seconds, shared=both)
-            for _ in range(failed):
+            if failed:
                 chooser.failed()
+            elif times:
+                chooser.succeeded()
 
 
 phases = st.builds(
@@ -198,6 +200,9 @@ def test_cpu_rests_after_a_failure_and_is_tried_again() -> None:
     assert chosen == [0] * 64 + [2]
     chooser.failed()
     assert [len(chooser.choose([MissingExpert(1)] * 4).computed) for _ in range(129)] == [0] * 128 + [2]
+    chooser.succeeded()
+    chooser.failed()
+    assert [len(chooser.choose([MissingExpert(1)] * 4).computed) for _ in range(65)] == [0] * 64 + [2]
 
 
 def test_choices_are_judged_by_later_times() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,15 @@ from spmoe.experts.pool import ChooseForCpu, Demand, ExpertPool
 from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.experts.step import ExpertStep
-from spmoe.experts.transfer import Transfer
+from spmoe.experts.transfer import DeviceEvent, Transfer
 from spmoe.interpreter import let_others_run
 from spmoe.observe.clock import Clock
 from spmoe.observe.ledger import Ledger
 from spmoe.observe.timeline import Activity, Timeline
+
+# on the CPU for a layer that the device waits for; after more, the CPU rests, since the device gives up after 4 s and
+# the next try must be faster
+_FOLLOWED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class ExpertAccess:
         try:
             if demand.on_cpu and on_cpu is not None and self._cpu_path is not None:
                 self._cpu_path.start(on_cpu, demand.on_cpu)
-                batch = self._finish_on_cpu(layer, demand, on_cpu)
+                batch = self._finish_on_cpu(layer, demand, on_cpu, _FOLLOWED_SECONDS)
                 computed = 0 if batch is None or batch.computed is None else len(batch.computed.values)
             while demand.absent:  # every other slot is loading
                 self._pool.poll(demand)
@@ -179,11 +184,13 @@ class ExpertAccess:
         self._cpu_path.learn_moves(self._pool.take_copy_times(), self._pool.blob_bytes, self._ledger)
         return partial(self._cpu_path.choose, on_cpu)
 
-    def _finish_on_cpu(self, layer: int, demand: Demand, on_cpu: CpuLayer) -> ExpertBatch | None:
+    def _finish_on_cpu(
+        self, layer: int, demand: Demand, on_cpu: CpuLayer, most_seconds: float = math.inf
+    ) -> ExpertBatch | None:
         """Wait for the experts on the CPU and return their batch; load those that it could not compute."""
         assert self._cpu_path is not None
         started = self._clock.now()
-        failed = self._cpu_path.finish(demand.on_cpu, self._transfer.pump, self._ledger)
+        failed = self._cpu_path.finish(demand.on_cpu, self._pump, self._ledger, most_seconds)
         now = self._clock.now()
         self._ledger.waited_for_cpu(now - started)
         self._timeline.add(Activity.STALL, started, now)
@@ -192,6 +199,12 @@ class ExpertAccess:
         if failed:
             self._pool.load_instead(demand, failed)
         return ExpertBatch(layer, experts, (), (), on_cpu.results(experts)) if experts else None
+
+    def _pump(self, until: DeviceEvent) -> None:
+        """Submit waiting copies, and prefetch requests until the event has passed."""
+        self._transfer.pump()
+        if len(self._scheduler):
+            self._scheduler.submit(until)
 
     def _wait_for_arrival(self, demand: Demand) -> None:
         """Wait until another expert arrives, or until a slot for an absent one may be free."""

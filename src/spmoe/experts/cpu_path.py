@@ -7,10 +7,12 @@ moved instead.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from spmoe.errors import SpmoeError, reason
 from spmoe.experts.paths import MissingExpert, PathChooser
+from spmoe.experts.transfer import DeviceEvent
 from spmoe.observe.ledger import Ledger
 from spmoe.types import ExpertKey
 
@@ -146,6 +149,19 @@ class ThreadJob:
         self._ended.set()
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """End of a job, as a device event."""
+
+    job: CpuJob
+
+    def query(self) -> bool:
+        return self.job.query()
+
+    def synchronize(self) -> None:
+        self.job.wait(lambda: None)
+
+
 class CpuThread:
     """A thread that computes experts. `prepare` is called on it first, to set its number of intra-op threads."""
 
@@ -239,14 +255,25 @@ class CpuPath:
         except Exception as error:  # no memory for the rows, or no thread; `finish` reports what was not started
             self._failure = self._failure or reason(error)
 
-    def finish(self, keys: Sequence[ExpertKey], pump: Callable[[], None], ledger: Ledger) -> list[ExpertKey]:
-        """Wait until these experts are computed; return those that could not be and have to be moved."""
-        failed = []
+    def finish(
+        self,
+        keys: Sequence[ExpertKey],
+        pump: Callable[[DeviceEvent], None],
+        ledger: Ledger,
+        most_seconds: float = math.inf,
+    ) -> list[ExpertKey]:
+        """Wait until these experts are computed; return those that could not be and have to be moved.
+
+        `pump` is called meanwhile, with the end of the expert that is waited for. If the layer has taken more than
+        `most_seconds`, the CPU rests as after a failure.
+        """
+        failed, seconds = [], 0.0
         for key in keys:
             if (job := self._jobs.get(key.expert)) is None:  # could not be started
                 failed.append(key)
                 continue
-            job.wait(pump)
+            job.wait(partial(pump, JobEnd(job)))
+            seconds += job.seconds + job.copy_seconds
             if job.error is not None:
                 failed.append(key)
                 self._failure = self._failure or reason(job.error)
@@ -257,8 +284,11 @@ class CpuPath:
                     self.chooser.copied(job.copy_seconds, shared=self._shared)
                     ledger.expert_copied(job.copy_seconds)
         self._jobs = {}
-        if failed:
+        if failed or seconds > most_seconds:
             self.chooser.failed()
+        else:
+            self.chooser.succeeded()
+        if failed:
             ledger.computing_failed(len(failed))
         return failed
 

@@ -36,7 +36,7 @@ _SHAPE_GAIN = 0.1  # the same of the shape
 _FREE_ROWS = 4  # prior: so many rows take the time of one, and more take time in proportion
 _TRIAL_SHARE = 0.01  # of the time, for trials of a path that seems slower
 _COPY_SHARE = 0.1  # of the time, for copies that make later computations faster
-_FIRST_PAUSE = 64  # choices without the CPU after a failure; twice as many after the next
+_FIRST_PAUSE = 64  # choices without the CPU after a failure; twice as many if the next layer on it fails too
 _LONGEST_PAUSE = 2**16
 _MARGIN = 0.1  # relative time that another split must gain for a choice to count as wrong
 
@@ -177,14 +177,17 @@ class PathChooser:
     def computed(self, rows: int, seconds: float, *, shared: bool) -> None:
         """Report the time of one expert on the CPU. `shared`: the link was busy meanwhile."""
         self.cpu.learn(rows, seconds, shared=shared)
-        self._next_pause = _FIRST_PAUSE
 
     def copied(self, seconds: float, *, shared: bool) -> None:
         """Report the time of one copy that the CPU has made before it computed an expert."""
         self.copying.learn(1, seconds, shared=shared)
 
+    def succeeded(self) -> None:
+        """Report that the CPU has computed all experts that it was given of a layer: the next pause is short again."""
+        self._next_pause = _FIRST_PAUSE
+
     def failed(self) -> None:
-        """Report that the CPU has failed to compute an expert: leave it alone for some time."""
+        """Report that the CPU has failed to compute an expert of a layer: leave it alone for some time."""
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         self._last = None
 
