@@ -35,6 +35,7 @@ from spmoe.engine.loop import Loop
 from spmoe.engine.runtime import make_residency
 from spmoe.errors import TransferError
 from spmoe.experts.paths import PathChooser, PathTime
+from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.models import decode_graphs
 from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.verify.sampling import PositionNoise
@@ -426,3 +427,43 @@ def test_a_launch_that_fails_ends_the_request_only(
                 llm.generate(PROMPT, GREEDY)
         residency_of(llm)._recorder.launches_followed = False
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+
+
+def test_prefetches_of_a_layer_are_submitted_only_while_the_device_is_busy(
+    fake: FakeCuda, qwen_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are queued first; then at least one chunk per layer is submitted, and more until the next report."""
+    requested, events = list[bool](), list[object]()
+    request, submit = PrefetchScheduler.request, PrefetchScheduler.submit
+    following: list[bool] = []
+
+    def follow(*args: Any) -> None:
+        following.append(True)
+        try:
+            follow_layer(*args)
+        finally:
+            following.pop()
+
+    def note_request(self: PrefetchScheduler, *args: Any) -> None:
+        if following:
+            requested.append(self._held)
+        request(self, *args)
+
+    def note_submit(self: PrefetchScheduler, until: Any = None) -> None:
+        if following:
+            events.append(until)
+        submit(self, until)
+
+    follow_layer = residency.follow_layer
+    monkeypatch.setattr(cuda, "follow_layer", follow)
+    monkeypatch.setattr(PrefetchScheduler, "request", note_request)
+    monkeypatch.setattr(PrefetchScheduler, "submit", note_submit)
+    options = {"num_speculative_tokens": 0, "expert_memory": "60%", "prefetch": "next-gate", "cutoff": "all"}
+    with make(qwen_pair, **options) as llm:
+        output = llm.generate(PROMPT, GREEDY)[0]
+        assert output.token_ids == greedy_tokens(qwen_pair.target, PROMPT, COUNT)
+        assert llm.engine.counters.prefetch_loads > 0
+    assert requested
+    assert all(requested)
+    assert events
+    assert None not in events

@@ -278,6 +278,7 @@ class CudaResidency:
         self._forward = forward
         if (device := self.buffers.state.device).type == "cuda":
             self._stream = torch.cuda.current_stream(device)
+        self._words[ABORTED] = self._last
         self._first = self._last + 1
         self._last += len(forward.layers) + 1
         self._under_way = True
@@ -412,8 +413,10 @@ def follow_layer(
     try:
         if report.missing:
             residency.answer(ticket, slots, computed)
-        access.routed(layer, report.experts)
-        for observe in observations:
-            observe()
+        with run_ahead.reading_predictions():
+            access.routed(layer, report.experts)
+            for observe in observations:
+                observe()
+        run_ahead.submit_prefetches(residency.reported(ticket + 1))  # a chunk at least, even if the device is ahead
     finally:
         access.end_follow(demand)  # until the next ticket is reported, prefetches leave the layer's experts alone

@@ -191,7 +191,7 @@ class PrefetchScheduler:
                 if self._pool.closed or not len(self._queue) or self._pool.has_unplaced_demand:
                     return None
                 try:
-                    submitted = self._submit_chunk()
+                    submitted = self._submit_chunk(until)
                 except SpmoeError:
                     return None  # counted as failed; the error is raised where the expert is used
             if self._worker is not None:
@@ -218,13 +218,18 @@ class PrefetchScheduler:
         if self._worker is not None:
             self._worker.close()
 
-    def _submit_chunk(self) -> bool:
-        """Reserve slots for a chunk of requests and submit their copies together; return whether there was one."""
+    def _submit_chunk(self, until: DeviceEvent | None) -> bool:
+        """Reserve slots for a chunk of requests and submit their copies together; return whether there was one.
+
+        The chunk is smaller if the event passes meanwhile.
+        """
         entries: list[Entry] = []
         depth, blob_bytes = self._pool.prefetch_depth, self._pool.blob_bytes
         limit = max(1, CHUNK_BYTES // blob_bytes)
         while len(entries) < limit and (request := self._queue.first()) is not None:
             if self._pool.loads_in_flight + len(entries) >= depth:
+                break
+            if entries and until is not None and until.query():
                 break
             if self._pool.residency(request.key) is not Residency.ABSENT:
                 self._ledger.resident(1)

@@ -23,7 +23,7 @@ WAIT_SECONDS = 4.0
 # offsets in `words`; the kernels below repeat the numbers
 STARTED, REPORTED, ABORTED, STALLED_NS, TIMED_OUT, WORDS = 0, 1, 2, 3, 4, 5
 # offsets in `state`
-TICKET, ANSWERED, MISSING, COMPUTED, STATE = 0, 1, 2, 3, 4
+TICKET, ANSWERED, MISSING, COMPUTED, STALLED, STATE = 0, 1, 2, 3, 4, 5
 
 
 class ResidencyBuffers(NamedTuple):
@@ -47,7 +47,7 @@ def check_residency(index: Tensor, row: Tensor, buffers: ResidencyBuffers, *, wa
     # index: [rows, top_k] int64; row: [experts] int32, pinned
     pairs, experts = index.numel(), len(row)
     _check_residency_kernel[(1,)](
-        index,
+        index.contiguous(),
         row,
         *buffers,
         PAIRS=pairs,
@@ -125,7 +125,8 @@ def _wait_plain(buffers: ResidencyBuffers) -> Tensor:
             words[TIMED_OUT] = ticket
             break
         let_others_run()
-    words[STALLED_NS] += int((time.monotonic() - started) * 1e9)
+    state[STALLED] += int((time.monotonic() - started) * 1e9)
+    words[STALLED_NS] = state[STALLED]
     if int(state[ANSWERED]) < ticket:
         return torch.full_like(answers[0], -1)
     answer = answers[ticket % len(answers)].clone()
@@ -170,12 +171,15 @@ def _wait_for_answer(
         now = _nanoseconds()
     if (answered < ticket) & (aborted < ticket):
         tl.store(words + 4, ticket)
-    tl.store(words + 3, tl.load(words + 3) + (_nanoseconds() - started))
     _light_fence()
     answer = answers + (ticket % ENTRIES) * WIDTH
+    slots = tl.load(answer + i, mask=(i < EXPERTS) & (answered >= ticket), other=-1, volatile=True)
     computed = tl.load(answer + WIDTH - 1, mask=answered >= ticket, other=0, volatile=True)
     tl.store(state + 3, computed.to(tl.int64))
-    return tl.load(answer + i, mask=(i < EXPERTS) & (answered >= ticket), other=-1, volatile=True)
+    stalled = tl.load(state + 4) + (_nanoseconds() - started)  # on the device: a read over the link takes a microsecond
+    tl.store(state + 4, stalled)
+    tl.store(words + 3, stalled)
+    return slots
 
 
 @triton.jit
