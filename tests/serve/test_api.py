@@ -200,7 +200,7 @@ def test_logprobs_of_tokens_that_are_part_of_a_character(client: Any) -> None:
     ],
 )
 def test_bytes_of_tokens(symbols: Any, text: str, expected: bytes) -> None:
-    from spmoe.serve.logprobs import token_bytes
+    from spmoe.serve.completions import token_bytes
 
     class Tokenizer:
         def convert_ids_to_tokens(self, token: int) -> Any:

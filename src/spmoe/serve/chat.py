@@ -12,8 +12,8 @@ from uuid import uuid4
 from spmoe.engine.outputs import CompletionOutput, Logprob
 from spmoe.engine.prompts import ParsedPrompt
 from spmoe.errors import UsageError
+from spmoe.serve.completions import LEAST_LOGPROB, token_bytes
 from spmoe.serve.http import event
-from spmoe.serve.logprobs import chat_logprobs
 from spmoe.serve.protocol import ChatCompletionRequest
 from spmoe.serve.service import Service, Submission
 from spmoe.serve.tools import CALL_ENDS, Reply
@@ -213,3 +213,19 @@ def _message(reply: Reply) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = [call.to_dict() for call in reply.calls]
     return message
+
+
+def chat_logprobs(tokenizer: Any, positions: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:
+    """Return log-probabilities in the shape of /v1/chat/completions; `top`: most likely tokens per position."""
+    content = []
+    for position in positions:
+        tokens = [(_chat_token(tokenizer, token, one), one.rank) for token, one in position.items()]
+        best = [shown for shown, rank in sorted(tokens, key=lambda one: one[1]) if rank <= top]
+        content.append({**tokens[0][0], "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Any, token: int, one: Logprob) -> dict[str, Any]:
+    text = one.decoded_token or ""
+    data = token_bytes(tokenizer, token, text)
+    return {"token": text, "logprob": max(one.logprob, LEAST_LOGPROB), "bytes": list(data)}
