@@ -43,7 +43,9 @@ _SHARE_ERROR = 0.04  # relative standard deviation of one share beside that
 _SHARE_OWN_DRIFT = 0.012  # the same of one share alone
 _LEAST_SHARE = 1e-5
 _FEW_MISSING = 0.5  # experts
-OVERDISPERSION = 1.5  # variance of the number of missing experts, relative to independent ones
+_DISPERSION = 1.5  # prior: variance of the number of missing experts, relative to independent ones
+_MOST_DISPERSION = 12.0
+_DISPERSION_RATE = 0.05  # weight of one step's deviation in that variance
 _ROUTING_DECAY = 0.9  # weight of the experts that a step needed, per later step
 # changes
 _CHANGE_DECAY = 0.8  # of the sum that detects changes
@@ -239,6 +241,7 @@ class CostModel:
         self._routing = RoutingModel(layers, experts_per_layer, top_k)
         self._log_shares: LinearFilter | None = None  # of missing experts, by K
         self._costs: LinearFilter | None = None  # base, load, row, expert, then e_K by K
+        self.dispersion = _DISPERSION  # as seen lately: missing experts come in bursts in some texts
         self._outliers = 0
         self._change = ChangeDetector()
         if prior is not None:
@@ -326,10 +329,15 @@ class CostModel:
         filter.drift(weight * (_SHARE_DRIFT**2 + _SHARE_OWN_DRIFT**2 * self._each))
         expected = step.needed * math.exp(float(filter.mean[at]))
         level = max(expected, step.missing) + _FEW_MISSING  # few missing experts say little of the logarithm
-        variance = OVERDISPERSION * max(0.05, 1 - level / step.needed) / level / weight
+        independent = max(0.05, 1 - level / step.needed) / level / weight
+        variance = self.dispersion * independent
+        deviation = math.log((step.missing + _FEW_MISSING) / (expected + _FEW_MISSING))
         if first:
             variance *= 4
-        deviation = math.log((step.missing + _FEW_MISSING) / (expected + _FEW_MISSING))
+        else:
+            found = (deviation * deviation - filter.variance(self._each[at])) / independent
+            self.dispersion += _DISPERSION_RATE * (min(found, 9 * self.dispersion) - self.dispersion)
+            self.dispersion = max(_DISPERSION, min(_MOST_DISPERSION, self.dispersion))
         filter.condition(self._each[at], float(filter.mean[at]) + deviation, variance)
         filter.mean = np.clip(filter.mean, math.log(_LEAST_SHARE), 0.0)
 

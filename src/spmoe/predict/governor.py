@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from spmoe.predict.costs import OUTLIER, OVERDISPERSION, ChangeDetector, CostModel, CostPrior, StepReport, StepSeconds
+from spmoe.predict.costs import OUTLIER, ChangeDetector, CostModel, CostPrior, StepReport, StepSeconds
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
 USUAL = 4  # K that memory, threads and profiles are planned for
@@ -452,7 +452,7 @@ class Governor:
         """Return the variance of log cost(K) as one step measures it."""
         missing = float(found.steps.inputs[i, 1])
         loads = self.costs.load / float(found.seconds[i])
-        return self.costs.noise + loads**2 * OVERDISPERSION * missing + (0.15 if i else 0.0)
+        return self.costs.noise + loads**2 * self.costs.dispersion * missing + (0.15 if i else 0.0)
 
 
 class Governors:
