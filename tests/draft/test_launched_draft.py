@@ -22,9 +22,11 @@ class CountingRunner:
 
     max_positions = vocab_size = 64
     depth_count = 1
+    captures = True
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int]] = []  # length and K
+        self.pending: list[int] = []  # tokens that each launched draft reads first
         self.read: list[int] = []  # numbers of launched drafts
 
     def new_kv(self, capacity: int, tokens: list[int], preferred: int) -> Any:
@@ -45,6 +47,7 @@ class CountingRunner:
         def launch() -> Callable[[], list[int]]:
             number = len(self.launched)
             self.launched.append((length, len(observers)))
+            self.pending.append(len(tokens))
 
             def read() -> list[int]:
                 self.read.append(number)
@@ -130,3 +133,14 @@ def test_nothing_is_launched_beyond_the_drafts_positions(draft: DraftModel) -> N
     draft.launch(one, 5, NoObservers())
     assert runner.launched == []
     assert drafted(draft, one, 5) == []
+
+
+def test_draft_after_plain_steps_is_launched_for_one_pending_token(draft: DraftModel) -> None:
+    """Drafts are captured for few pending tokens; the others are read before."""
+    runner: Any = draft.runner
+    one = sequence(draft, 1, 5)
+    one.tokens += [6, 7, 8]
+    draft.launch(one, 3, NoObservers())
+    assert (runner.launched, runner.pending) == ([(9, 3)], [1])
+    assert drafted(draft, one, 3) == [9, 10, 11]
+    assert (runner.launched, runner.read) == ([(9, 3)], [0])

@@ -59,6 +59,8 @@ from spmoe.models import families, runner
 from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
+from spmoe.models.kv_pool import KvPool
+from spmoe.models.runner import EagerResult
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.governor import LENGTHS, Governor
@@ -502,20 +504,56 @@ def test_benchmarks_capture_only_in_warm_up_runs(
     assert not any(counted.values()), counted
 
 
-@pytest.mark.parametrize("draft", ["good", "self:int8", None])
+@pytest.mark.parametrize(
+    ("draft", "k"), [*((one, k) for one in ("good", "self:int8") for k in (3, "auto")), ("ngram", "auto"), (None, 0)]
+)
 @pytest.mark.parametrize("prefetch", ["draft-gate+next-gate", "on-demand"])
-def test_requests_capture_nothing(cuda: FakeCuda, mixtral_pair: Pair, draft: str | None, prefetch: str) -> None:
-    """Everything is captured when the engine is built, also for requests that run together."""
-    name = str(mixtral_pair.good) if draft == "good" else draft
-    options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "prefetch": prefetch, "progress": False}
-    with LLM(str(mixtral_pair.target), name, dtype="float32", expert_memory=memory_for(5), **options) as llm:
+def test_requests_capture_nothing(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft: str | None, k: Any, prefetch: str
+) -> None:
+    """Everything is captured when the engine is built: for any K, batches, sampling, and prompts with any rest."""
+    rng = random.Random(3)
+    monkeypatch.setattr(Governor, "learn", lambda self, step: setattr(self, "current", rng.choice(LENGTHS)))
+    plan = KvPool.plan  # a device's memory for KV caches is allocated at once, and has a limit
+    monkeypatch.setattr(KvPool, "plan", lambda self, limit, expected, **options: plan(self, 2048, 2048, **options))
+    options: dict[str, Any] = {"num_speculative_tokens": k, "prefetch": prefetch, "prefill_chunk": 32}
+    options |= {"dtype": "float32", "expert_memory": memory_for(5), "progress": False}
+    with LLM(str(mixtral_pair.target), name_of(mixtral_pair, draft), **options) as llm:
         captured, prompts = cuda.recorder.captured, [PROMPT, *OTHER_PROMPTS]
         expected = [greedy_tokens(mixtral_pair.target, prompt, COUNT) for prompt in prompts]
         assert together(llm, prompts) == expected
         for count in range(1, 12):
             expected = greedy_tokens(mixtral_pair.target, PROMPT, count)
             assert llm.generate(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids == expected
+        for seed in range(3):
+            llm.generate(PROMPT, replace(GREEDY, max_tokens=30, temperature=seed / 2, seed=seed))
+        for rest in range(1, 5):
+            prompt = [rng.randrange(250) for _ in range(32 + rest)]
+            expected = greedy_tokens(mixtral_pair.target, prompt, 3)
+            for _ in range(2):  # the second time, all but one token are read already
+                assert llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids == expected
         assert cuda.recorder.captured == captured > 0
+
+
+def test_sampled_requests_replay_captured_forwards(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = list[int]()  # logits of forwards
+
+    def count(logits: Tensor) -> EagerResult:
+        eager.append(len(logits))
+        return EagerResult(logits)
+
+    sampled = replace(GREEDY, temperature=0.8, seed=1)
+    with LLM(
+        str(mixtral_pair.target), str(mixtral_pair.good), dtype="float32", num_speculative_tokens=3, progress=False
+    ) as llm:
+        llm.generate(PROMPT, sampled)
+        monkeypatch.setattr(runner, "EagerResult", count)
+        llm.generate(PROMPT, sampled)  # its prompt is read already
+        assert not eager
+        llm.generate(OTHER_PROMPTS[0], sampled)
+        assert eager
 
 
 def test_preparation_leaves_nothing_in_slots_and_policies(cuda: FakeCuda, mixtral_pair: Pair) -> None:

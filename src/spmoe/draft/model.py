@@ -78,25 +78,30 @@ class DraftModel(Drafter):
 
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
         kv = self._states.get(sequence.id)
-        if kv is None or len(sequence.tokens) + k > self.runner.max_positions:
+        if kv is None or not self.runner.captures or len(sequence.tokens) + k > self.runner.max_positions:
             return
-        pending = sequence.tokens[kv.length :]
-        if not sequence.sampling.greedy or kv.length == 0 or len(pending) > self._prefill_chunk:
+        unread = len(sequence.tokens) - kv.length
+        if not sequence.sampling.greedy or kv.length == 0 or unread > self._prefill_chunk:
             return
         if sequence.sampling.structured_outputs is not None:  # passes on the device know no grammar
             return
-        passes, choices = self._greedy_passes(k, observers)
-        launcher = self.runner.greedy_launcher(self._known_tokens(pending), kv, passes, choices)
+        self._catch_up(sequence, kv)  # greedy drafts are captured for one and two pending tokens
+        pending = self._known_tokens(sequence.tokens[kv.length :])
+        launcher = self.runner.greedy_launcher(pending, kv, *self._greedy_passes(k, observers))
         if launcher is not None:
             self._run_ahead.launch_draft(sequence.id, len(sequence.tokens), k, launcher)
 
     def prepare(self, k: int, observers: Observers) -> None:
+        first, later = (self._observer(types.Stage.DRAFT, observers, chunks) for chunks in (FIRST_PASS_CHUNKS, 1))
         for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
+            self.runner.prepare(pending, 1, first)  # of drafts whose tokens are chosen on the host
+        if k > 1:
+            self.runner.prepare(1, 1, later)
         for rows in CATCH_UP_ROWS if k else ():
             self.runner.prepare(rows, rows, None)
-        for chunks in (FIRST_PASS_CHUNKS, 1) if k else ():
-            self.runner.prepare_batches(self._observer(types.Stage.DRAFT, observers, chunks))
+        for observer in (first, later) if k else ():
+            self.runner.prepare_batches(observer)
 
     def num_comparable(self, sequence: types.Sequence) -> int:
         kv = self._states.get(sequence.id)

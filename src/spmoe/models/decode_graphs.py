@@ -55,6 +55,13 @@ class GraphKey(NamedTuple):
     is_batch: bool = False  # whether each row belongs to a sequence of its own
 
 
+def _key(rows: int, num_logits: int, observer: LayerObserver | None) -> GraphKey:
+    """Return the key of a forward of one sequence that is not a greedy draft pass."""
+    if observer is None:
+        return GraphKey(rows, num_logits, 0)
+    return GraphKey(rows, num_logits, observer.chunks, observer=observer.key)
+
+
 @dataclass
 class CapturedChunk:
     """Hidden states of a chunk of layers, and the routing that the observer predicts from them."""
@@ -117,6 +124,19 @@ class DecodeGraphs:
         kv.advance(len(tokens))
         return graph
 
+    def forward_if_captured(
+        self, tokens: list[int], kv: KvState, num_logits: int, observer: LayerObserver | None
+    ) -> BatchRows | None:
+        """Append tokens to a sequence with a graph that is captured already; return None if there is none.
+
+        A graph that has logits of every row, to verify a draft, serves too.
+        """
+        for count in (num_logits, len(tokens)):
+            if self._generation == self.arena.generation and _key(len(tokens), count, observer) in self._captured:
+                graph = self.forward(tokens, kv, count, observer)
+                return BatchRows(graph, slice(count - num_logits, count))
+        return None
+
     def forward_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> list[BatchRows]:
         """Append tokens to several sequences; the results are valid until the graph's next replay.
 
@@ -176,13 +196,11 @@ class DecodeGraphs:
 
     def prepare(self, rows: int, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
         """Return the graph that `forward` replays; capture it if it is missing."""
-        chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
-        return self._graph(GraphKey(rows, num_logits, chunks, observer=key), observer)
+        return self._graph(_key(rows, num_logits, observer), observer)
 
     def prepare_batch(self, rows: int, observer: LayerObserver | None) -> DecodeGraph:
         """Return the graph that `forward_batch` replays for so many rows; capture it if it is missing."""
-        chunks, key = (0, "") if observer is None else (observer.chunks, observer.key)
-        return self._graph(GraphKey(rows, rows, chunks, observer=key, is_batch=True), observer)
+        return self._graph(_key(rows, rows, observer)._replace(is_batch=True), observer)
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> list[DecodeGraph]:
         """Return the graphs that `launch_greedy` replays; capture those that are missing."""

@@ -157,7 +157,11 @@ class ModelRunner:
         end = max(total_length, kv.length + len(tokens))
         crosses = self.longrope.crosses(kv.length, end)
         if on_hidden_states is None and not crosses and (graphs := self._usable_graphs(len(tokens), kv)) is not None:
-            return graphs.forward(tokens, kv, num_logits, observer)
+            if not total_length and num_logits == len(tokens):
+                return graphs.forward(tokens, kv, num_logits, observer)
+            # the end of a prompt may have any number of rows, and a capture takes longer than an eager forward
+            if (result := graphs.forward_if_captured(tokens, kv, num_logits, observer)) is not None:
+                return result
         if self._graphs is not None:
             self._graphs.run_ahead.note_launch()
         ids = torch.tensor([tokens], device=self.model.device)

@@ -90,7 +90,7 @@ def load_chained_inputs_plain(chain: Tensor, ids: Tensor, positions: Tensor, ran
 
 def append_token(chain: Tensor, token: Tensor, rows: int) -> None:
     """Append the token that a forward selected, and add the forward's rows to the KV length."""  # token: [] int64
-    _append_token_kernel[(1,)](chain, token, ROWS=rows, MAX=MAX_CHAINED_TOKENS, num_warps=1)
+    _append_token_kernel[(1,)](chain, token, rows, MAX=MAX_CHAINED_TOKENS, num_warps=1)
 
 
 def append_token_plain(chain: Tensor, token: Tensor, rows: int) -> None:
@@ -141,12 +141,12 @@ def _load_chained_inputs_kernel(chain, ids, positions, ranges):
     tl.store(ranges + i, tl.load(chain + 1 + i, mask=i < 3), mask=i < 3)
 
 
-@triton.jit
-def _append_token_kernel(chain, token, ROWS: tl.constexpr, MAX: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _append_token_kernel(chain, token, rows, MAX: tl.constexpr):
     count, new_token = tl.load(chain + 4), tl.load(token)
     tl.store(chain + 5 + tl.minimum(count, MAX - 1), new_token)
     tl.store(chain, new_token)
-    tl.store(chain + 2, tl.load(chain + 2) + ROWS)
+    tl.store(chain + 2, tl.load(chain + 2) + rows)
     tl.store(chain + 4, count + 1)
 
 
