@@ -931,7 +931,7 @@ def test_requests_together_have_the_text_of_lone_ones(
     expected = [greedy(model, prompt, COUNT) for prompt in prompts]
     options: dict[str, Any] = {"num_speculative_tokens": 2 if draft else 0, "expert_memory": memory}
     with LLM(
-        str(pair.target), name_of(pair, draft), dtype="float32", progress=False, prefill_chunk=8, **options
+        str(pair.target), name_of(pair, draft), dtype="float32", progress=False, prefill_chunk=24, **options
     ) as llm:
         notices = list(llm.notices)
         assert together(llm, prompts[:1]) == expected[:1]

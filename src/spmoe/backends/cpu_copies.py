@@ -103,4 +103,5 @@ class CpuCopies:
 
 def needs_copies(format: ExpertFormat) -> bool:
     """Return whether the CPU has to dequantize an expert of one row unless it has a copy."""
-    return format.is_packed and not format.weight.has_operator(torch.empty(1, 1, dtype=format.dtype))
+    row = torch.empty(1, 128, dtype=format.dtype)  # as wide as some operators need it to be
+    return format.is_packed and not format.weight.has_operator(row)
