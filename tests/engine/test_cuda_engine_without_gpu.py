@@ -550,10 +550,34 @@ def test_sampled_requests_replay_captured_forwards(
     ) as llm:
         llm.generate(PROMPT, sampled)
         monkeypatch.setattr(runner, "EagerResult", count)
-        llm.generate(PROMPT, sampled)  # its prompt is read already
-        assert not eager
-        llm.generate(OTHER_PROMPTS[0], sampled)
-        assert eager
+        llm.generate(PROMPT, sampled)
+        assert eager == [1], "the last token of the prompt; the others are read already"
+
+
+@pytest.mark.parametrize("rest", [1, 2, 4])
+def test_the_end_of_a_prompt_is_read_alike_for_every_k(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, rest: int
+) -> None:
+    """Captured forwards round differently, and which ones there are depends on K."""
+    eager, prompt = list[int](), [(7 * place) % 250 for place in range(8 + rest)]
+    run = runner.ModelRunner.run
+
+    def noted(self: Any, tokens: list[int], *args: Any, **options: Any) -> Any:
+        result = run(self, tokens, *args, **options)
+        if isinstance(result, EagerResult):
+            eager.append(len(tokens))
+        return result
+
+    found = []
+    for k in (0, 1, 4, "auto"):
+        options: dict[str, Any] = {"num_speculative_tokens": k, "prefill_chunk": 8, "progress": False}
+        draft = "ngram" if k else None
+        with LLM(str(mixtral_pair.target), draft, dtype="float32", **options) as llm, monkeypatch.context() as patch:
+            patch.setattr(runner.ModelRunner, "run", noted)
+            llm.generate(prompt, replace(GREEDY, max_tokens=4))
+        found.append([*eager])
+        eager.clear()
+    assert found == [[8, rest]] * 4
 
 
 def test_preparation_leaves_nothing_in_slots_and_policies(cuda: FakeCuda, mixtral_pair: Pair) -> None:

@@ -156,10 +156,12 @@ class ModelRunner:
         """
         end = max(total_length, kv.length + len(tokens))
         crosses = self.longrope.crosses(kv.length, end)
-        if on_hidden_states is None and not crosses and (graphs := self._usable_graphs(len(tokens), kv)) is not None:
-            if not total_length and num_logits == len(tokens):
+        graphs = self._usable_graphs(len(tokens), kv)
+        # a prompt is never read by captured forwards: which ones there are depends on K, and their roundings differ
+        if graphs is not None and on_hidden_states is None and not crosses and not total_length:
+            if num_logits == len(tokens):
                 return graphs.forward(tokens, kv, num_logits, observer)
-            # the end of a prompt may have any number of rows, and a capture takes longer than an eager forward
+            # it may have any number of rows, and a capture takes longer than an eager forward
             if (result := graphs.forward_if_captured(tokens, kv, num_logits, observer)) is not None:
                 return result
         if self._graphs is not None:
