@@ -67,6 +67,15 @@ def read(shards: ShardedExperts, key: ExpertKey) -> torch.Tensor:
     return blob
 
 
+def assert_blobs_are_converted_ones(model: Model) -> None:
+    """Compare every expert that is read in place with its conversion."""
+    shards = model.open()
+    assert shards is not None
+    for key in list(model.spec.keys()):
+        assert torch.equal(read(shards, key), model.converted(key))
+    shards.close()
+
+
 @pytest.fixture
 def directory(pair: Pair, tmp_path: Path) -> Path:
     """Return a copy of a checkpoint that may be changed."""
@@ -175,11 +184,7 @@ def test_value_that_is_not_finite_is_an_error(directory: Path, value: float) -> 
 def test_families_have_the_blobs_of_their_conversion(family: str, tmp_path: Path) -> None:
     save(tiny_model(family), tmp_path / family)
     model = Model(tmp_path / family)
-    shards = model.open()
-    assert shards is not None
-    for key in list(model.spec.keys()):
-        assert torch.equal(read(shards, key), model.converted(key))
-    shards.close()
+    assert_blobs_are_converted_ones(model)
 
 
 def test_index_is_found_from_headers(directory: Path) -> None:
@@ -222,11 +227,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def test_blobs_of_quantized_experts_are_those_of_the_conversion(kind: str, quantized: Callable[[str], Path]) -> None:
     model = Model(quantized(kind), packed=True)
     assert model.format.is_packed
-    shards = model.open()
-    assert shards is not None
-    for key in list(model.spec.keys()):
-        assert torch.equal(read(shards, key), model.converted(key))
-    shards.close()
+    assert_blobs_are_converted_ones(model)
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "ct-int4-asym", "ct-int4-channel", "ct-fp8-tensor", "modelopt-nvfp4"])
@@ -243,11 +244,7 @@ def test_experts_that_are_not_quantized_are_read_in_place(quantized: Callable[[s
     model = Model(pair.packed, packed=True)
     assert not model.format.is_packed
     assert model.checkpoint.matrices
-    shards = model.open()
-    assert shards is not None
-    for key in list(model.spec.keys()):
-        assert torch.equal(read(shards, key), model.converted(key))
-    shards.close()
+    assert_blobs_are_converted_ones(model)
 
 
 def test_quantized_experts_in_another_format_need_a_conversion(quantized: Callable[[str], Path]) -> None:
