@@ -97,6 +97,11 @@ def model_directory(name: str) -> Path | None:
         raise UsageError(f"{name} is a GGUF file, which spmoe does not read; {GGUF_ADVICE}")
     if exists:
         raise UsageError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
+    if name.lower() in shipped_configs():
+        raise UsageError(
+            f"{name} is a configuration that ships with spmoe, without weights: add --load-format dummy to use it with "
+            "random ones, or give the directory of a checkpoint"
+        )
     if not _HUB_ID.fullmatch(name):
         raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
     return None

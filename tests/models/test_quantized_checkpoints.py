@@ -258,6 +258,18 @@ def test_gate_and_up_in_blocks_of_other_sizes_are_joined(tmp_path: Path) -> None
     assert all(torch.equal(one[part], other[part]) for one, other in zip(found, expected, strict=True) for part in one)
 
 
+def test_scales_of_several_dtypes_are_joined(make_pair: Make, tmp_path: Path) -> None:
+    """Experts of the last layer have scales in bfloat16, the others in float32."""
+    pair = make_pair("fp8-block")
+    shutil.copytree(pair.packed, tmp_path / "copy")
+    stored = load_file(pair.packed / "model.safetensors")
+    scales = {n: t for n, t in stored.items() if f"layers.{LAYERS - 1}.mlp.experts." in n and n.endswith("scale_inv")}
+    change(tmp_path / "copy", **{name: scale.bfloat16() for name, scale in scales.items()})
+    name, notice, found = experts_of(tmp_path / "copy", torch.float32)
+    assert (name, notice) == ("fp8-block16x20", None)
+    assert len(found) == len(experts_of(pair.dense, torch.float32)[2])
+
+
 def test_biases_of_zeros_that_some_tools_add_are_ignored(make_pair: Make, tmp_path: Path) -> None:
     pair, name = make_pair("gptq"), "model.layers.0.self_attn.q_proj.bias"
     shutil.copytree(pair.packed, tmp_path / "copy")

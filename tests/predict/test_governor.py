@@ -284,3 +284,15 @@ def test_estimates_stay_valid_for_any_steps(steps: list[tuple[int, float, float,
         assert all(1 <= governor.tokens(one) <= one + 1 for one in LENGTHS)
         if governor.plain_cost is not None:
             assert all(0 < governor.cost(one) < float("inf") for one in LENGTHS)
+
+
+def test_one_slow_comparison_does_not_end_comparisons() -> None:
+    governor = MACHINES["25 % of slots, shared"].governor(profiled=True)
+    decode(governor, MACHINES["25 % of slots, shared"], Text(64, constant(0.0), 0))
+    governor.begin_request()
+    governor.plain_cost = 1e3
+    assert governor.wants_comparison(64)
+    governor.learn_matches([False] * 4, 1e6)
+    assert not governor.wants_comparison(64)
+    governor.begin_request()
+    assert governor.wants_comparison(64)

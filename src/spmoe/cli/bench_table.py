@@ -14,6 +14,7 @@ from spmoe.registry import ON_DEMAND
 
 Row = dict[str, Any]
 _MAX_WIDTH = 100  # of the table that is not wide, in characters
+_LEAST_WIDTH = 80  # the same on a narrower terminal, where columns would lose their content
 
 
 def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> None:
@@ -23,8 +24,8 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
     width = Console(width=1000).measure(table).maximum
     if wide:
         console.width = max(console.width, width)  # even if the terminal is narrow
-    elif not console.is_terminal:
-        console.width = max(console.width, min(width, _MAX_WIDTH))
+    else:
+        console.width = max(console.width, min(width, _LEAST_WIDTH if console.is_terminal else _MAX_WIDTH))
     link = "emulated link" if machine["link_source"] == "emulated" else f"link ({machine['link_source']})"
     link_speed, memory_speed = machine["link_bytes_per_second"] / 1e9, machine["memory_bytes_per_second"] / 1e9
     name = f"{machine['matrix']}: " if machine.get("matrix") else ""

@@ -72,6 +72,7 @@ class PackedExperts:
         parts, stored = tensors.read_parts(name, expert), self._checkpoint.matrices[name].format
         if isinstance(stored, Fp8) and isinstance(self.format, Fp8) and stored != self.format:
             _, parts = stored.with_rows(parts, self.format.rows)
+            parts = {**parts, "scale": parts["scale"].to(self.format.scale_dtype)}
         return parts
 
     def _find_format(self) -> tuple[WeightFormat | None, str | None]:
@@ -158,8 +159,10 @@ def _common_format(
 ) -> tuple[WeightFormat | None, str | None]:
     """Return the format that holds all of several, each with the name of a matrix; or None and why there is none."""
     blocks = [one for one in found if isinstance(one, Fp8)]
-    if len(blocks) == len(found) and len({(one.columns, one.scale_dtype) for one in blocks}) == 1:
-        return replace(blocks[0], rows=math.gcd(*(one.rows for one in blocks))), None  # blocks of fewer outputs
+    if len(blocks) == len(found) and len({one.columns for one in blocks}) == 1:  # blocks of fewer outputs
+        dtypes = {one.scale_dtype for one in blocks}
+        scale_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        return replace(blocks[0], rows=math.gcd(*(one.rows for one in blocks)), scale_dtype=scale_dtype), None
     if len(found) == 1:
         ((format, name),) = found.items()
         return format, None if format is not None else f"no packed format has the values of {name}, {_EXPANDED}"

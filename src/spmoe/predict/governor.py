@@ -253,7 +253,7 @@ class Governor:
     def begin_request(self) -> None:
         """Take note that another text begins: its acceptance and its locality may differ."""
         self.acceptance.end_comparison()
-        self._comparisons = 0
+        self._comparisons, self._comparison_seconds = 0, 0.0
         self.learn_reported()
         self._waiting.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
