@@ -258,7 +258,7 @@ class _BenchCommand:
                 runner.run()
             except KeyboardInterrupt:
                 interrupted = True
-                self._notify(f"interrupted after {len(runner.runs)} runs")
+                self._notify(f"interrupted after {len(runner.runs)} run{'s' * (len(runner.runs) != 1)}")
             except BaseException:
                 self._add_results(runner, interrupted=True)  # keep the runs that were made
                 raise

@@ -190,10 +190,12 @@ def _does_not_fit(
         f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda one: -one[1]) if size
     )
     total = sum(parts.values())
-    free = f" of {format_bytes(available)} that are free" if config.device_memory == "auto" else ""
+    allowed = f"--device-memory {config.device_memory} allows {format_bytes(limit)}"
+    if config.device_memory == "auto":
+        allowed = f"{format_bytes(limit)} of the {format_bytes(available)} that are free can be used"
     return (
-        f"{format_bytes(total)} of device memory are needed ({listed}), but --device-memory {config.device_memory} "
-        f"allows {format_bytes(limit)}{free}, {format_bytes(total - limit)} too little; {', or '.join(remedies)}"
+        f"{format_bytes(total)} of device memory are needed ({listed}), but {allowed}, {format_bytes(total - limit)} "
+        f"too little; {', or '.join(remedies)}"
     )
 
 
