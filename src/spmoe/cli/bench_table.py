@@ -21,11 +21,6 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
     """Print the results of one workload: ten columns, or with `wide` all of them, one line per row."""
     console = Console(highlight=False, markup=False, emoji=False)
     table = _wide_table(rows) if wide else _table(rows)
-    width = Console(width=1000).measure(table).maximum
-    if wide:
-        console.width = max(console.width, width)  # even if the terminal is narrow
-    else:
-        console.width = max(console.width, min(width, _LEAST_WIDTH if console.is_terminal else _MAX_WIDTH))
     link = "emulated link" if machine["link_source"] == "emulated" else f"link ({machine['link_source']})"
     link_speed, memory_speed = machine["link_bytes_per_second"] / 1e9, machine["memory_bytes_per_second"] / 1e9
     name = f"{machine['matrix']}: " if machine.get("matrix") else ""
@@ -38,7 +33,8 @@ def print_table(machine: Row, rows: list[Row], *, legend: bool, wide: bool) -> N
     )
     if machine.get("weights_note"):
         console.print(machine["weights_note"], soft_wrap=True)
-    console.print(table)
+    most = None if wide else _LEAST_WIDTH if console.is_terminal else _MAX_WIDTH
+    console.print_whole(table, most)
     if legend:
         console.print(_WIDE_LEGEND if wide else _LEGEND, style="dim", soft_wrap=True)
     steps = {k: row for row in rows if (k := row["num_speculative_tokens"]) != "auto"}  # auto has steps of many lengths

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import rich.console
+from rich.table import Table
 from rich.text import Text
 
 from spmoe.errors import UsageError, printable
@@ -22,6 +23,12 @@ class Console(rich.console.Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a text with its control characters as escapes; every cell and line goes through here."""
         return super().render_str(printable(text), **options)
+
+    def print_whole(self, table: Table, most: int | None = None) -> None:
+        """Print a table without cutting its cells, even if it is wider than the terminal; `most`: its columns then."""
+        width = Console(width=1000).measure(table).maximum
+        self.width = max(self.width, width if most is None else min(width, most))
+        self.print(table)
 
 
 class _PrintableFormatter(logging.Formatter):

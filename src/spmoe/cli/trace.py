@@ -214,9 +214,8 @@ def replay_trace(
         for place, result in ranked:
             print(json.dumps({**result.to_dict(), "rank": place, "lossless": _is_lossless(recorded)}))
     else:
-        table, console = _table(ranked), Console(highlight=False, markup=False, emoji=False)
-        console.width = max(console.width, Console(width=1000).measure(table).maximum)  # never wrap a row
-        console.print(table)
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print_whole(_table(ranked))
         if live := _recorded_line(recorded):
             console.print(live, soft_wrap=True)
 

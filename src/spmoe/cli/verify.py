@@ -325,9 +325,7 @@ def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) ->
     dtype = dtype_name(verification.dtype)
     name = "the included pair" if generated.model == shipped_pair()[0] else generated.model
     console = Console(highlight=False, markup=False, emoji=False)
-    table = _table(verification.results)
-    console.width = max(console.width, Console(width=1000).measure(table).maximum)  # never cut a cell
-    console.print(table)
+    console.print_whole(_table(verification.results))
     for line in _divergences(verification, generated.tokenizer):
         console.print(line, soft_wrap=True)
     console.print(
