@@ -232,16 +232,16 @@ def positive_scale(largest: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
     return torch.where(largest == 0, 1.0, scale).to(dtype)
 
 
-_SCALE_SUFFIXES = {torch.bfloat16: "", torch.float16: "-f16", torch.float32: "-f32"}
+_SCALE_SUFFIXES = {torch.bfloat16: "-bf16", torch.float16: "-f16", torch.float32: "-f32"}
 
 
-def scale_suffix(dtype: torch.dtype) -> str:
-    """Return the part of a name that says the dtype of scales; empty for bfloat16, the default."""
-    return _SCALE_SUFFIXES[dtype]
+def scale_suffix(dtype: torch.dtype, default: torch.dtype = torch.bfloat16) -> str:
+    """Return the part of a name that says the dtype of scales; empty for the default."""
+    return "" if dtype == default else _SCALE_SUFFIXES[dtype]
 
 
 def split_scale_suffix(name: str) -> tuple[str, torch.dtype]:
     """Split a name into the part before `scale_suffix` and the dtype of scales."""
-    suffixed = ((dtype, suffix) for dtype, suffix in _SCALE_SUFFIXES.items() if suffix and name.endswith(suffix))
+    suffixed = ((dtype, suffix) for dtype, suffix in _SCALE_SUFFIXES.items() if name.endswith(suffix))
     dtype, suffix = next(suffixed, (torch.bfloat16, ""))
     return name.removesuffix(suffix), dtype

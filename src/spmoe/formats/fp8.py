@@ -18,6 +18,7 @@ from spmoe.formats.base import (
     by_group,
     lookup,
     positive_scale,
+    scale_suffix,
 )
 from spmoe.formats.layout import Part, dtype_name
 from spmoe.registry import WEIGHT_FORMATS
@@ -26,7 +27,6 @@ NAMES = ("fp8-block128", "fp8-channel", "fp8-tensor")
 
 _LARGEST = 448.0  # of e4m3
 _ALL = 0  # a block's side that spans the whole matrix
-_SCALE_SUFFIXES = {torch.float32: "", torch.bfloat16: "-bf16", torch.float16: "-f16"}  # of names
 
 
 @WEIGHT_FORMATS.register(*NAMES)
@@ -46,7 +46,7 @@ class Fp8(WeightFormat):
     def name(self) -> str:
         sizes = f"block{self.rows}" if self.rows == self.columns else f"block{self.rows}x{self.columns}"
         stem = {(1, _ALL): "channel", (_ALL, _ALL): "tensor"}.get((self.rows, self.columns), sizes)
-        return f"fp8-{stem}{_SCALE_SUFFIXES[self.scale_dtype]}"
+        return f"fp8-{stem}{scale_suffix(self.scale_dtype, torch.float32)}"
 
     @classmethod
     def from_name(cls, name: str) -> Self:
