@@ -278,7 +278,7 @@ class CudaResidency:
         self._forward = forward
         if (device := self.buffers.state.device).type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        self._words[ABORTED] = self._last
+        self._words[ABORTED] = self._last  # a capture that failed may have left a later ticket
         self._first = self._last + 1
         self._last += len(forward.layers) + 1
         self._under_way = True

@@ -207,7 +207,7 @@ class Loop:
         return self.target.batches and self.has_read(sequence)
 
     def num_unread(self, sequence: Sequence) -> int:
-        """Return the number of tokens that a sequence's next turn reads of its prompt; 0 once it was read."""
+        """Return the number of prompt tokens that a sequence's next turn reads; 0 once its prompt was read."""
         if self.has_read(sequence):
             return 0
         pending = (len(sequence.tokens) - (0 if kv is None else kv.length) for _, kv in self._kv_caches(sequence))

@@ -2,8 +2,8 @@
 
 Requests advance in turns, on the engine's thread. The first one of a round runs a step of all sequences that can run
 together; the others find their tokens here when it is their turn. So sequences join and leave between two steps, and a
-request that ends, or is cancelled, has computed at most one step too many. Between two steps, prompts are read for as
-many tokens as one chunk has, those that arrived first at first.
+request that ends, or is cancelled, has computed at most one step too many. Between two steps, at most one chunk of
+prompt tokens is read, in order of arrival.
 
 Sequences take KV memory as they grow. If it runs out, the youngest is preempted: its KV cache goes to host memory, and
 it resumes, with all of its tokens, as soon as there is place again.
