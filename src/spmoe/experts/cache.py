@@ -148,9 +148,9 @@ class ExpertCache:
         chances = [self.eviction.chance(key) for key in keys]
         evicted = [0.0] * min(len(keys), len(self._free))
         if lacking := len(keys) - len(evicted):
-            not_evictable = self._not_evictable()
-            evictable = int(np.count_nonzero(self.present & ~not_evictable))
-            victims = self.eviction.victims(min(lacking, evictable), not_evictable, float("inf"), keys[0].layer) or []
+            held = self._not_evictable()
+            evictable = int(np.count_nonzero(self.present & ~held))
+            victims = self.eviction.victims(min(lacking, evictable), held, math.inf, keys[0].layer) or []
             evicted += sorted(self.eviction.chance(victim) for victim in victims)
             evicted += [1.0] * (len(keys) - len(evicted))  # they wait for a slot
         best_first = sorted(range(len(keys)), key=lambda i: -chances[i])
@@ -169,9 +169,11 @@ class ExpertCache:
         lacking = len(keys) - len(self._free)
         victims: list[ExpertKey] | None = []
         if lacking > 0:
-            not_evictable = self._not_evictable()
-            evictable = int(np.count_nonzero(self.present & ~not_evictable))
-            victims = self.eviction.victims(min(lacking, evictable), not_evictable, float("inf"), keys[0].layer)
+            held = self._not_evictable()
+            victims = self.eviction.victims(lacking, held, math.inf, keys[0].layer)
+            if victims is None:  # fewer can be evicted
+                evictable = int(np.count_nonzero(self.present & ~held))
+                victims = self.eviction.victims(evictable, held, math.inf, keys[0].layer)
         free: list[ExpertKey | None] = [None] * min(len(keys), len(self._free))
         for key, victim in zip(keys, [*free, *(victims or ())], strict=False):
             yield self._insert(key, False, None if victim is None else self._remove(victim))

@@ -208,22 +208,22 @@ class ExpertPool:
             self._demands.append(demand)
             try:
                 self._require_open()
-                self._loads.reap()
                 self._cache.eviction.on_layer(layer)
                 hits = [expert for expert in experts if expert not in missing]
-                self._ledger.hit(len(hits))
                 resident = [entry for e in hits if (entry := self._cache.get(ExpertKey(layer, e))) is not None]
+                if missing:  # before anything is counted: the device waits for them
+                    for entry in resident:
+                        self._cache.pin(entry)
+                        demand.held.append(entry)
+                    self._pin_residents(layer, missing, demand)
+                    self._demand_absent(demand, choose_for_cpu)
+                self._loads.reap()
+                self._ledger.hit(len(hits))
                 if resident:
                     self._cache.eviction.on_use(layer, [entry.key.expert for entry in resident])
                 for entry in resident:
                     if entry.prefetched:
                         self._use_prefetched(entry)
-                    if missing:
-                        self._cache.pin(entry)
-                        demand.held.append(entry)
-                if missing:
-                    self._pin_residents(layer, missing, demand)
-                    self._demand_absent(demand, choose_for_cpu)
             except BaseException:
                 self.abandon(demand)
                 raise

@@ -143,12 +143,12 @@ class ScoredEviction:
         # free: bool [layers, experts], which may be changed
         if n == 0:
             return []
+        if n == 1:
+            return self._lowest(np.where(free, self.scores(), np.inf).ravel(), below)
         numbers = free.ravel().nonzero()[0]
         if n > len(numbers):
             return None
         scores = self.scores().ravel()[numbers]
-        if n == 1:
-            return self._lowest(numbers, scores, below)
         ranked = scores.copy()
         ranked.partition(n - 1)
         highest = ranked[n - 1]  # of the n lowest scores
@@ -159,17 +159,18 @@ class ScoredEviction:
         victims: list[int] = numbers[np.lexsort((self._last_touch.ravel()[numbers], scores[among]))[:n]].tolist()
         return victims
 
-    def _lowest(self, numbers: np.ndarray, scores: np.ndarray, below: float) -> list[int] | None:
-        """Return the first victim among these experts."""  # scores: [numbers], which is changed
-        at = scores.argmin()
+    def _lowest(self, scores: np.ndarray, below: float) -> list[int] | None:
+        """Return the first victim by these scores, which are infinite for experts that must stay."""
+        # scores: [experts of all layers], which is changed
+        at = int(scores.argmin())
         lowest = scores.item(at)
         if lowest >= below:
             return None
         scores[at] = np.inf
         if scores.item(scores.argmin()) > lowest:
-            return [numbers.item(at)]
+            return [at]
         scores[at] = lowest
-        numbers = numbers[scores == lowest]
+        numbers = (scores == lowest).nonzero()[0]
         return [numbers.item(self._last_touch.ravel()[numbers].argmin())]
 
     def _touch(self, numbers: np.ndarray) -> None:
