@@ -1,7 +1,8 @@
-"""Garbage collection is paused until the last pause ends; a waiting loop lets other threads run."""
+"""Garbage collection is paused until the last pause ends; a waiting loop lets other threads run; sleeps are short."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 
 import pytest
 
+from spmoe.engine.engine_thread import EngineThread
 from spmoe.interpreter import gc_paused, let_others_run
 
 
@@ -92,3 +94,16 @@ def test_a_loop_lets_other_threads_run() -> None:
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+def test_the_engine_thread_is_woken_in_time() -> None:
+    def timer_slack() -> int:
+        return int(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK, ns
+
+    before, engine = timer_slack(), EngineThread("test")
+    try:
+        assert engine.call(timer_slack) == 1000 < before
+    finally:
+        engine.close()
+    assert timer_slack() == before

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from spmoe.errors import SpmoeError
+from spmoe.interpreter import shorten_sleeps
 
 T = TypeVar("T")
 
@@ -236,6 +237,7 @@ class EngineThread:
     # ---- on the thread
 
     def _run(self) -> None:
+        shorten_sleeps()
         while not self._ended:
             try:
                 self._serve()
