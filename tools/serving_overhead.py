@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable
 
 from spmoe import LLM, AsyncLLM, SamplingParams
+from spmoe.errors import SpmoeError
 from spmoe.models.shipped import sample_text
 from spmoe.serve.address import bind
 from spmoe.serve.app import make_app
@@ -42,6 +43,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    try:
+        run(options)
+    except SpmoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure the engine and a server over it, and print the medians."""
     with AsyncLLM(
         options.model,
         options.draft if options.k else None,
