@@ -170,6 +170,54 @@ def test_16_bit_text_does_not_depend_on_the_number_of_draft_tokens(dtype: str) -
         assert [k for k, text in found.items() if text != found[0]] == []
 
 
+@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize("check", ["host", "device"])
+def test_16_bit_text_does_not_depend_on_company(k: int, check: Literal["host", "device"]) -> None:
+    """Eight sequences with one draft token each are 16 rows, as many as kernels compute batch-invariantly."""
+    prompts = [sample_text()[500 * number :][: 40 + 90 * number] for number in range(8)]
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    with LLM(
+        dtype="bfloat16", device="cuda", expert_memory="40%", residency_check=check,
+        num_speculative_tokens=k, max_num_seqs=8, enable_prefix_caching=False, progress=False,
+    ) as llm:  # fmt: skip
+        assert llm.engine.target.batches
+        alone = [tokens(llm, params, [prompt])[0] for prompt in prompts]
+        assert tokens(llm, params, prompts) == alone
+
+
+@pytest.mark.parametrize("draft", ["auto", "self:int4", None])
+def test_sequences_that_wait_for_kv_memory_resume(draft: str | None) -> None:
+    prompts = [prompt[:60] for prompt in PROMPTS] * 2
+    with LLM(None, draft, dtype="float32", device="cuda", expert_memory="25%", progress=False) as llm:
+        for runner in (llm.engine.target, llm.engine.parts.drafter.runner):
+            if runner is not None:
+                runner.kv_pool.plan(300, 300, reuse_prefixes=True)
+        found = tokens(llm, replace(GREEDY, max_tokens=160), prompts)
+        assert llm.num_preemptions > 0
+    with LLM(dtype="float32", device="cpu", num_speculative_tokens=0, progress=False) as llm:
+        assert found == tokens(llm, replace(GREEDY, max_tokens=160), prompts[:3]) * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8-block128", "fp8-channel", "int8-channel", "int8-g32", "int4-g32", "int4-asym-g32", "mxfp4", "nvfp4"]
+)
+def test_packed_experts_give_the_tokens_of_the_cpu(name: str) -> None:
+    with LLM(dtype="float32", device="cpu", expert_format=name, num_speculative_tokens=0, progress=False) as llm:
+        plain = tokens(llm)
+    for options in ({}, {"residency_check": "device"}, {"cpu_experts": "auto"}, {"enforce_eager": True}):
+        given: dict[str, Any] = {"expert_memory": "25%", **options}
+        with LLM(dtype="float32", device="cuda", expert_format=name, progress=False, **given) as llm:
+            assert tokens(llm) == plain, options
+
+
+def test_bf16_packed_experts_give_the_text_of_bfloat16() -> None:
+    params, found = SamplingParams(max_tokens=160, ignore_eos=True), []
+    for name in ("bfloat16", "bf16-packed"):
+        with LLM(dtype="bfloat16", device="cuda", expert_format=name, expert_memory="40%", progress=False) as llm:
+            found.append(tokens(llm, params))
+    assert found[0] == found[1]
+
+
 def test_sampled_tokens_depend_on_the_seed_only() -> None:
     with LLM(dtype="float32", device="cuda", expert_memory="25%", progress=False) as llm:
         assert tokens(llm, SAMPLED) == tokens(llm, SAMPLED)
