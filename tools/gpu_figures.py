@@ -49,6 +49,16 @@ MEASUREMENTS = (
         "python tools/hit_speed.py qwen3-30b-a3b --load-format dummy --expert-memory 50% --rows 1 --steps 40",
     ),
     Measurement(
+        "start-qwen3",
+        300,
+        "python tools/start_speed.py qwen3-30b-a3b --write /tmp/spmoe-qwen3-30b-a3b --device cuda --expert-memory 25%",
+    ),
+    Measurement(
+        "start-gpt-oss-120b",
+        240,
+        "python tools/start_speed.py gpt-oss-120b --load-format dummy --device cuda --expert-memory 16GiB",
+    ),
+    Measurement(
         "formats",
         400,
         "python tools/format_speed.py --draft none --shape mixtral-8x7b --device cuda --expert-memory 25%",
