@@ -51,12 +51,13 @@ from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
 from spmoe.config import ONE_BY_ONE, Cutoff, Size
 from spmoe.engine.llm import Generation
+from spmoe.engine.loop import Loop
 from spmoe.errors import TransferError
 from spmoe.experts.eviction.draft_informed import DraftInformed
 from spmoe.experts.run_ahead import RunAhead
 from spmoe.formats.base import weight_format
 from spmoe.models import families, runner
-from spmoe.models.decode_graphs import DecodeGraphs
+from spmoe.models.decode_graphs import DecodeGraph, DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
 from spmoe.models.kv_pool import KvPool
@@ -349,6 +350,55 @@ def test_verification_is_launched_behind_the_draft(
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(pair.target, PROMPT, COUNT)
     assert len(launched_ahead) >= 3
     assert all(launched_ahead[:-1]), "the last step may have no draft, if it may add only one token"
+
+
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_plain_steps_are_launched_before_the_host_has_accounted_for_the_last(
+    cuda: FakeCuda,
+    mixtral_pair: Pair,
+    launched_ahead: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    draft: str | None,
+    params: SamplingParams,
+    memory: str,
+) -> None:
+    name = name_of(mixtral_pair, draft)
+    options: dict[str, Any] = {"dtype": "float32", "progress": False, "expert_memory": memory}
+    with LLM(str(mixtral_pair.target), name, num_speculative_tokens=0, enforce_eager=True, **options) as llm:
+        expected = llm.generate(PROMPT, params)[0].token_ids
+    replayed: list[int] = []  # forwards that were replayed when a step begins to account
+    account, launch_first = Loop._account, DecodeGraph.launch_first
+    starts: list[object] = []
+
+    def noted_account(*args: Any) -> None:
+        replayed.append(len(starts))
+        account(*args)
+
+    def noted_launch(self: DecodeGraph, tokens: list[int] | None, ranges: Any) -> None:
+        starts.append(tokens)
+        launch_first(self, tokens, ranges)
+
+    monkeypatch.setattr(Loop, "_account", noted_account)
+    monkeypatch.setattr(DecodeGraph, "launch_first", noted_launch)
+    with LLM(str(mixtral_pair.target), name, num_speculative_tokens=0 if draft is None else "auto", **options) as llm:
+        monkeypatch.setattr(Loop, "_num_draft_tokens", lambda *args: 0)
+        monkeypatch.setattr(Loop, "_compare_draft", lambda *args: False)
+        launched_ahead.clear()
+        starts.clear()
+        replayed.clear()
+        assert llm.generate(PROMPT, params)[0].token_ids == expected
+        assert launched_ahead == [True] * (COUNT - 1)
+        # the step that reads the prompt launches the first one, and the last step launches none
+        assert replayed == [*range(1, COUNT), COUNT - 1]
+        assert len(starts) == COUNT - 1
+        launched_ahead.clear()
+        streams = [llm.stream(PROMPT, params) for _ in range(2)]
+        live = [iter(stream) for stream in streams]
+        while live:
+            live = [pieces for pieces in live if next(pieces, None) is not None]
+        assert [stream.token_ids for stream in streams] == [expected] * 2
 
 
 @pytest.mark.parametrize("memory", [memory_for(3), "100%"])

@@ -108,6 +108,35 @@ def test_verification_is_launched_only_behind_a_draft_of_the_same_k(ahead: RunAh
     assert not launches
 
 
+def launch_plain(ahead: RunAhead) -> None:
+    ahead.plan_plain(1, 5)
+    ahead.launch_verify(0, 5, 4, lambda: "graph")
+    assert ahead.launched is Launched.VERIFY
+
+
+def test_plain_step_is_taken_without_a_draft(ahead: RunAhead) -> None:
+    launch_plain(ahead)
+    ahead.keep_only([1])
+    assert ahead.take_verify("graph", [5], 4)
+    assert ahead.launched is Launched.NOTHING
+    assert not ahead.take_verify("graph", [5], 4), "it counts once"
+
+
+@pytest.mark.parametrize(("graph", "tokens", "length"), [("other", [5], 4), ("graph", [6], 4), ("graph", [5], 5)])
+def test_another_plain_step_is_launched_again(ahead: RunAhead, graph: str, tokens: list[int], length: int) -> None:
+    launch_plain(ahead)
+    assert not ahead.take_verify(graph, tokens, length)
+
+
+def test_plain_step_is_not_that_of_another_sequence_or_a_draft(ahead: RunAhead) -> None:
+    launch_plain(ahead)
+    ahead.keep_only([2])
+    assert not ahead.take_verify("graph", [5], 4), "of another sequence, with the same token and length"
+    launch_plain(ahead)
+    assert ahead.take_draft(1, 5, 3) is None
+    assert not ahead.take_verify("graph", [5], 4)
+
+
 def test_any_other_launch_invalidates(ahead: RunAhead) -> None:
     launch_both(ahead)
     ahead.note_launch()

@@ -572,15 +572,18 @@ class Loop:
 
     def _launch_next(self, turn: Turn) -> None:
         """Let a device start the next draft, and its verification behind it, while the host accounts for this step."""
-        sequence = turn.sequence
-        if (k := self._num_draft_tokens([turn])) < 1:
+        sequence, kv = turn.sequence, self._target_kv[turn.sequence.id]
+        if turn.max_new_tokens < 1:
             return
-        kv = self._target_kv[sequence.id]
+        k = self._num_draft_tokens([turn])
 
         def launch() -> None:
-            self.drafter.launch(sequence, k, self._observers)
+            if k:
+                self.drafter.launch(sequence, k, self._observers)
+            elif self.target.captures:
+                self._experts.run_ahead.plan_plain(sequence.id, len(sequence.tokens))
             if len(sequence.tokens) == kv.length + 1:
-                self.target.launch_verify(sequence.tokens[-1], k, kv, self._target_observer())
+                self.target.launch_verify(sequence.tokens[-1], k, kv, self._step_observer(k))
 
         if (error := self._experts.run_ahead.launch_next(launch)) is not None:
             self._failed_launches[sequence.id] = error

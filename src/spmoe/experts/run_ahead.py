@@ -4,7 +4,7 @@ A CUDA device is given work before the host asks for its result, so that neither
 
 - the next step's draft is launched as soon as this step's tokens are known (`launch_draft`);
 - the first graph of its verification is launched behind it, and reads the draft's tokens on the device
-  (`launch_verify`);
+  (`launch_verify`). A step without a draft has only that (`plan_plain`);
 - bookkeeping of a layer whose routed experts were all READY is deferred until the next layer's kernels are launched
   (`defer`, `settle`);
 - prefetch requests of a draft are read and submitted while the device goes on (`reading_predictions`, `wait`).
@@ -32,7 +32,7 @@ class Launched(Enum):
     """Part of the next step that has been launched."""
 
     NOTHING = "nothing"
-    DRAFT = "the draft"
+    DRAFT = "the draft, if the step has one"
     VERIFY = "the draft, and the first graph of its verification behind it"
 
 
@@ -81,6 +81,12 @@ class RunAhead:
         self.invalidate()
         with self._own_launch():
             self._draft = _Draft(sequence_id, length, k, launch())
+        self.launched = Launched.DRAFT
+
+    def plan_plain(self, sequence_id: int, length: int) -> None:
+        """Let the next step of a sequence of `length` tokens have no draft; earlier launches become invalid."""
+        self.invalidate()
+        self._draft = _Draft(sequence_id, length, 0, list, tokens=[])
         self.launched = Launched.DRAFT
 
     def take_draft(self, sequence_id: int, length: int, k: int) -> list[int] | None:
