@@ -7,8 +7,10 @@ device is explained in tests/fake_cuda.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +52,7 @@ from spmoe.bench.configs import make_configs
 from spmoe.bench.runs import BenchJob, BenchRunner
 from spmoe.bench.scenario import PolicyPair
 from spmoe.config import ONE_BY_ONE, Cutoff, Size
+from spmoe.engine.engine import _warm_up_tokens
 from spmoe.engine.llm import Generation
 from spmoe.engine.loop import Loop
 from spmoe.errors import TransferError
@@ -469,6 +472,14 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
     assert min(steps) > 0
     assert stats.prompt_counters.stall_seconds // 100 == steps[0]
     assert stats.decode_counters.stall_seconds // 100 == sum(steps[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 512, 1000])
+def test_warm_up_prompts_give_experts_different_numbers_of_rows(rows: int) -> None:
+    counts = sorted(Counter(_warm_up_tokens(rows)).values(), reverse=True)
+    assert sum(counts) == rows
+    assert len(counts) <= rows.bit_length(), "more tokens would load more experts"
+    assert all(before - 1 <= 2 * after <= before + 1 or after == 1 for before, after in itertools.pairwise(counts))
 
 
 def test_warm_up_of_later_draft_passes_keeps_the_kv_cache(cuda: FakeCuda, mixtral_pair: Pair) -> None:

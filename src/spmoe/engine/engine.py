@@ -272,11 +272,11 @@ class Engine:
         log.info("compiled kernels and captured CUDA graphs in %.1f s", self.parts.clock.now() - started)
 
     def _warm_up(self, runner: ModelRunner, rows: int) -> None:
-        """Read a prompt whose tokens are all equal, so that few experts are loaded. It allocates the KV arena too."""
+        """Read a prompt. It allocates the KV arena too."""
         rows = min(rows, runner.max_positions)
         with self.experts.ledger.ignore_demand(), runner.temporary_kv(rows) as kv:
             self.experts.step.begin()
-            runner.forward([0] * rows, kv, 1)
+            runner.forward([number % runner.vocab_size for number in _warm_up_tokens(rows)], kv, 1)
             self.experts.step.end()
 
     def learn_cutoff(self) -> None:
@@ -401,6 +401,18 @@ def configure_experts(experts: Experts, config: EngineConfig) -> None:
     """Apply the options that may change between requests."""
     experts.pool.set_batching(config.batching)
     experts.scheduler.overlap = config.overlap
+
+
+def _warm_up_tokens(rows: int) -> list[int]:
+    """Return few different tokens, each half as often as the one before.
+
+    So few experts are loaded, and they get as different numbers of rows as those of a real prompt: libraries load
+    another kernel for each.
+    """
+    tokens: list[int] = []
+    while (left := rows - len(tokens)) > 0:
+        tokens += [rows.bit_length() - left.bit_length()] * -(-left // 2)
+    return tokens
 
 
 def _warm_up_rows(chunk: int) -> list[int]:
