@@ -57,7 +57,7 @@ from spmoe.engine.llm import Generation
 from spmoe.engine.loop import Loop
 from spmoe.errors import TransferError
 from spmoe.experts.eviction.draft_informed import DraftInformed
-from spmoe.experts.run_ahead import RunAhead
+from spmoe.experts.run_ahead import Launched, RunAhead
 from spmoe.formats.base import weight_format
 from spmoe.models import families, runner
 from spmoe.models.decode_graphs import DecodeGraph, DecodeGraphs
@@ -402,6 +402,30 @@ def test_plain_steps_are_launched_before_the_host_has_accounted_for_the_last(
         while live:
             live = [pieces for pieces in live if next(pieces, None) is not None]
         assert [stream.token_ids for stream in streams] == [expected] * 2
+
+
+def test_no_plain_step_is_launched_before_the_draft_is_compared(
+    cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison would discard it."""
+    discarded: list[bool] = []
+    note_launch = RunAhead.note_launch
+
+    def noted(self: RunAhead) -> None:
+        discarded.append(not self._launching and self.launched is Launched.VERIFY)
+        note_launch(self)
+
+    monkeypatch.setattr(RunAhead, "note_launch", noted)
+    monkeypatch.setattr(Loop, "_num_draft_tokens", lambda *args: 0)
+    monkeypatch.setattr(Governor, "wants_comparison", lambda self, tokens, free=False: tokens >= 3)
+    options: dict[str, Any] = {"num_speculative_tokens": "auto", "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), str(mixtral_pair.good), **options) as llm:
+        discarded.clear()
+        launched_ahead.clear()
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == greedy_tokens(mixtral_pair.target, PROMPT, COUNT)
+    assert not any(discarded)
+    assert launched_ahead.count(False) > 1, "steps that begin with a comparison"
+    assert launched_ahead.count(True) > 1
 
 
 @pytest.mark.parametrize("memory", [memory_for(3), "100%"])

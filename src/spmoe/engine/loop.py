@@ -371,18 +371,24 @@ class Loop:
         So it learns acceptance without drafting.
         """
         sequence = turns[0].sequence
-        if self.governors is None or len(turns) > 1 or not sequence.drafts or not self._have_read(turns):
+        if self.governors is None or len(turns) > 1 or not self._have_read(turns):
             return False
-        governor, reads = self.governors.of(1), self.drafter.runner is not None
         try:
-            if not governor.wants_comparison(self.drafter.num_comparable(sequence), free=not reads):
+            if not self._wants_comparison(sequence):
                 return False
             started = self._clock.now()
             matches = self.drafter.compare(sequence)
         except Exception as error:  # of any model
             raise DraftError(reason(error)) from error
-        governor.learn_matches(matches, self._clock.now() - started)
-        return reads
+        self.governors.of(1).learn_matches(matches, self._clock.now() - started)
+        return self.drafter.runner is not None
+
+    def _wants_comparison(self, sequence: Sequence) -> bool:
+        """Return whether the governor wants to know what the drafts of a sequence's plain steps would have been."""
+        if self.governors is None or not sequence.drafts:
+            return False
+        count, free = self.drafter.num_comparable(sequence), self.drafter.runner is None
+        return self.governors.of(1).wants_comparison(count, free=free)
 
     def _propose(self, sequences: abc.Sequence[Sequence], k: int) -> dict[int, Draft]:
         """Return drafts by sequence id; a draft that cannot be used is left out, and nothing else is affected."""
@@ -580,7 +586,7 @@ class Loop:
         def launch() -> None:
             if k:
                 self.drafter.launch(sequence, k, self._observers)
-            elif self.target.captures:
+            elif self.target.captures and (self.drafter.runner is None or not self._wants_comparison(sequence)):
                 self._experts.run_ahead.plan_plain(sequence.id, len(sequence.tokens))
             if len(sequence.tokens) == kv.length + 1:
                 self.target.launch_verify(sequence.tokens[-1], k, kv, self._step_observer(k))
