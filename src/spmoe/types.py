@@ -256,6 +256,7 @@ class Turn(NamedTuple):
 
     sequence: Sequence
     max_new_tokens: int  # that the step may add
+    repeats: bool = True  # whether the next step is of the same sequences, so that a device may start it
 
 
 @dataclass(frozen=True, slots=True)

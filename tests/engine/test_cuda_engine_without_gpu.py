@@ -333,8 +333,8 @@ def launched_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     take_verify = RunAhead.take_verify
 
-    def take(self: RunAhead, graph: Any, tokens: list[int], length: int) -> bool:
-        found.append(take_verify(self, graph, tokens, length))
+    def take(self: RunAhead, graph: Any, tokens: list[int], ranges: Any) -> bool:
+        found.append(take_verify(self, graph, tokens, ranges))
         return found[-1]
 
     monkeypatch.setattr(RunAhead, "take_verify", take)
@@ -1094,6 +1094,22 @@ def test_sequences_grow_are_preempted_and_resume(
         assert cuda.recorder.captured == captured
     assert found == [greedy(model, prompt, count) for prompt in prompts]
     assert max(batch_sizes) > 1
+
+
+@pytest.mark.parametrize("memory", [memory_for(3), "100%"])
+@pytest.mark.parametrize("counts", [(20, 20, 20), (20, 9, 14)], ids=["end-together", "end-one-by-one"])
+def test_plain_steps_of_several_sequences_are_launched_ahead(
+    cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], counts: tuple[int, ...], memory: str
+) -> None:
+    """Also while one of them ends; then the launched forward is that of other sequences."""
+    model, prompts = reference(mixtral_pair.target), [PROMPT, *OTHER_PROMPTS[:2]]
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "expert_memory": memory, "dtype": "float32"}
+    with LLM(str(mixtral_pair.target), None, progress=False, **options) as llm:
+        launched_ahead.clear()
+        found = llm.generate(prompts, [replace(GREEDY, max_tokens=count) for count in counts])
+    assert [one.token_ids for one in found] == [greedy(model, *one) for one in zip(prompts, counts, strict=True)]
+    assert len(launched_ahead) == max(counts) - 1, "they run together"
+    assert launched_ahead.count(False) <= 2 + len(set(counts)), "where sequences have joined or ended"
 
 
 def test_completions_of_a_prompt_copy_its_keys(cuda: FakeCuda, mixtral_pair: Pair) -> None:

@@ -12,6 +12,7 @@ import pytest
 from spmoe.experts.run_ahead import Launched, RunAhead
 
 TOKENS = [6, 7, 8]
+RANGES = [(0, 4, 9)]  # of one sequence: start, length, capacity
 
 
 class Scheduler:
@@ -39,7 +40,7 @@ def launch_draft(ahead: RunAhead, tokens: list[int] = TOKENS) -> None:
 
 def launch_both(ahead: RunAhead, graph: object = "graph") -> None:
     launch_draft(ahead)
-    ahead.launch_verify(3, 5, 4, lambda: graph)
+    ahead.launch_verify(3, [5], RANGES, lambda: graph)
 
 
 def test_draft_is_taken_once_for_the_same_sequence_length_and_k(ahead: RunAhead) -> None:
@@ -72,8 +73,8 @@ def test_verification_is_taken_for_the_tokens_of_its_draft(ahead: RunAhead) -> N
     assert ahead.launched is Launched.VERIFY
     tokens = ahead.take_draft(1, 5, 3)
     assert tokens == TOKENS
-    assert ahead.take_verify("graph", [5, *tokens], 4)
-    assert not ahead.take_verify("graph", [5, *tokens], 4), "it counts once"
+    assert ahead.take_verify("graph", [5, *tokens], RANGES)
+    assert not ahead.take_verify("graph", [5, *tokens], RANGES), "it counts once"
 
 
 @pytest.mark.parametrize(
@@ -90,51 +91,70 @@ def test_verification_of_anything_else_is_launched_again(
 ) -> None:
     launch_both(ahead)
     ahead.take_draft(1, 5, 3)
-    assert not ahead.take_verify(graph, tokens, length)
+    assert not ahead.take_verify(graph, tokens, [(0, length, 9)])
 
 
 def test_verification_does_not_count_before_its_draft_was_read(ahead: RunAhead) -> None:
     launch_both(ahead)
-    assert not ahead.take_verify("graph", [5, *TOKENS], 4)
+    assert not ahead.take_verify("graph", [5, *TOKENS], RANGES)
 
 
 def test_verification_is_launched_only_behind_a_draft_of_the_same_k(ahead: RunAhead) -> None:
     launches: list[str] = []
-    ahead.launch_verify(3, 5, 4, lambda: launches.append("no draft"))
+    ahead.launch_verify(3, [5], RANGES, lambda: launches.append("no draft"))
     launch_draft(ahead)
-    ahead.launch_verify(2, 5, 4, lambda: launches.append("another K"))
+    ahead.launch_verify(2, [5], RANGES, lambda: launches.append("another K"))
     ahead.note_launch()
-    ahead.launch_verify(3, 5, 4, lambda: launches.append("something between"))
+    ahead.launch_verify(3, [5], RANGES, lambda: launches.append("something between"))
     assert not launches
 
 
 def launch_plain(ahead: RunAhead) -> None:
-    ahead.plan_plain(1, 5)
-    ahead.launch_verify(0, 5, 4, lambda: "graph")
+    ahead.plan_plain([1])
+    ahead.launch_verify(0, [5], RANGES, lambda: "graph")
     assert ahead.launched is Launched.VERIFY
 
 
 def test_plain_step_is_taken_without_a_draft(ahead: RunAhead) -> None:
     launch_plain(ahead)
     ahead.keep_only([1])
-    assert ahead.take_verify("graph", [5], 4)
+    assert ahead.take_verify("graph", [5], RANGES)
     assert ahead.launched is Launched.NOTHING
-    assert not ahead.take_verify("graph", [5], 4), "it counts once"
+    assert not ahead.take_verify("graph", [5], RANGES), "it counts once"
 
 
 @pytest.mark.parametrize(("graph", "tokens", "length"), [("other", [5], 4), ("graph", [6], 4), ("graph", [5], 5)])
 def test_another_plain_step_is_launched_again(ahead: RunAhead, graph: str, tokens: list[int], length: int) -> None:
     launch_plain(ahead)
-    assert not ahead.take_verify(graph, tokens, length)
+    assert not ahead.take_verify(graph, tokens, [(0, length, 9)])
 
 
 def test_plain_step_is_not_that_of_another_sequence_or_a_draft(ahead: RunAhead) -> None:
     launch_plain(ahead)
     ahead.keep_only([2])
-    assert not ahead.take_verify("graph", [5], 4), "of another sequence, with the same token and length"
+    assert not ahead.take_verify("graph", [5], RANGES), "of another sequence, with the same token and length"
     launch_plain(ahead)
     assert ahead.take_draft(1, 5, 3) is None
-    assert not ahead.take_verify("graph", [5], 4)
+    assert not ahead.take_verify("graph", [5], RANGES)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "ranges", "taken"),
+    [
+        ([1, 2], [5, 6], [(0, 4, 9), (9, 7, 9)], True),
+        ([2, 1], [5, 6], [(0, 4, 9), (9, 7, 9)], False),
+        ([1, 2, 3], [5, 6], [(0, 4, 9), (9, 7, 9)], False),
+        ([1, 2], [6, 5], [(0, 4, 9), (9, 7, 9)], False),
+        ([1, 2], [5, 6], [(0, 4, 9), (20, 7, 9)], False),
+    ],
+)
+def test_plain_step_of_several_sequences(
+    ahead: RunAhead, ids: list[int], tokens: list[int], ranges: list[tuple[int, int, int]], taken: bool
+) -> None:
+    ahead.plan_plain([1, 2])
+    ahead.launch_verify(0, [5, 6], [(0, 4, 9), (9, 7, 9)], lambda: "graph")
+    ahead.keep_only(ids)
+    assert ahead.take_verify("graph", tokens, ranges) == taken
 
 
 def test_any_other_launch_invalidates(ahead: RunAhead) -> None:
@@ -142,7 +162,7 @@ def test_any_other_launch_invalidates(ahead: RunAhead) -> None:
     ahead.note_launch()
     assert ahead.launched is Launched.NOTHING
     assert ahead.take_draft(1, 5, 3) is None
-    assert not ahead.take_verify("graph", [5, *TOKENS], 4)
+    assert not ahead.take_verify("graph", [5, *TOKENS], RANGES)
 
 
 def test_own_launches_do_not_invalidate(ahead: RunAhead) -> None:
@@ -151,7 +171,7 @@ def test_own_launches_do_not_invalidate(ahead: RunAhead) -> None:
         return lambda: TOKENS
 
     ahead.launch_draft(1, 5, 3, launch)
-    ahead.launch_verify(3, 5, 4, lambda: ahead.note_launch() or "graph")
+    ahead.launch_verify(3, [5], RANGES, lambda: ahead.note_launch() or "graph")
     assert ahead.launched is Launched.VERIFY
 
 
@@ -164,7 +184,7 @@ def test_launch_that_fails_leaves_nothing_launched(ahead: RunAhead) -> None:
     assert ahead.launched is Launched.NOTHING
     launch_draft(ahead)
     with pytest.raises(RuntimeError):
-        ahead.launch_verify(3, 5, 4, fail)
+        ahead.launch_verify(3, [5], RANGES, fail)
     assert ahead.launched is Launched.NOTHING
     launch_draft(ahead)
     ahead.note_launch()

@@ -124,7 +124,7 @@ class Engine:
                     self.undo_step(sequences, [len(sequence.tokens) for sequence in sequences])
                 else:
                     self._end_drafts(sequences[0], error)
-        return [new for turn in turns for new in self.step([turn])]
+        return [new for turn in turns for new in self.step([turn._replace(repeats=len(turns) == 1)])]
 
     def read_prompt(self, sequence: Sequence) -> bool:
         """Read a chunk of a long prompt; see `Loop.read_prompt`."""

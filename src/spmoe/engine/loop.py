@@ -196,8 +196,8 @@ class Loop:
         self._learn(done, k, before, drafted, compared=compared)
 
         new = [self._accept(*one) for one in done]
-        if len(turns) == 1:
-            self._launch_next(Turn(turns[0].sequence, turns[0].max_new_tokens - len(new[0])))
+        if all(turn.repeats for turn in turns):
+            self._launch_next([Turn(t.sequence, t.max_new_tokens - len(n)) for t, n in zip(turns, new, strict=True)])
         self._account(done, before, drafted)
         self._stopwatch.end_step(k)
         return new
@@ -370,11 +370,11 @@ class Loop:
 
         So it learns acceptance without drafting.
         """
-        sequence = turns[0].sequence
-        if self.governors is None or len(turns) > 1 or not self._have_read(turns):
+        if self.governors is None or not self._have_read(turns):
             return False
+        sequence = turns[0].sequence
         try:
-            if not self._wants_comparison(sequence):
+            if not self._wants_comparison(turns):
                 return False
             started = self._clock.now()
             matches = self.drafter.compare(sequence)
@@ -383,12 +383,17 @@ class Loop:
         self.governors.of(1).learn_matches(matches, self._clock.now() - started)
         return self.drafter.runner is not None
 
-    def _wants_comparison(self, sequence: Sequence) -> bool:
+    def _wants_comparison(self, turns: abc.Sequence[Turn]) -> bool:
         """Return whether the governor wants to know what the drafts of a sequence's plain steps would have been."""
-        if self.governors is None or not sequence.drafts:
+        sequence = turns[0].sequence
+        if self.governors is None or len(turns) > 1 or not sequence.drafts:
             return False
         count, free = self.drafter.num_comparable(sequence), self.drafter.runner is None
         return self.governors.of(1).wants_comparison(count, free=free)
+
+    def _compares_next(self, turns: abc.Sequence[Turn]) -> bool:
+        """Return whether the next step begins with a forward of the draft, which would discard a launched one."""
+        return self.drafter.runner is not None and self._wants_comparison(turns)
 
     def _propose(self, sequences: abc.Sequence[Sequence], k: int) -> dict[int, Draft]:
         """Return drafts by sequence id; a draft that cannot be used is left out, and nothing else is affected."""
@@ -576,23 +581,40 @@ class Loop:
             self._tell_drafter(sequence, lambda: self.drafter.rewind({sequence.id: length}))
         return new
 
-    def _launch_next(self, turn: Turn) -> None:
-        """Let a device start the next draft, and its verification behind it, while the host accounts for this step."""
-        sequence, kv = turn.sequence, self._target_kv[turn.sequence.id]
-        if turn.max_new_tokens < 1:
+    def _launch_next(self, turns: abc.Sequence[Turn]) -> None:
+        """Let a device start the next draft, and its verification behind it, while the host accounts for this step.
+
+        Of several sequences, it starts the next forward if they have no drafts.
+        """
+        k = self._num_draft_tokens(turns)
+        if any(turn.max_new_tokens < 1 for turn in turns) or (k and len(turns) > 1):
             return
-        k = self._num_draft_tokens([turn])
+        sequence = turns[0].sequence
 
         def launch() -> None:
             if k:
                 self.drafter.launch(sequence, k, self._observers)
-            elif self.target.captures and (self.drafter.runner is None or not self._wants_comparison(sequence)):
-                self._experts.run_ahead.plan_plain(sequence.id, len(sequence.tokens))
-            if len(sequence.tokens) == kv.length + 1:
-                self.target.launch_verify(sequence.tokens[-1], k, kv, self._step_observer(k))
+            elif not self.target.captures or self._compares_next(turns):
+                return
+            else:
+                self._experts.run_ahead.plan_plain([turn.sequence.id for turn in turns])
+            self._launch_verify(turns, k)
 
-        if (error := self._experts.run_ahead.launch_next(launch)) is not None:
+        error = self._experts.run_ahead.launch_next(launch)
+        if error is not None and k:  # a forward without a draft is launched again, and raises its error then
             self._failed_launches[sequence.id] = error
+
+    def _launch_verify(self, turns: abc.Sequence[Turn], k: int) -> None:
+        """Launch the verification of the launched draft, or the next forward of sequences without drafts."""
+        caches = [(turn.sequence, self._target_kv[turn.sequence.id]) for turn in turns]
+        if any(len(sequence.tokens) != kv.length + 1 for sequence, kv in caches):
+            return
+        if len(turns) > 1:
+            parts = [RaggedPart(sequence.tokens[-1:], kv, 1) for sequence, kv in caches]
+            self.target.launch_batch(parts, self._step_observer(k))
+        else:
+            ((sequence, kv),) = caches
+            self.target.launch_verify(sequence.tokens[-1], k, kv, self._step_observer(k))
 
     # ---- account
 

@@ -180,6 +180,7 @@ class Scheduler:
                 yield other
 
     def _run(self, batch: list[_Running]) -> None:
-        turns = [Turn(one.sequence, one.max_new_tokens) for one in batch]
+        repeats = len(batch) == len(self._running) and not self.waiting  # else others run, or are read, before the next
+        turns = [Turn(one.sequence, one.max_new_tokens, repeats) for one in batch]
         for one, new in zip(batch, self._engine.step(turns), strict=True):
             one.new = new

@@ -4,7 +4,7 @@ A CUDA device is given work before the host asks for its result, so that neither
 
 - the next step's draft is launched as soon as this step's tokens are known (`launch_draft`);
 - the first graph of its verification is launched behind it, and reads the draft's tokens on the device
-  (`launch_verify`). A step without a draft has only that (`plan_plain`);
+  (`launch_verify`). A step without drafts, of one or several sequences, has only that (`plan_plain`);
 - bookkeeping of a layer whose routed experts were all READY is deferred until the next layer's kernels are launched
   (`defer`, `settle`);
 - prefetch requests of a draft are read and submitted while the device goes on (`reading_predictions`, `wait`).
@@ -26,6 +26,7 @@ from spmoe.experts.transfer import DeviceEvent, Transfer
 from spmoe.interpreter import let_others_run
 
 ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
+KvRanges = Sequence[tuple[int, int, int]]  # start in the KV arena, length before a forward, and capacity
 
 
 class Launched(Enum):
@@ -38,7 +39,7 @@ class Launched(Enum):
 
 @dataclass(slots=True)
 class _Draft:
-    sequence_id: int
+    sequence_ids: list[int]  # one, or several if K is 0
     length: int  # tokens of the sequence when the draft was launched
     k: int
     read: ReadTokens
@@ -48,8 +49,8 @@ class _Draft:
 @dataclass(frozen=True, slots=True)
 class _Verify:
     graph: object  # the captured forward
-    token: int  # the sequence's last token, which the draft's tokens follow
-    length: int  # positions in the KV cache before it
+    tokens: list[int]  # the last token of each sequence, which the draft's tokens follow
+    ranges: KvRanges  # of the sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +81,19 @@ class RunAhead:
         """Launch a draft of K tokens for a sequence of `length` tokens; earlier launches become invalid."""
         self.invalidate()
         with self._own_launch():
-            self._draft = _Draft(sequence_id, length, k, launch())
+            self._draft = _Draft([sequence_id], length, k, launch())
         self.launched = Launched.DRAFT
 
-    def plan_plain(self, sequence_id: int, length: int) -> None:
-        """Let the next step of a sequence of `length` tokens have no draft; earlier launches become invalid."""
+    def plan_plain(self, sequence_ids: Sequence[int]) -> None:
+        """Let the next step of these sequences have no drafts; earlier launches become invalid."""
         self.invalidate()
-        self._draft = _Draft(sequence_id, length, 0, list, tokens=[])
+        self._draft = _Draft(list(sequence_ids), 0, 0, list, tokens=[])
         self.launched = Launched.DRAFT
 
     def take_draft(self, sequence_id: int, length: int, k: int) -> list[int] | None:
         """Wait for and return the launched draft's tokens, if it was launched for exactly this; else None."""
         draft = self._draft
-        if draft is None or (draft.sequence_id, draft.length, draft.k) != (sequence_id, length, k):
+        if draft is None or (draft.sequence_ids, draft.length, draft.k) != ([sequence_id], length, k):
             self.invalidate()
             return None
         try:
@@ -104,25 +105,27 @@ class RunAhead:
             self.invalidate()
         return list(draft.tokens)
 
-    def launch_verify(self, k: int, token: int, length: int, launch: Callable[[], object]) -> None:
+    def launch_verify(self, k: int, tokens: list[int], ranges: KvRanges, launch: Callable[[], object]) -> None:
         """Launch the first graph of the forward that verifies the launched draft; `launch` returns that forward.
 
-        Do nothing unless a draft of K tokens is launched and nothing was launched behind it.
+        It appends `tokens`, and the draft's behind them, to these ranges of the KV arena. Do nothing unless a draft of
+        K tokens is launched and nothing was launched behind it.
         """
         if self.launched is Launched.DRAFT and self._draft is not None and self._draft.k == k:
             with self._own_launch():
-                self._verify = _Verify(launch(), token, length)
+                self._verify = _Verify(launch(), tokens, ranges)
             self.launched = Launched.VERIFY
 
-    def take_verify(self, graph: object, tokens: list[int], length: int) -> bool:
+    def take_verify(self, graph: object, tokens: list[int], ranges: KvRanges) -> bool:
         """Return whether this forward's first graph was launched for exactly these tokens. A launch is taken once."""
         draft, verify = self._draft, self._verify
         is_taken = (
             draft is not None
             and verify is not None
             and verify.graph is graph
-            and (verify.token, verify.length) == (tokens[0], length)
-            and draft.tokens == tokens[1:]
+            and draft.tokens is not None
+            and [*verify.tokens, *draft.tokens] == tokens
+            and verify.ranges == ranges
         )
         if is_taken:
             self._forget()
@@ -149,7 +152,7 @@ class RunAhead:
 
     def keep_only(self, sequence_ids: Sequence[int]) -> None:
         """Invalidate all launches unless they belong to the step of these sequences, which begins."""
-        if self._draft is not None and [self._draft.sequence_id] != list(sequence_ids):
+        if self._draft is not None and self._draft.sequence_ids != list(sequence_ids):
             self.invalidate()
 
     def invalidate(self) -> None:

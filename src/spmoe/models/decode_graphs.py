@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,17 @@ def _key(rows: int, num_logits: int, observer: LayerObserver | None) -> GraphKey
     if observer is None:
         return GraphKey(rows, num_logits, 0)
     return GraphKey(rows, num_logits, observer.chunks, observer=observer.key)
+
+
+def _batch_inputs(parts: Sequence[RaggedPart]) -> tuple[list[int], list[KvRange]]:
+    """Return tokens and ranges of a forward's rows: a sequence each, and the last one as often as rows are captured."""
+    tokens, ranges = list[int](), list[KvRange]()
+    for part in parts:
+        start, length, capacity = part.kv.range
+        tokens += part.tokens
+        ranges += [(start, length + row, capacity) for row in range(len(part.tokens))]
+    repeated = next(rows for rows in BATCH_ROWS if rows >= len(tokens)) - len(tokens)
+    return tokens + tokens[-1:] * repeated, ranges + ranges[-1:] * repeated
 
 
 @dataclass
@@ -117,7 +129,7 @@ class DecodeGraphs:
     def forward(self, tokens: list[int], kv: KvState, num_logits: int, observer: LayerObserver | None) -> DecodeGraph:
         """Append tokens to a sequence; return the graph, which has the logits until its next replay."""
         graph = self.prepare(len(tokens), num_logits, observer)
-        if not self.run_ahead.take_verify(graph, tokens, kv.length):
+        if not self.run_ahead.take_verify(graph, tokens, [kv.range]):
             graph.launch_first(tokens, [kv.range])
         graph.launch_rest(observer)
         graph.show_chunks()
@@ -143,21 +155,27 @@ class DecodeGraphs:
         Each row is a sequence of its own for the kernels. The last row is repeated up to a captured number of rows: it
         needs no other experts, and writes the same keys and values to the same place.
         """
-        tokens, ranges, found = list[int](), list[KvRange](), list[slice]()
-        for part in parts:
-            start, length, capacity = part.kv.range
-            tokens += part.tokens
-            ranges += [(start, length + row, capacity) for row in range(len(part.tokens))]
-            found.append(slice(len(tokens) - part.num_logits, len(tokens)))
-        rows = next(rows for rows in BATCH_ROWS if rows >= len(tokens))
-        repeated = rows - len(tokens)
-        graph = self.prepare_batch(rows, observer)
-        graph.launch_first(tokens + tokens[-1:] * repeated, ranges + ranges[-1:] * repeated)
+        tokens, ranges = _batch_inputs(parts)
+        graph = self.prepare_batch(len(tokens), observer)
+        if not self.run_ahead.take_verify(graph, tokens, ranges):
+            graph.launch_first(tokens, ranges)
         graph.launch_rest(observer)
         graph.show_chunks()
         for part in parts:
             part.kv.advance(len(part.tokens))
-        return [BatchRows(graph, rows_of_part) for rows_of_part in found]
+        ends = accumulate(len(part.tokens) for part in parts)
+        return [BatchRows(graph, slice(end - part.num_logits, end)) for part, end in zip(parts, ends, strict=True)]
+
+    def launch_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> None:
+        """Launch the first graph of `forward_batch` for sequences that have no drafts."""
+        tokens, ranges = _batch_inputs(parts)
+
+        def launch() -> DecodeGraph:
+            graph = self.prepare_batch(len(tokens), observer)
+            graph.launch_first(tokens, ranges)
+            return graph
+
+        self.run_ahead.launch_verify(0, tokens, ranges, launch)
 
     def launch_verify(self, token: int, k: int, kv: KvState, observer: LayerObserver | None) -> None:
         """Launch the first graph of the forward that verifies a token and the launched draft's K tokens."""
@@ -167,7 +185,7 @@ class DecodeGraphs:
             graph.launch_first([token, *pending_tokens(k)], [kv.range])
             return graph
 
-        self.run_ahead.launch_verify(k, token, kv.length, launch)
+        self.run_ahead.launch_verify(k, [token], [kv.range], launch)
 
     def launch_greedy(
         self, tokens: list[int], kv: KvState, observers: Sequence[LayerObserver | None], choices: int

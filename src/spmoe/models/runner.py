@@ -182,10 +182,17 @@ class ModelRunner:
 
     def run_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None = None) -> list[ForwardResult]:
         """Append tokens to several sequences in one forward; requires `batches`. Captured if it has few rows."""
-        rows = sum(len(part.tokens) for part in parts)
-        if self._graphs is not None and rows <= BATCH_ROWS[-1] and all(part.kv.length for part in parts):
-            return list[ForwardResult](self._graphs.forward_batch(parts, observer))
+        if (graphs := self._usable_batch_graphs(parts)) is not None:
+            return list[ForwardResult](graphs.forward_batch(parts, observer))
         return self._run_ragged(parts, observer)
+
+    def launch_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> None:
+        """Launch, if possible, the first graph of a forward of sequences that have no drafts.
+
+        `run_batch` with the same parts then launches only the rest.
+        """
+        if (graphs := self._usable_batch_graphs(parts)) is not None:
+            graphs.launch_batch(parts, observer)
 
     def _run_ragged(self, parts: Sequence[RaggedPart], observer: LayerObserver | None = None) -> list[ForwardResult]:
         self._invalidate_launched()
@@ -329,6 +336,11 @@ class ModelRunner:
     def _usable_graphs(self, rows: int, kv: KvState) -> DecodeGraphs | None:
         """Return the captured forwards if they can run this many rows; None also while the KV cache is empty."""
         return self._graphs if kv.length > 0 and rows <= self._captured_rows else None
+
+    def _usable_batch_graphs(self, parts: Sequence[RaggedPart]) -> DecodeGraphs | None:
+        """Return the captured forwards if they can run these sequences together."""
+        rows = sum(len(part.tokens) for part in parts)
+        return self._graphs if rows <= BATCH_ROWS[-1] and all(part.kv.length for part in parts) else None
 
 
 def _tolerance(logits: Tensor) -> float:
