@@ -202,11 +202,11 @@ def test_max_tokens_is_exact_in_company(
 
     def checked(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
         found = step(self, turns)
-        for (sequence, most), new in zip(turns, found, strict=True):
-            if not 1 <= len(new) <= most:
-                wrong.append(f"{len(new)} tokens instead of at most {most}")
-            if len(sequence.tokens) > sequence.capacity:
-                wrong.append(f"{len(sequence.tokens)} tokens, but {sequence.capacity} positions")
+        for turn, new in zip(turns, found, strict=True):
+            if not 1 <= len(new) <= turn.max_new_tokens:
+                wrong.append(f"{len(new)} tokens instead of at most {turn.max_new_tokens}")
+            if len(turn.sequence.tokens) > turn.sequence.capacity:
+                wrong.append(f"{len(turn.sequence.tokens)} tokens, but {turn.sequence.capacity} positions")
         return found
 
     monkeypatch.setattr(Loop, "step", checked)
@@ -348,7 +348,7 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(
     ended = {5: threading.Event(), 2: threading.Event()}  # an aborted and a cancelled request, by number of the prompt
 
     def wait_for_ends(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
-        for sequence, _ in turns:
+        for sequence in [turn.sequence for turn in turns]:
             for number, event in ended.items():
                 if sequence.has_output and sequence.tokens[: len(PROMPTS[number])] == PROMPTS[number]:
                     event.wait(SECONDS)
@@ -380,7 +380,7 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(
         task = asyncio.create_task(run_long(started))
         others = [asyncio.create_task(run(number)) for number in (0, 1, 3, 4)]
         aborted = asyncio.create_task(run_aborted())
-        generation = await started
+        generation = await asyncio.wait_for(started, SECONDS)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
