@@ -26,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the backgro
 with torch.device("cpu"):  # torch caches the functions that such a context applies to: before a test patches one
     torch.empty(0)
 
+HANG_SECONDS = 300.0
+
 if TYPE_CHECKING:
     from checkpoints import Pair
 
@@ -52,6 +54,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, so that no worker is left with one when the others have finished."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let a test that hangs fail. Tests on a GPU may take longer."""
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError(f"the test has not ended after {HANG_SECONDS:g} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 0 if item.get_closest_marker("gpu") else HANG_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
