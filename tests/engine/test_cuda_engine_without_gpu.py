@@ -1112,6 +1112,21 @@ def test_plain_steps_of_several_sequences_are_launched_ahead(
     assert launched_ahead.count(False) <= 2 + len(set(counts)), "where sequences have joined or ended"
 
 
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_steps_are_launched_ahead_while_others_wait_for_a_place(
+    cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], draft: str | None
+) -> None:
+    """A request that cannot begin before another one has ended takes no turn from those that run."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), name_of(mixtral_pair, draft), max_num_seqs=1, **options) as llm:
+        launched_ahead.clear()
+        together(llm, [PROMPT])
+        alone = list(launched_ahead)
+        launched_ahead.clear()
+        together(llm, [PROMPT] * 3)
+    assert launched_ahead == alone * 3
+
+
 def test_completions_of_a_prompt_copy_its_keys(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     """A completion gets its KV cache from an earlier request, and the prompt from another completion."""
     params = SamplingParams(max_tokens=6, ignore_eos=True, n=4, temperature=1.0, seed=3)
