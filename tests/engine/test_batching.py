@@ -202,7 +202,7 @@ def test_max_tokens_is_exact_in_company(
 
     def checked(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
         found = step(self, turns)
-        for (sequence, most), new in zip(turns, found, strict=True):
+        for (sequence, most, _), new in zip(turns, found, strict=True):
             if not 1 <= len(new) <= most:
                 wrong.append(f"{len(new)} tokens instead of at most {most}")
             if len(sequence.tokens) > sequence.capacity:
@@ -348,7 +348,7 @@ def test_abort_and_cancelled_tasks_end_their_requests_only(
     ended = {5: threading.Event(), 2: threading.Event()}  # an aborted and a cancelled request, by number of the prompt
 
     def wait_for_ends(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
-        for sequence, _ in turns:
+        for sequence, *_ in turns:
             for number, event in ended.items():
                 if sequence.has_output and sequence.tokens[: len(PROMPTS[number])] == PROMPTS[number]:
                     event.wait(SECONDS)
