@@ -388,7 +388,7 @@ def test_plain_steps_are_launched_before_the_host_has_accounted_for_the_last(
     monkeypatch.setattr(DecodeGraph, "launch_first", noted_launch)
     with LLM(str(mixtral_pair.target), name, num_speculative_tokens=0 if draft is None else "auto", **options) as llm:
         monkeypatch.setattr(Loop, "_num_draft_tokens", lambda *args: 0)
-        monkeypatch.setattr(Loop, "_compare_draft", lambda *args: False)
+        monkeypatch.setattr(Loop, "_wants_comparison", lambda *args: False)
         launched_ahead.clear()
         starts.clear()
         replayed.clear()
