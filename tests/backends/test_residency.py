@@ -285,6 +285,25 @@ def test_a_failed_copy_ends_the_forward_and_the_next_one_runs(monkeypatch: pytes
     assert failures > 0
 
 
+def test_no_prefetch_is_submitted_between_a_missing_expert_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is copied behind all that was submitted, and the device waits for it."""
+    program = Program(1, monkeypatch)
+    program.rng = random.Random(0)
+    monkeypatch.setattr(SignalDevice, "copy", FakeCudaDevice.copy)
+    monkeypatch.setattr(SignalDevice, "signal", lambda self, copied: self.log.append("answer"))
+    device, one, access = program.device, program.residency, program.experts.access
+    program.experts.step.begin(0, lambda layer, experts: PrefetchRequests.of([]))
+    prefetches = [PrefetchRequest(ExpertKey(1, expert), 1.0, 1) for expert in range(4)]
+    program.experts.scheduler.request(PrefetchRequests.of(prefetches))
+    assert device.log == ["A[0:16]", "B[0:16]"], "the window is full, and two wait"
+    device.run_copies(1)
+    one.buffers.words[REPORTED] = 1
+    one.buffers.reports[1, :, 0] = torch.tensor([5, -1])
+    follow_layer(one, 0, access, program.experts.run_ahead, 1, [], None, 1)
+    assert device.log[2:] == ["F[0:16]", "answer", "C[0:16]"]
+    device.finish()
+
+
 # ---- words in shared memory
 
 

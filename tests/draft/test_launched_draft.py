@@ -30,7 +30,7 @@ class CountingRunner:
         self.read: list[int] = []  # numbers of launched drafts
 
     def new_kv(self, capacity: int, tokens: list[int], preferred: int) -> Any:
-        kv = SimpleNamespace(length=0)
+        kv = SimpleNamespace(length=0, capacity=preferred)
         kv.rewind = lambda length: setattr(kv, "length", min(kv.length, length))
         return kv
 
@@ -144,3 +144,15 @@ def test_draft_after_plain_steps_is_launched_for_one_pending_token(draft: DraftM
     assert (runner.launched, runner.pending) == ([(9, 3)], [1])
     assert drafted(draft, one, 3) == [9, 10, 11]
     assert (runner.launched, runner.read) == ([(9, 3)], [0])
+
+
+def test_nothing_is_launched_beyond_the_kv_cache(draft: DraftModel) -> None:
+    """Kernels would drop the rows, and later drafts would read what was there before; the next step gets more place."""
+    runner: Any = draft.runner
+    one = sequence(draft, 1, 5)
+    draft._states[1].capacity = 7
+    draft.launch(one, 3, NoObservers())
+    assert runner.launched == []
+    draft._states[1].capacity = 8  # the last token is selected and not appended
+    draft.launch(one, 3, NoObservers())
+    assert runner.launched == [(6, 3)]

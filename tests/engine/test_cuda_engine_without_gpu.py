@@ -63,6 +63,7 @@ from spmoe.models import families, runner
 from spmoe.models.decode_graphs import DecodeGraph, DecodeGraphs
 from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
+from spmoe.models.kv import KvArena, KvState
 from spmoe.models.kv_pool import KvPool
 from spmoe.models.runner import EagerResult
 from spmoe.models.target import Target
@@ -387,7 +388,7 @@ def test_plain_steps_are_launched_before_the_host_has_accounted_for_the_last(
     monkeypatch.setattr(DecodeGraph, "launch_first", noted_launch)
     with LLM(str(mixtral_pair.target), name, num_speculative_tokens=0 if draft is None else "auto", **options) as llm:
         monkeypatch.setattr(Loop, "_num_draft_tokens", lambda *args: 0)
-        monkeypatch.setattr(Loop, "_compare_draft", lambda *args: False)
+        monkeypatch.setattr(Loop, "_wants_comparison", lambda *args: False)
         launched_ahead.clear()
         starts.clear()
         replayed.clear()
@@ -1110,6 +1111,47 @@ def test_plain_steps_of_several_sequences_are_launched_ahead(
     assert [one.token_ids for one in found] == [greedy(model, *one) for one in zip(prompts, counts, strict=True)]
     assert len(launched_ahead) == max(counts) - 1, "they run together"
     assert launched_ahead.count(False) <= 2 + len(set(counts)), "where sequences have joined or ended"
+
+
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_launched_forwards_count_while_a_kv_cache_grows_in_its_place(
+    cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    """It grows in every step if little KV memory is left."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "dtype": "float32", "progress": False}
+    grown, place = list[int](), KvArena.place
+
+    def noted(self: KvArena, kv: KvState, capacity: int) -> None:
+        grown.append(capacity)
+        place(self, kv, capacity)
+
+    with LLM(str(mixtral_pair.target), name_of(mixtral_pair, draft), max_num_seqs=1, **options) as llm:
+        launched_ahead.clear()
+        together(llm, [PROMPT])
+        expected = list(launched_ahead)
+        launched_ahead.clear()
+        monkeypatch.setattr("spmoe.models.kv_pool._GROWTH", 0)
+        monkeypatch.setattr(KvArena, "place", noted)
+        assert together(llm, [PROMPT]) == [greedy_tokens(mixtral_pair.target, PROMPT, COUNT)]
+    assert len(set(grown)) > 3
+    first = 0 if draft is None else 1  # the draft's KV cache has no place for a draft before the first step
+    assert launched_ahead[first:] == expected[first:]
+    assert True in launched_ahead[first:]
+
+
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_steps_are_launched_ahead_while_others_wait_for_a_place(
+    cuda: FakeCuda, mixtral_pair: Pair, launched_ahead: list[bool], draft: str | None
+) -> None:
+    """A request that cannot begin before another one has ended takes no turn from those that run."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3 if draft else 0, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), name_of(mixtral_pair, draft), max_num_seqs=1, **options) as llm:
+        launched_ahead.clear()
+        together(llm, [PROMPT])
+        alone = list(launched_ahead)
+        launched_ahead.clear()
+        together(llm, [PROMPT] * 3)
+    assert launched_ahead == alone * 3
 
 
 def test_completions_of_a_prompt_copy_its_keys(cuda: FakeCuda, mixtral_pair: Pair) -> None:

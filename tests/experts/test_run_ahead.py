@@ -142,6 +142,7 @@ def test_plain_step_is_not_that_of_another_sequence_or_a_draft(ahead: RunAhead) 
     ("ids", "tokens", "ranges", "taken"),
     [
         ([1, 2], [5, 6], [(0, 4, 9), (9, 7, 9)], True),
+        ([1, 2], [5, 6], [(0, 4, 9), (9, 7, 10)], True),  # it has grown in its place
         ([2, 1], [5, 6], [(0, 4, 9), (9, 7, 9)], False),
         ([1, 2, 3], [5, 6], [(0, 4, 9), (9, 7, 9)], False),
         ([1, 2], [6, 5], [(0, 4, 9), (9, 7, 9)], False),

@@ -85,6 +85,8 @@ class DraftModel(Drafter):
             return
         if sequence.sampling.structured_outputs is not None:  # passes on the device know no grammar
             return
+        if len(sequence.tokens) + k - 1 > kv.capacity:  # kernels would drop the rows; the next step gets more place
+            return
         self._catch_up(sequence, kv)  # greedy drafts are captured for one and two pending tokens
         pending = self._known_tokens(sequence.tokens[kv.length :])
         launcher = self.runner.greedy_launcher(pending, kv, *self._greedy_passes(k, observers))

@@ -180,7 +180,8 @@ class Scheduler:
                 yield other
 
     def _run(self, batch: list[_Running]) -> None:
-        repeats = len(batch) == len(self._running) and not self.waiting  # else others run, or are read, before the next
+        others_join = self.waiting > 0 and self.running < self._max_num_seqs
+        repeats = len(batch) == len(self._running) and not others_join  # else others run, or are read, before the next
         turns = [Turn(one.sequence, one.max_new_tokens, repeats) for one in batch]
         for one, new in zip(batch, self._engine.step(turns), strict=True):
             one.new = new

@@ -145,7 +145,9 @@ class ExpertAccess:
         return FollowedLayer(demand, slots, computed)
 
     def end_follow(self, demand: Demand) -> None:
-        """Release the experts of a layer that was answered."""
+        """Release the experts of a layer that was answered, and settle copies that have ended."""
+        if demand.waiting:
+            self._pool.reap()
         self._pool.abandon(demand)
 
     def routed(self, layer: int, experts: Sequence[int]) -> None:

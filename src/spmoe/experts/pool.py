@@ -217,7 +217,8 @@ class ExpertPool:
                         demand.held.append(entry)
                     self._pin_residents(layer, missing, demand)
                     self._demand_absent(demand, choose_for_cpu)
-                self._loads.reap()
+                else:  # not with missing ones: it submits prefetches, which would precede the answer
+                    self._loads.reap()
                 self._ledger.hit(len(hits))
                 if resident:
                     self._cache.eviction.on_use(layer, [entry.key.expert for entry in resident])
