@@ -205,7 +205,7 @@ def test_unusual_but_valid_checkpoints_run(change: Change, checkpoints: Path, tm
 # ---- models of another kind
 
 
-@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",), ("verify",)])
 def test_dense_model_is_called_dense(command: tuple[str, ...], checkpoints: Path, invoke: Invoke) -> None:
     result = invoke(command[0], checkpoints / "dense", *command[1:])
     result.refused(2, "is a dense model (LlamaForCausalLM), without experts", "--draft")
