@@ -348,7 +348,8 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
     [
         (("--temperature", "-1"), ("temperature", "0 or more", "-1")),
         (("--temperature", "nan"), ("temperature", "nan")),
-        (("--temperature", "hot"), ("'--temperature'", "--help")),
+        (("--temperature", "hot"), ("'--temperature': must be a valid number, not 'hot'; see", "--help")),
+        (("--max-tokens", "1.5"), ("'--max-tokens': must be a valid integer, not '1.5'; see", "--help")),
         (("--top-p", "0"), ("top_p", "above 0")),
         (("--top-k", "-2"), ("top_k", "-1 or 0 (off) or more")),
         (("--repetition-penalty", "0"), ("repetition_penalty", "above 0")),
@@ -371,6 +372,13 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
         (("--link-gbps", "0"), ("link_gbps", "above 0")),
         (("--seed", "-1"), ("seed", "from 0")),
         (("--stop", ""), ("stop", "empty string")),
+        (("--prefetch", "on-demand+draftgate"), ("'on-demand+draftgate'; did you mean draft-gate?",)),
+        (("--eviction", "lr"), ("'lr'; did you mean lru?",)),
+        (("--dtype", "half"), ("'half'; did you mean float16?",)),
+        (("--device", "gpu"), ("'gpu'; did you mean cuda?",)),
+        (("--expert-format", "int4g32"), ("'int4g32'; did you mean int4-g32?",)),
+        (("--draft", "ngrm"), ("'ngrm'; did you mean ngram?",)),
+        (("--draft", "self-int4"), ("'self-int4'; did you mean self:int4?",)),
         (("--wobble",), ("--wobble", "`spmoe run --help`")),
         (("--max-tokens",), ("--max-tokens", "--help")),
         (("one", "too many"), ("one too many", "--help")),
@@ -384,6 +392,12 @@ def test_policy_that_needs_recorded_routing(mixtral_pair: Any, invoke: Invoke) -
     for verb in (("run", "--prompt", "hello"), ("info",)):
         refused = invoke(verb[0], str(mixtral_pair.target), *verb[1:], "--prefetch", "oracle")
         refused.refused(2, "oracle", "spmoe bench", "choose another policy")
+
+
+def test_size_without_a_unit(checkpoints: Path, invoke: Invoke) -> None:
+    invoke("run", checkpoints / "target", *PROMPT, "--expert-memory", "25").refused(
+        2, "--expert-memory 25 B (a number without a unit is in bytes) holds 0 experts"
+    )
 
 
 def test_unknown_command(invoke: Invoke) -> None:
