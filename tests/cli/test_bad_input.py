@@ -229,6 +229,10 @@ def test_model_that_is_a_file(checkpoints: Path, invoke: Invoke) -> None:
     invoke("run", checkpoints / "target" / "config.json", *PROMPT).refused(2, "is a file", "give the directory")
 
 
+def test_prompt_in_the_place_of_a_model(invoke: Invoke) -> None:
+    invoke("run", "def add(a, b):").refused(2, "no directory def add(a, b):", "give a prompt with --prompt")
+
+
 def test_hub_id_that_is_not_cached_offline(checkpoints: Path, invoke: Invoke) -> None:
     words = ("no directory nobody/nothing", "check the spelling", "HF_HUB_OFFLINE")
     invoke("run", "nobody/nothing", *PROMPT).refused(1, *words)
