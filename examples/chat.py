@@ -1,10 +1,11 @@
-"""Hold a conversation; an empty line ends it: python examples/chat.py [MODEL].
+"""Hold a conversation; an empty line or Ctrl-D ends it: python examples/chat.py [MODEL].
 
 The small pair that comes with spmoe only continues Python source; give a chat model for real answers. `spmoe chat` has
 more: line editing, commands, saved conversations.
 """
 
 import sys
+from contextlib import suppress
 
 from spmoe import LLM, SamplingParams
 
@@ -12,7 +13,7 @@ from spmoe import LLM, SamplingParams
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else None
     messages = [{"role": "system", "content": "Answer in one sentence."}]
-    with LLM(model) as llm:
+    with LLM(model) as llm, suppress(EOFError):
         while text := input("> "):
             messages.append({"role": "user", "content": text})
             pieces = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmoe.errors import is_panic, panics_as_errors, printable, reason
+from spmoe.errors import is_panic, panics_as_errors, printable, reason, suggestion
 
 
 class PanicException(BaseException):
@@ -22,6 +22,21 @@ class PanicException(BaseException):
 )
 def test_control_characters_are_shown(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names", "found"),
+    [
+        ("draftgate", ("draft-gate", "next-gate"), "; did you mean draft-gate?"),
+        ("gpu", ("auto", "cpu", "cuda"), "; did you mean cuda?"),
+        ("FP16", ("float32", "bfloat16", "float16"), "; did you mean float16?"),
+        ("half", ("on", "off"), ""),
+        ("", ("auto",), ""),
+        (None, ("auto",), ""),
+    ],
+)
+def test_the_nearest_name_is_suggested(wrong: object, names: tuple[str, ...], found: str) -> None:
+    assert suggestion(wrong, names) == found
 
 
 def test_a_quoted_reason_has_no_control_characters() -> None:

@@ -63,6 +63,7 @@ def test_chat(run: Run) -> None:
     assert printed.count("> ") == 3
     first = greedy("# system: Answer in one sentence.\n# user: hello\n", 48)
     assert printed.startswith(f"> {first}\n> ")
+    assert run("chat.py", stdin="").startswith("> "), "the end of the input ends it, too"
 
 
 def test_compare_policies(run: Run) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from spmoe.errors import UsageError, reason
+from spmoe.errors import UsageError, reason, suggestion
 from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES, WEIGHT_FORMATS
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -29,7 +29,6 @@ SELF_DRAFTS = ("self:int8", "self:int4")  # the target as its own draft, with ex
 DraftTokens = int | Literal["auto"]  # K
 CpuThreads = int | Literal["off", "auto"]  # that compute missing experts
 MAX_CPU_THREADS = 1024
-MAX_SPECULATIVE_TOKENS = 64  # largest K
 DEFAULT_DRAFT_TOKENS: DraftTokens = "auto"
 DEFAULT_EXPERT_MEMORY = "25%"  # where `--device-memory` divides nothing: on the CPU
 SHIPPED_PAIR = Path(__file__).resolve().parent / "pair"  # directories `target` and `draft`
@@ -86,6 +85,11 @@ class Size:
     def of(self, total: int) -> int:
         """Return the size in bytes; a share is taken of `total` bytes."""
         return self.bytes if self.bytes is not None else round((self.share or 0.0) * total)
+
+    def described(self) -> str:
+        """Return the size for an error message: a few bytes are mostly a number whose unit was forgotten."""
+        is_few = self.bytes is not None and self.bytes < 1024
+        return f"{self} (a number without a unit is in bytes)" if is_few else str(self)
 
     def __str__(self) -> str:
         """Return the shortest text that `parse` reads back as exactly this size."""
@@ -182,16 +186,19 @@ def parse_prefetch_policy(value: object) -> str:
     """Return the name of a registered prefetch policy, or of several joined by +; raise UsageError for any other."""
     parts = str(value).split("+")
     if len({*parts}) < len(parts) or any(part not in PREFETCH_POLICIES for part in parts):
-        names = ", ".join(PREFETCH_POLICIES.names())
-        raise UsageError(f"prefetch must be one of {names}, or several of them joined by +, not {str(value)!r}")
+        names = PREFETCH_POLICIES.names()
+        hint = next((found for part in parts if part not in names and (found := suggestion(part, names))), "")
+        raise UsageError(
+            f"prefetch must be one of {', '.join(names)}, or several of them joined by +, not {str(value)!r}{hint}"
+        )
     return str(value)
 
 
 def parse_eviction_policy(value: object) -> str:
     """Return `auto` or the name of a registered eviction policy; raise UsageError for any other."""
     if value != "auto" and value not in EVICTION_POLICIES:
-        names = ", ".join(("auto", *EVICTION_POLICIES.names()))
-        raise UsageError(f"eviction must be one of {names}, not {str(value)!r}")
+        names = ("auto", *EVICTION_POLICIES.names())
+        raise UsageError(f"eviction must be one of {', '.join(names)}, not {str(value)!r}{suggestion(value, names)}")
     return str(value)
 
 
@@ -204,6 +211,12 @@ def drafter_name(draft: str | None) -> tuple[str, str]:
         return draft or "none", ""
     name, _, argument = draft.partition(":")
     return (name, argument) if name in DRAFTERS and name != "model" else ("model", draft)
+
+
+def draft_names() -> tuple[str, ...]:
+    """Return the values of `--draft` that are no checkpoint."""
+    names = {AUTO_DRAFT, *DRAFTERS.names(), *SELF_DRAFTS} - {"model", "self"}  # these two take an argument
+    return tuple(sorted(names))
 
 
 def default_draft(model: str) -> str:
@@ -248,7 +261,8 @@ def _switch(value: Any, info: ValidationInfo) -> bool:
 def _one_of(names: Callable[[], tuple[str, ...]]) -> PlainValidator:
     def choose(value: Any, info: ValidationInfo) -> str:
         if value not in names():
-            raise UsageError(f"{info.field_name} must be one of {', '.join(names())}, not {str(value)!r}")
+            found = f"{str(value)!r}{suggestion(value, names())}"
+            raise UsageError(f"{info.field_name} must be one of {', '.join(names())}, not {found}")
         return str(value)
 
     return PlainValidator(choose)
@@ -336,6 +350,10 @@ def _draft_name(value: Any) -> Any:
         return None
     if isinstance(value, str) and drafter_name(value)[0] == "self" and value not in SELF_DRAFTS:
         raise UsageError(f"draft must be {' or '.join(SELF_DRAFTS)}, not {value!r}")
+    if isinstance(value, str) and drafter_name(value) == ("model", value) and "/" not in value:
+        hint = suggestion(value, draft_names(), 0.75)
+        if hint and not Path(value).exists():
+            raise UsageError(f"draft must be a directory, hub id or name, not {value!r}{hint}")
     return value
 
 

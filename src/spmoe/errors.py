@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 # control characters but newline and tab; a carriage return only where it does not end a line
 _CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+# names that other programs have for ours, and that are not near them
+_OTHER_NAMES = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+}
 
 
 class SpmoeError(Exception):
@@ -44,6 +53,16 @@ class DraftError(SpmoeError):
 
 class TransferError(SpmoeError):
     """Failed transfer of an expert to its slot."""
+
+
+def suggestion(value: object, names: Sequence[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean NAME?` for the name nearest to a wrong value; an empty text if none is near.
+
+    `cutoff` is the least similarity, from 0 to 1.
+    """
+    close = [_OTHER_NAMES[name] for name in (str(value).lower(),) if _OTHER_NAMES.get(name) in names]
+    close = close or get_close_matches(str(value), names, 1, cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def printable(text: str) -> str:

@@ -103,7 +103,8 @@ def model_directory(name: str) -> Path | None:
             "random ones, or give the directory of a checkpoint"
         )
     if not _HUB_ID.fullmatch(name):
-        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name; check the path")
+        hint = "; check the path" + ", or give a prompt with --prompt" * (" " in name.strip())
+        raise UsageError(f"there is no directory {name}, and it is not a hub id of the form owner/name{hint}")
     return None
 
 

@@ -221,6 +221,8 @@ class Speculation:
         """Return K and the gain in words; None if there was no step."""
         if not self.steps:
             return None
+        if not self.most:
+            return "K 0 in all steps: plain decoding"
         line = f"K {self.least} to {self.most} (mean {self.drafts / self.steps:.1f})"
         if self.tokens:
             plain, taken = (1e3 * seconds / self.tokens for seconds in (self.plain_seconds, self.seconds))

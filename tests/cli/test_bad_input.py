@@ -205,7 +205,7 @@ def test_unusual_but_valid_checkpoints_run(change: Change, checkpoints: Path, tm
 # ---- models of another kind
 
 
-@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",)])
+@pytest.mark.parametrize("command", [("run", *PROMPT), ("info",), ("plan",), ("verify",)])
 def test_dense_model_is_called_dense(command: tuple[str, ...], checkpoints: Path, invoke: Invoke) -> None:
     result = invoke(command[0], checkpoints / "dense", *command[1:])
     result.refused(2, "is a dense model (LlamaForCausalLM), without experts", "--draft")
@@ -227,6 +227,10 @@ def test_gguf_is_answered_with_the_supported_formats(
 
 def test_model_that_is_a_file(checkpoints: Path, invoke: Invoke) -> None:
     invoke("run", checkpoints / "target" / "config.json", *PROMPT).refused(2, "is a file", "give the directory")
+
+
+def test_prompt_in_the_place_of_a_model(invoke: Invoke) -> None:
+    invoke("run", "def add(a, b):").refused(2, "no directory def add(a, b):", "give a prompt with --prompt")
 
 
 def test_hub_id_that_is_not_cached_offline(checkpoints: Path, invoke: Invoke) -> None:
@@ -348,7 +352,8 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
     [
         (("--temperature", "-1"), ("temperature", "0 or more", "-1")),
         (("--temperature", "nan"), ("temperature", "nan")),
-        (("--temperature", "hot"), ("'--temperature'", "--help")),
+        (("--temperature", "hot"), ("'--temperature': must be a valid number, not 'hot'; see", "--help")),
+        (("--max-tokens", "1.5"), ("'--max-tokens': must be a valid integer, not '1.5'; see", "--help")),
         (("--top-p", "0"), ("top_p", "above 0")),
         (("--top-k", "-2"), ("top_k", "-1 or 0 (off) or more")),
         (("--repetition-penalty", "0"), ("repetition_penalty", "above 0")),
@@ -371,6 +376,13 @@ def test_model_without_a_tokenizer(checkpoints: Path, tmp_path: Path, invoke: In
         (("--link-gbps", "0"), ("link_gbps", "above 0")),
         (("--seed", "-1"), ("seed", "from 0")),
         (("--stop", ""), ("stop", "empty string")),
+        (("--prefetch", "on-demand+draftgate"), ("'on-demand+draftgate'; did you mean draft-gate?",)),
+        (("--eviction", "lr"), ("'lr'; did you mean lru?",)),
+        (("--dtype", "half"), ("'half'; did you mean float16?",)),
+        (("--device", "gpu"), ("'gpu'; did you mean cuda?",)),
+        (("--expert-format", "int4g32"), ("'int4g32'; did you mean int4-g32?",)),
+        (("--draft", "ngrm"), ("'ngrm'; did you mean ngram?",)),
+        (("--draft", "self-int4"), ("'self-int4'; did you mean self:int4?",)),
         (("--wobble",), ("--wobble", "`spmoe run --help`")),
         (("--max-tokens",), ("--max-tokens", "--help")),
         (("one", "too many"), ("one too many", "--help")),
@@ -384,6 +396,12 @@ def test_policy_that_needs_recorded_routing(mixtral_pair: Any, invoke: Invoke) -
     for verb in (("run", "--prompt", "hello"), ("info",)):
         refused = invoke(verb[0], str(mixtral_pair.target), *verb[1:], "--prefetch", "oracle")
         refused.refused(2, "oracle", "spmoe bench", "choose another policy")
+
+
+def test_size_without_a_unit(checkpoints: Path, invoke: Invoke) -> None:
+    invoke("run", checkpoints / "target", *PROMPT, "--expert-memory", "25").refused(
+        2, "--expert-memory 25 B (a number without a unit is in bytes) holds 0 experts"
+    )
 
 
 def test_unknown_command(invoke: Invoke) -> None:

@@ -77,6 +77,20 @@ def test_every_option_has_a_literal_help_text(
         assert parameter.help.replace("\\[", "[") in text
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_paragraphs_are_wrapped_by_the_terminal_alone(
+    command: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    before, _, _ = invoke(*command, "--help").succeeded().out.partition("╭")
+    assert not re.search(r"\S *\n *\S", before), "a line break within a paragraph"
+
+
+def test_short_name_of_help(invoke: Invoke) -> None:
+    for words in ((), ("run",), ("cache",), ("cache", "ls")):
+        assert invoke(*words, "-h").succeeded().out == invoke(*words, "--help").succeeded().out
+
+
 def test_brackets_are_not_markup(invoke: Invoke) -> None:
     assert "pip install 'spmoe[report]'" in invoke("report", "--help").succeeded().out
 

@@ -92,6 +92,7 @@ def test_hardware_that_is_not_given_is_marked_as_assumed(checkpoints: Path, invo
     [
         (("--device-memory", "lots"), ("'lots' is not a size", "6GiB")),
         (("--device-memory", "50%"), ("--device-memory must be a size such as 24GiB", "'50%'")),
+        (("--device-memory", "24"), ("--device-memory must be a size such as 24GiB, not '24', which is 24 B",)),
         (("--host-memory", "0"), ("'0' is not a size",)),
         (("--link-gbps", "0"), ("--link-gbps must be a speed above 0", "not 0")),
         (("--device-gbps", "-5"), ("--device-gbps must be a speed above 0", "not -5")),

@@ -316,3 +316,14 @@ def test_run_in_a_new_process(checkpoints: Path, greedy: list[int]) -> None:
     assert json.loads(result.stdout)["token_ids"] == greedy
     assert result.stdout.count(b"\n") == 1
     assert result.stderr == b""
+
+
+def test_families_suggests_the_nearest_name(invoke: Invoke) -> None:
+    invoke("families", "mixtrl").refused(2, "has no MoE family mixtrl; did you mean mixtral?")
+    invoke("families", "wobble").refused(2, "has no MoE family wobble; it has afmoe", "zaya")
+
+
+def test_info_keeps_paths_whole_in_a_pipe(checkpoints: Path, invoke: Invoke, own_home: Path) -> None:
+    shown = invoke("info", checkpoints / "target", "--device", "cpu").succeeded().out
+    (line,) = [line for line in shown.splitlines() if "expert file" in line]
+    assert line.rstrip().endswith(".safetensors (written at the first run)")

@@ -18,7 +18,7 @@ from spmoe.experts.prefetch import PrefetchScheduler
 from spmoe.predict.costs import StepReport
 from spmoe.predict.cutoff import CutoffInputs
 from spmoe.predict.governor import LENGTHS, USUAL, Governor
-from spmoe.types import Admission, PrefetchRequests, Turn
+from spmoe.types import Admission, PrefetchRequests, Speculation, Turn
 from spmoe.types import Sequence as TokenSequence
 from spmoe.verify.sampling import PositionNoise
 
@@ -185,6 +185,14 @@ def test_statistics_say_which_k_was_used_and_what_it_gained(mixtral_pair: Pair) 
         assert "plain would have taken" in summary
     with load(mixtral_pair, num_speculative_tokens=3) as llm:
         assert llm.generate(PROMPT, SamplingParams(max_tokens=8))[0].stats.to_dict()["speculation"] is None
+
+
+def test_steps_that_never_draft_are_called_plain_decoding() -> None:
+    speculation = Speculation()
+    speculation.add(0, 1, 0.02, 0.03)
+    assert speculation.summary() == "K 0 in all steps: plain decoding"
+    speculation.add(2, 3, 0.03, 0.02)
+    assert speculation.summary() == "K 0 to 2 (mean 1.0); plain would have taken 22.5 ms/token, this took 12.5"
 
 
 @pytest.mark.parametrize("draft", ["good", "ngram"])

@@ -277,3 +277,18 @@ def test_half_precision_is_recommended_for_float32(tmp_path: Path, models: dict[
         wide.write_text(text)
     assert estimate.dtype == "float32"
     assert any("--dtype bfloat16 halves" in one for one in estimate.advice)
+
+
+def test_smaller_format_is_recommended_where_the_link_decides(models: dict[str, str]) -> None:
+    """Four bits are lossy, so they are advice and not part of the command."""
+    estimate = plan(models)
+    (text,) = [one for one in estimate.advice if one.startswith("--expert-format int4-g128")]
+    config = EngineConfig.make(model=models["target"], expert_format="int4-g128", **ONE_BY_ONE)
+    packed = make_estimate(config, "none", None, **DESKTOP)  # type: ignore[arg-type]
+    seconds = case(packed, None).likely.seconds
+    assert f"about {1e3 * seconds:.3g} instead of" in text
+    assert "lossy" in text
+    assert "--expert-format" not in estimate.command
+    assert "a smaller --expert-format or model" in estimate.advice[0]
+    for other in (packed, plan(models, device_memory=141 * GIB)):
+        assert not any("--expert-format int4" in one for one in other.advice)

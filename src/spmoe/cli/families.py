@@ -12,7 +12,7 @@ from rich.table import Table
 from spmoe.cli.interrupts import import_engine
 from spmoe.cli.options import Json, require_writable, stderr
 from spmoe.cli.output import Console
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, suggestion
 from spmoe.files import write_text
 
 if TYPE_CHECKING:
@@ -48,12 +48,16 @@ def families(
     device_name = device_facts(choose_device(device)).name
     known = known_families()
     if unknown := [name for name in names or () if name not in known]:
-        raise UsageError(f"transformers {version} has no MoE family {unknown[0]}; it has {', '.join(known)}")
+        hint = suggestion(unknown[0], list(known)) or f"; it has {', '.join(known)}"
+        raise UsageError(f"transformers {version} has no MoE family {unknown[0]}{hint}")
     selected, checks = list(dict.fromkeys(names or known)), checks_on(device, formats)
     page: Any = formats_page if formats else markdown_page
     done: list[Result] = []
     what = f" in {len(checks)} quantized formats" if formats else ""
-    stderr().print(f"{len(selected)} families of transformers {version}{what} on {device_name}", soft_wrap=True)
+    stderr().print(
+        f"{len(selected)} famil{'y' if len(selected) == 1 else 'ies'} of transformers {version}{what} on {device_name}",
+        soft_wrap=True,
+    )
 
     def on_done(result: Result, seconds: float) -> None:
         done.append(result)

@@ -43,7 +43,8 @@ def info(
         notes.insert(0, EMULATED_LINK_NOTE.format(plan.emulated_link_gbps))
     for note in notes:
         stderr().print(f"note: {note}", soft_wrap=True)
-    Console(highlight=False, markup=False, emoji=False).print(_table(plan))
+    console = Console(highlight=False, markup=False, emoji=False)
+    (console.print if console.is_terminal else console.print_whole)(_table(plan))  # a pipe gets whole paths
 
 
 def _table(plan: Plan) -> Table:

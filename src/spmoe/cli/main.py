@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from spmoe import __version__
 from spmoe.cli.bench import bench
@@ -42,6 +44,7 @@ app = typer.Typer(
     cls=Group,
     help="Run Mixture-of-Experts language models whose experts do not fit in GPU memory, with exact output.",
     epilog="`spmoe COMMAND --help` lists the options of a command. Without MODEL, the small included pair runs.",
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -171,6 +174,9 @@ def _failed_import(error: BaseException | None) -> bool:
 def _as_usage(error: Any) -> str:
     """Return typer's message about a wrong command line, as one line."""
     command, message = error.ctx.command_path if error.ctx is not None else "spmoe", error.format_message()
+    if isinstance(cause := error.__cause__, ValidationError):  # its message lacks the value
+        message = re.sub("Input should|, unable to.*", lambda found: "must" if found[0][0] == "I" else "", message)
+        message = f"{message.rstrip('.')}, not {cause.errors()[0]['input']!r}"
     return message if message.endswith("?") else f"{message.rstrip('.')}; see `{command} --help`"
 
 

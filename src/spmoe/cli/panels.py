@@ -23,11 +23,11 @@ from spmoe.config import (
     DTYPES,
     LOAD_FORMATS,
     RESIDENCY_CHECKS,
-    SELF_DRAFTS,
     VERIFY_EXPERTS,
+    draft_names,
     expert_formats,
 )
-from spmoe.registry import DRAFTERS, EVICTION_POLICIES, PREFETCH_POLICIES
+from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 from spmoe.serve.config import TOOL_CALL_PARSERS
 
 PANELS = (
@@ -76,14 +76,10 @@ _METAVARS = {  # by option; the others by type
 _METAVARS_BY_TYPE = {str: "TEXT", int: "N", float: "N", Path: "PATH"}
 
 
-def _drafts() -> Iterable[str]:
-    return {"auto", *DRAFTERS.names(), *SELF_DRAFTS} - {"model", "self"}  # these two take a path or a number of bits
-
-
 _COMPLETIONS: dict[str, Callable[[], Iterable[str]]] = {
     "prefetch": PREFETCH_POLICIES.names,
     "eviction": lambda: ("auto", *EVICTION_POLICIES.names()),
-    "draft": _drafts,
+    "draft": draft_names,
     "dtype": lambda: DTYPES,
     "device": lambda: DEVICES,
     "cutoff": lambda: ("auto", "all", "just-in-time"),
@@ -115,7 +111,8 @@ class Command(TyperCommand):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.help = escape(self.help or "")  # brackets are text, not markup
+        paragraphs = (" ".join(one.split()) for one in (self.help or "").split("\n\n"))  # typer keeps line breaks
+        self.help = escape("\n\n".join(paragraphs))  # brackets are text, not markup
         for parameter in self.params:
             parameter.help = escape(parameter.help or "")  # type: ignore[attr-defined]
 

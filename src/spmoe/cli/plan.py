@@ -126,6 +126,8 @@ def _bytes(name: str, text: str | None) -> int | None:
     size = Size.parse(text)
     if size.bytes is None:
         raise UsageError(f"{name} must be a size such as 24GiB, not {text!r}: it is a share of nothing here")
+    if size.bytes < 1024:  # the unit was forgotten
+        raise UsageError(f"{name} must be a size such as 24GiB, not {text!r}, which is {format_bytes(size.bytes)}")
     return size.bytes
 
 

@@ -95,8 +95,10 @@ def stats_table(stats: Stats) -> Table:
     table.add_row("time", f"TTFT {1e3 * stats.ttft_seconds:.0f} ms{speed}")
     if c.mean_acceptance_length is not None:
         positions = " ".join(f"{100 * share:.0f}%" for share in c.acceptance_by_position)
-        drafted = f"{c.drafted / c.verified:.1f} drafted per step; " if stats.draft_tokens == "auto" else ""
-        accepted = f"{drafted}{c.mean_acceptance_length:.2f} tokens per step; by position {positions}"
+        length = f"{c.mean_acceptance_length:.2f} tokens per step"
+        if stats.draft_tokens == "auto":  # then only some steps have a draft
+            length += f" with a draft ({c.verified} steps, {c.drafted / c.verified:.1f} drafted)"
+        accepted = f"{length}; by position {positions}"
         table.add_row("acceptance", accepted)
     if stats.speculation is not None and (summary := stats.speculation.summary()) is not None:
         table.add_row("speculation", summary)

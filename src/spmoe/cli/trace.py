@@ -102,7 +102,7 @@ def record_trace(
     if as_json:
         print(json.dumps({**facts, "lossless": _is_lossless(recorded), "live": recorded.about["live"]}))
     else:
-        counts = f"{len(recorded)} steps, {recorded.verified} of them with a draft"
+        counts = f"{len(recorded)} steps ({recorded.verified} with a draft)"
         message = "interrupted; " * stopped + f"wrote {counts} to {output} ({size / 1e6:.1f} MB)"
         stderr().print(message, soft_wrap=True)
         if not recorded.shape.link_bytes_per_second:  # it is measured only for policies that need it

@@ -33,7 +33,7 @@ from spmoe.config import (
     parse_num_speculative_tokens,
     parse_prefetch_policy,
 )
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, suggestion
 from spmoe.observe.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def verify(
     draft_tokens: list[DraftTokens] = parse_list("-k", num_speculative_tokens, parse_num_speculative_tokens)
     evictions = parse_list("--eviction", eviction, parse_eviction_policy)
     if reference not in _METHODS:
-        raise UsageError(f"--reference must be one of {', '.join(_METHODS)}, not {reference!r}")
+        raise UsageError(
+            f"--reference must be one of {', '.join(_METHODS)}, not {reference!r}{suggestion(reference, _METHODS)}"
+        )
     token_ids = [parse_ids(text) for text in prompt_token_ids or ()]
     texts = _read_prompts(prompt or (), prompts, max_prompts)
 

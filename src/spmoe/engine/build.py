@@ -271,8 +271,8 @@ def _rounding_notice(config: EngineConfig, models: LoadedModels, drafter: Drafte
     if models.device.type != "cpu" or dtype == "float32" or not (drafter.proposes and config.max_draft_tokens):
         return []
     return [
-        f"in {dtype} on a CPU, rounding depends on the number of draft tokens, so the text may differ from that of "
-        "another number on near-ties; --dtype float32 avoids it"
+        f"in {dtype} on a CPU, rounding depends on the number of draft tokens: with another -k the text may differ on "
+        "near-ties; --dtype float32 avoids it"
     ]
 
 

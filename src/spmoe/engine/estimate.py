@@ -27,7 +27,7 @@ from spmoe.engine.memory import (
 from spmoe.engine.plan import memory_dict
 from spmoe.engine.prefetching import DraftSide, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
-from spmoe.errors import BudgetError
+from spmoe.errors import BudgetError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, load_errors
@@ -63,6 +63,7 @@ _MIN_GAIN = 1.05  # that a draft must reach to be recommended
 _CPU_EFFICIENCY = 0.85  # of the host memory's bandwidth that products of few rows reach
 _DEQUANTIZED = 0.05  # of that rate, for packed experts that no copy was made of
 _INT4_OPERATOR = 0.65  # of that rate, for copies in the layout of PyTorch's operator, as measured on 16 cores
+_SMALL_FORMAT = "int4-g128"  # the smallest conversion; a quarter of 16 bits
 _CPU_GAIN = 1.1  # from which on experts on the CPU are recommended: they round differently
 _PROPOSING = {"ngram": 0.5}  # share of steps with a draft; every step if it is not listed
 
@@ -557,6 +558,21 @@ def _size_option(memory: MemoryPlan, experts: int) -> str:
     return f"{-(-size // 2**20)}MiB" if size >= 2**30 else f"{-(-size // 2**10)}KiB"
 
 
+def _packed_seconds(
+    config: EngineConfig, models: _Models, hardware: Hardware, best: Case, wanted: _Wanted
+) -> float | None:
+    """Return the time per token of plain decoding with 4-bit experts; None if the link does not decide the speed."""
+    is_wide = models.dtype.itemsize == 2 and not models.format.is_packed
+    if hardware.device != "cuda" or config.expert_format != "auto" or not is_wide or best.likely.limit != "link":
+        return None
+    try:
+        packed = models.in_dtype(models.dtype, _SMALL_FORMAT)
+    except UsageError:  # matrices that the format cannot have
+        return None
+    plain = _compare(replace(config, expert_format=_SMALL_FORMAT), packed, hardware, replace(wanted, draft_tokens=0))[0]
+    return plain.likely.seconds if plain.memory is not None else None
+
+
 def _advice(
     config: EngineConfig,
     models: _Models,
@@ -573,8 +589,8 @@ def _advice(
     if host_missing:
         helps = "--dtype bfloat16, " if halved else ""
         found.append(
-            f"host memory lacks {format_bytes(host_missing)} for all experts: use {helps}a smaller model, or --device "
-            "cpu (experts on disk)"
+            f"host memory lacks {format_bytes(host_missing)} for all experts: use {helps}a smaller --expert-format or "
+            "model, or --device cpu (experts on disk)"
         )
     if disk_missing:
         found.append(f"the expert file needs {format_bytes(disk_missing)} more disk space; set SPMOE_HOME elsewhere")
@@ -588,6 +604,11 @@ def _advice(
         if times and min(times) < best.likely.seconds:
             found.append(f"--dtype bfloat16 halves all weights: about {1e3 * min(times):.3g} ms per token")
     assert best.memory is not None
+    if (seconds := _packed_seconds(config, models, hardware, best, wanted)) is not None:
+        found.append(
+            f"--expert-format {_SMALL_FORMAT} has a quarter of the bytes: about {1e3 * seconds:.3g} instead of "
+            f"{1e3 * best.likely.seconds:.3g} ms per token; it is lossy: `spmoe verify --cost` measures how much"
+        )
     if (with_cpu := best.likely_with_cpu) is not None and best.likely.seconds >= _CPU_GAIN * with_cpu.seconds:
         gain = best.likely.seconds / with_cpu.seconds
         rounding = (

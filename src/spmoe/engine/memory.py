@@ -190,8 +190,9 @@ def _does_not_fit(
         f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda one: -one[1]) if size
     )
     total = sum(parts.values())
-    allowed = f"--device-memory {config.device_memory} allows {format_bytes(limit)}"
-    if config.device_memory == "auto":
+    if isinstance(config.device_memory, Size):
+        allowed = f"--device-memory {config.device_memory.described()} allows {format_bytes(limit)}"
+    else:
         allowed = f"{format_bytes(limit)} of the {format_bytes(available)} that are free can be used"
     return (
         f"{format_bytes(total)} of device memory are needed ({listed}), but {allowed}, {format_bytes(total - limit)} "
@@ -256,8 +257,8 @@ def slot_count(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
         share = math.ceil(1000 * top_k / spec.count) / 10
         least = f"{math.ceil(top_k * blob / 2**10)}KiB"
         raise BudgetError(
-            f"--expert-memory {memory} holds {count} expert{'s' * (count != 1)} of {format_bytes(blob)}, but one token "
-            f"needs {top_k} of a layer at once; give at least {least} or {share}%"
+            f"--expert-memory {memory.described()} holds {count} expert{'s' * (count != 1)} of {format_bytes(blob)}, "
+            f"but one token needs {top_k} of a layer at once; give at least {least} or {share}%"
         )
     return count
 

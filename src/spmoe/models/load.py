@@ -45,7 +45,7 @@ def load_without_experts(checkpoint: Checkpoint, dtype: torch.dtype, device: tor
     """
     cls, config = _causal_class(checkpoint)
     model = _load(checkpoint, _without_experts(cls), config, dtype, device)
-    _require_experts(checkpoint, model)
+    require_experts(checkpoint, model)
     take_over(model)
     return model
 
@@ -62,7 +62,7 @@ def load_skeleton(checkpoint: Checkpoint) -> Any:
     cls, config = _causal_class(checkpoint)
     with torch.device("meta"), load_errors(checkpoint):
         model = _without_experts(cls)(config)
-    _require_experts(checkpoint, model)
+    require_experts(checkpoint, model)
     take_over(model)
     return model.eval()
 
@@ -111,7 +111,8 @@ def _causal_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         ) from error
 
 
-def _require_experts(checkpoint: Checkpoint, model: Any) -> None:
+def require_experts(checkpoint: Checkpoint, model: Any) -> None:
+    """Raise an error if a model has no experts, or none that can be replaced."""
     if not any(True for _ in experts_modules(model)):
         architecture = type(model).__name__
         declared = checkpoint.config.get_text_config(decoder=True).to_dict()

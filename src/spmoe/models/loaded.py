@@ -18,7 +18,7 @@ from torch import Tensor
 from spmoe.backends.cpu import expert_shapes
 from spmoe.backends.quantize import QuantizedExperts
 from spmoe.config import RANDOM_WEIGHTS_NOTE, EngineConfig
-from spmoe.errors import CheckpointError, UsageError
+from spmoe.errors import CheckpointError, UsageError, suggestion
 from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.shards import ShardedExperts
 from spmoe.experts.store import ExpertFile, FillBlob, StoreSpec, ensure_expert_file, outdated_experts
@@ -237,7 +237,8 @@ def wide_shape(config: EngineConfig, device: torch.device) -> WideShape | None:
     if config.shape is None:
         return None
     if config.shape not in SHAPES:
-        raise UsageError(f"shape must be one of {', '.join(SHAPES)}, not {config.shape!r}")
+        hint = suggestion(config.shape, list(SHAPES))
+        raise UsageError(f"shape must be one of {', '.join(SHAPES)}, not {config.shape!r}{hint}")
     if device.type != "cuda":
         raise UsageError("--shape makes a model of real size, which needs a CUDA device; leave it out")
     return SHAPES[config.shape]

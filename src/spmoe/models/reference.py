@@ -32,7 +32,7 @@ from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint, quiet
 from spmoe.models.experts_seam import experts_modules
-from spmoe.models.load import expert_parameter_names, load_dense_skeleton
+from spmoe.models.load import expert_parameter_names, load_dense_skeleton, require_experts
 from spmoe.models.longrope import LongRope
 from spmoe.models.tensors import CheckpointTensors
 from spmoe.system.host import available_memory
@@ -85,6 +85,7 @@ def plan_reference(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
     `device` is the engine's. `wanted`: a method, or `auto` for GENERATE if the model fits and LAYERS if it does not.
     """
     skeleton = load_dense_skeleton(checkpoint)
+    require_experts(checkpoint, skeleton)
     total, layers = _nbytes(skeleton, dtype), [_nbytes(layer, dtype) for layer in _decoder_layers(skeleton).values()]
     largest, host = max(layers), available_memory()
     free = host if device.type == "cpu" else free_memory(device)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, suggestion
 from spmoe.experts.eviction import Eviction, ScoredEviction, make_eviction
 from spmoe.experts.eviction.draft_informed import DraftInformed, chance_of_any_use
 from spmoe.registry import EVICTION_POLICIES
@@ -84,8 +84,8 @@ BOUNDS: dict[str, Callable[[Sequence[int], Sequence[StepPlan]], Eviction]] = {
 def require_eviction(name: str) -> None:
     """Raise UsageError if there is no eviction policy of this name."""
     if name not in EVICTION_POLICIES and name not in BOUNDS:
-        names = ", ".join((*EVICTION_POLICIES.names(), *BOUNDS))
-        raise UsageError(f"eviction must be one of {names}, not {name!r}")
+        names = (*EVICTION_POLICIES.names(), *BOUNDS)
+        raise UsageError(f"eviction must be one of {', '.join(names)}, not {name!r}{suggestion(name, names)}")
 
 
 def make_replay_eviction(name: str, experts: Sequence[int], steps: Sequence[StepPlan]) -> Eviction:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from spmoe.config import Size
-from spmoe.errors import UsageError
+from spmoe.errors import UsageError, suggestion
 
 TOOL_CALL_PARSERS = ("hermes", "gpt-oss")
 DEFAULT_MODEL_NAME = "spmoe-pair"  # of the pair that ships with the package
@@ -50,8 +50,9 @@ class ServeConfig:
         if not 0 <= self.shutdown_timeout < float("inf"):
             raise UsageError(f"shutdown_timeout must be 0 seconds or more, not {self.shutdown_timeout}")
         if self.tool_call_parser not in (None, *TOOL_CALL_PARSERS):
-            names = ", ".join(TOOL_CALL_PARSERS)
-            raise UsageError(f"tool_call_parser must be one of {names}, not {self.tool_call_parser!r}")
+            wrong = self.tool_call_parser
+            found = f"{wrong!r}{suggestion(wrong, TOOL_CALL_PARSERS)}"
+            raise UsageError(f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, not {found}")
 
 
 def parse_body_size(text: str) -> int:
