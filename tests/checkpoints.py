@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from spmoe.experts.store import BlobLayout
 from spmoe.formats.base import weight_format
 from spmoe.formats.expert import ExpertFormat
 from spmoe.models.experts_seam import experts_modules
+from spmoe.models.families import families
 
 HIDDEN = 32
 FEED_FORWARD = 48
@@ -156,6 +158,21 @@ def longrope(switch: int) -> dict[str, Any]:
         "factor": 2.0,
         "original_max_position_embeddings": switch,
     }
+
+
+def require_family(family: str) -> None:
+    """Skip a test of a family that this version of transformers does not have."""
+    if family not in families():
+        pytest.skip(f"this version of transformers has no {family}")
+
+
+def require_longrope_reference() -> None:
+    """Skip a test that compares phimoe's text behind the switch of LongRoPE with that of an older transformers.
+
+    It drops the KV cache at the switch and does not read the text again.
+    """
+    if "next_sequence_length" not in PhimoeForCausalLM.prepare_inputs_for_generation.__code__.co_consts:
+        pytest.skip("this version of transformers drops the text at the switch of LongRoPE")
 
 
 def qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:

@@ -32,6 +32,7 @@ from checkpoints import (
     memory_for,
     phimoe,
     reference,
+    require_longrope_reference,
     save,
     seeded,
     submodules_with,
@@ -898,6 +899,8 @@ def test_rotary_tables_replace_embeddings_computed_on_the_host(
     cuda: FakeCuda, rotary_needs_the_host: None, tmp_path: Path, change: int | None, k: int
 ) -> None:
     """Also where the context grows past the position at which LongRoPE switches."""
+    if change is not None:
+        require_longrope_reference()
     model = seeded(phimoe, 3, **({} if change is None else {"rope_parameters": longrope(change)}))
     target = save(model, tmp_path, byte_tokenizer())
     expected = greedy_tokens(target, PROMPT, COUNT)
@@ -916,6 +919,7 @@ def test_recomputing_the_kv_cache_invalidates_the_launched_verification(
     cuda: FakeCuda, rotary_needs_the_host: None, tmp_path: Path, chunk: int, memory: str
 ) -> None:
     """After a LongRoPE switch, the last recomputed chunk may have as many rows as the launched forward, or fewer."""
+    require_longrope_reference()
     target = save(seeded(phimoe, 3, rope_parameters=longrope(12)), tmp_path, byte_tokenizer())
     options: dict[str, Any] = {"num_speculative_tokens": 3, "prefill_chunk": chunk, "expert_memory": memory}
     with LLM(str(target), "self:int8", dtype="float32", progress=False, **options) as llm:

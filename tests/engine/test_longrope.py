@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PhimoeForCausalLM
 
-from checkpoints import byte_tokenizer, longrope, mixtral, phimoe, qwen3_next, save, seeded
+from checkpoints import (
+    byte_tokenizer,
+    longrope,
+    mixtral,
+    phimoe,
+    qwen3_next,
+    require_longrope_reference,
+    save,
+    seeded,
+)
 from spmoe import LLM, SamplingParams
 from spmoe.config import EngineConfig
 from spmoe.engine.memory import divide_memory
@@ -24,10 +32,6 @@ COUNT = 14
 FAMILIES = {"phimoe": phimoe, "mixtral": mixtral, "qwen3_next": qwen3_next}
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
-
-
-# older versions of transformers drop the KV cache at the switch but do not read the text again
-_READS_AGAIN = "next_sequence_length" in PhimoeForCausalLM.prepare_inputs_for_generation.__code__.co_consts
 
 
 def prompt(length: int) -> list[int]:
@@ -54,8 +58,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("k", "chunk"), [(0, 512), (0, 3), (3, 512), (3, 3)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(checkpoints: dict[str, Path], family: str, k: int, chunk: int, device: str) -> None:
-    if family == "phimoe" and not _READS_AGAIN:
-        pytest.skip("this version of transformers drops the text at the switch")
+    if family == "phimoe":
+        require_longrope_reference()
     target = checkpoints[family]
     options: dict[str, Any] = {"num_speculative_tokens": k, "prefill_chunk": chunk, "device": device}
     with LLM(str(target), "self:int8" if k else None, dtype="float32", progress=False, **options) as llm:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 from transformers.models.olmoe import modeling_olmoe
 
+from checkpoints import require_family
 from spmoe import LLM, SamplingParams
 from spmoe.backends import cpu
 from spmoe.bench import families as family_checks
@@ -379,6 +380,7 @@ def test_formats_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_fused_parameters_that_are_called_weight_are_quantized(tmp_path: Path) -> None:
+    require_family("inkling2_text")
     save(tiny_model("inkling2_text"), tmp_path / "source")
     assert write_quantized(tmp_path / "source", tmp_path / "packed", tmp_path / "dense", "int8")
     source, packed = (Checkpoint.find(str(tmp_path / name)) for name in ("source", "packed"))

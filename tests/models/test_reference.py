@@ -74,7 +74,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_one_at_a_time_equal_the_whole_model(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_family(MODELS[kind](), tmp_path)
-    expected = stock_logits(tmp_path, dtype)
+    try:
+        expected = stock_logits(tmp_path, dtype)
+    except RuntimeError as error:  # DeepSeek-V4 in bfloat16 up to transformers 5.17
+        pytest.skip(f"this version of transformers cannot run it ({error})")
     assert torch.equal(logits(tmp_path, LAYERS, dtype), expected)
     assert torch.equal(logits(tmp_path, FORWARD, dtype), expected)
     assert expected.std() > 0.01, "the logits say something"
