@@ -511,6 +511,18 @@ def test_metrics_count_requests(llm: AsyncLLM) -> None:
         assert difference(f"spmoe_prefetch_{name}_bytes_total") >= 0
 
 
+def test_head_has_no_body(llm: AsyncLLM, server: RunningServer) -> None:
+    for path in ("/health", "/version", "/metrics", "/dashboard", "/dashboard/data", "/v1/models"):
+        answer = httpx.head(f"{server.url}{path}")
+        assert answer.status_code == 200
+        assert answer.content == b""
+    assert httpx.head(f"{server.url}/v1/models/other").status_code == 404
+    assert httpx.head(f"{server.url}/v1/completions").status_code == 405
+    with running(llm, api_keys=("key",)) as other:
+        assert httpx.head(f"{other.url}/health").status_code == 200
+        assert httpx.head(f"{other.url}/v1/models").status_code == 401
+
+
 def test_version(server: RunningServer) -> None:
     from spmoe import __version__
 
