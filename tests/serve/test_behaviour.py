@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -172,6 +173,38 @@ HALF_BODY = (
 def everything(connection: socket.socket) -> bytes:
     """Return all that the server sends until it closes the connection."""
     return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"GET /version HTTP/1.1\r\n\r\n",  # no Host
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nz\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused(data: bytes, server: RunningServer) -> None:
+    with half_request(server, data) as connection:
+        head, _, body = everything(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_wrong_body_after_the_answer_closes_the_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with half_request(server, head) as connection:
+        answer = connection.recv(2**16)
+        while not answer.endswith(b"}}"):  # comes before the body
+            answer += connection.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 415 ")
+        connection.sendall(b"z\r\n")
+        assert everything(connection) == b""
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_connections_without_a_request_are_closed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
