@@ -274,6 +274,8 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"prompt": [1, "a"]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
         ({"prompt": ["a", 1]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
         ({"prompt": {"a": 1}}, "prompt must be", "prompt"),
+        ({"prompt": ["a"] * 8193}, "prompt must have at most 8192 texts or lists of token ids, not 8193", "prompt"),
+        ({"prompt": [[1]] * 8193}, "prompt must have at most 8192 texts or lists of token ids, not 8193", "prompt"),
         ({"prompt": [10**9]}, "vocabulary", None),
         ({"prompt": "a " * 5000}, "This model's maximum context length is 4096 tokens, but", "prompt"),
         ({"prompt": "a " * 2_000_000}, "maximum context length is at most 262144 characters", "prompt"),

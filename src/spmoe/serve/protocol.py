@@ -24,6 +24,7 @@ from spmoe.serve.tools import hermes_grammar
 MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
 MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
 MAX_MESSAGES = 8192  # and tool calls in them; rendering more of them keeps other requests waiting
+MAX_PROMPTS = 8192  # millions of them would keep other requests waiting before they are refused
 MAX_TOOLS = 1024
 MAX_STOP_STRINGS = 16  # each is searched for after every token
 MAX_STOP_LENGTH = 1024  # characters
@@ -81,6 +82,8 @@ def _prompts(given: Any) -> list[ParsedPrompt]:
     form = "prompt must be text, a list of texts, a list of token ids, or a list of such lists"
     if not isinstance(given, (str, list)) or (isinstance(given, list) and any(isinstance(one, dict) for one in given)):
         raise UsageError(form)
+    if isinstance(given, list) and len(given) > MAX_PROMPTS and not isinstance(given[0], int):
+        raise UsageError(f"prompt must have at most {MAX_PROMPTS} texts or lists of token ids, not {len(given)}")
     try:
         found = parse_prompts(given)
     except UsageError as error:  # its text offers forms of the Python API
