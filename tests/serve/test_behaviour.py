@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -173,6 +174,18 @@ HALF_BODY = (
 def everything(connection: socket.socket) -> bytes:
     """Return all that the server sends until it closes the connection."""
     return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def test_idle_connections_stay_open(server: RunningServer) -> None:
+    """Clients keep connections for 5 s and more; a request must not meet one that is just being closed."""
+    with httpx.Client(timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=PATIENCE)) as client:
+        streams = []
+        for pause in (6, 0):
+            with client.stream("GET", f"{server.url}/version") as answer:
+                streams.append(answer.extensions["network_stream"])
+                answer.read()
+            time.sleep(pause)
+    assert streams[0] is streams[1]
 
 
 @pytest.mark.parametrize(

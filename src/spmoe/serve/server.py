@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import threading
@@ -96,6 +97,7 @@ class Server(uvicorn.Server):
                 access_log=access_log,
                 server_header=False,
                 lifespan="off",
+                timeout_keep_alive=math.ceil(_HEADER_SECONDS),  # connection pools of clients expect more than 5 s
                 timeout_graceful_shutdown=timeout,
             )
         )
