@@ -237,7 +237,7 @@ def expert_formats() -> tuple[str, ...]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _whole(value: Any, info: ValidationInfo) -> int:

@@ -89,6 +89,22 @@ def test_stream_with_usage(client: Any) -> None:
         assert sum(bool(chunk.choices[0].finish_reason) for chunk in others) == 1
 
 
+def test_stream_with_usage_in_each_chunk(client: Any) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    for chunks in (
+        list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, **options)),
+        list(client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, **options)),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 6
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    with pytest.raises(openai.BadRequestError, match="continuous_usage_stats needs include_usage"):
+        client.completions.create(
+            model=MODEL, prompt=PROMPT, stream=True, extra_body={"stream_options": {"continuous_usage_stats": True}}
+        )
+
+
 def test_chat_is_the_engines_answer(client: Any, llm: AsyncLLM) -> None:
     expected = llm.llm.chat(MESSAGES, SamplingParams(max_tokens=8))[0]
     response = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=8)
@@ -258,6 +274,8 @@ def test_requests_at_once_give_the_text_of_each_alone(client: Any) -> None:
         ({"prompt": [1, "a"]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
         ({"prompt": ["a", 1]}, "prompt must be text, a list of texts, a list of token ids, or a list of", "prompt"),
         ({"prompt": {"a": 1}}, "prompt must be", "prompt"),
+        ({"prompt": ["a"] * 8193}, "prompt must have at most 8192 texts or lists of token ids, not 8193", "prompt"),
+        ({"prompt": [[1]] * 8193}, "prompt must have at most 8192 texts or lists of token ids, not 8193", "prompt"),
         ({"prompt": [10**9]}, "vocabulary", None),
         ({"prompt": "a " * 5000}, "This model's maximum context length is 4096 tokens, but", "prompt"),
         ({"prompt": "a " * 2_000_000}, "maximum context length is at most 262144 characters", "prompt"),
@@ -359,6 +377,48 @@ def test_values_without_effect_are_accepted(client: Any) -> None:
     }
     response = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=neutral)
     assert response.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"safety_identifier": "hash"},
+        {"max_completion_tokens": 1},
+        {"top_logprobs": 0},
+        {"logprobs": False, "top_logprobs": 0},
+        {"stream_options": {"include_obfuscation": False}, "stream": True},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+        {"add_generation_prompt": True, "continue_final_message": False, "use_beam_search": False},
+        {"length_penalty": 1.0, "priority": 0, "cache_prompt": True, "return_token_ids": False},
+    ],
+)
+def test_defaults_of_other_servers_are_accepted(fields: dict[str, Any], client: Any) -> None:
+    """Clients of OpenAI's API, vLLM and llama-server send them without being asked."""
+    plain = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1}
+    expected = client.chat.completions.create(**plain).choices[0].message.content
+    answer = client.chat.completions.create(**plain, extra_body=fields, stream=fields.get("stream", False))
+    if "stream" in fields:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in answer) == expected
+    else:
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output is not supported"),
+        ({"continue_final_message": True}, "continue_final_message is not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is not supported"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "include_obfuscation must be False"),
+    ],
+)
+def test_other_values_are_refused(fields: dict[str, Any], words: str, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=fields)
+    assert words in caught.value.body["message"]
 
 
 def test_wrong_model_name_is_not_found(client: Any) -> None:

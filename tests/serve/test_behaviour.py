@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -172,6 +174,50 @@ HALF_BODY = (
 def everything(connection: socket.socket) -> bytes:
     """Return all that the server sends until it closes the connection."""
     return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def test_idle_connections_stay_open(server: RunningServer) -> None:
+    """Clients keep connections for 5 s and more; a request must not meet one that is just being closed."""
+    with httpx.Client(timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=PATIENCE)) as client:
+        streams = []
+        for pause in (6, 0):
+            with client.stream("GET", f"{server.url}/version") as answer:
+                streams.append(answer.extensions["network_stream"])
+                answer.read()
+            time.sleep(pause)
+    assert streams[0] is streams[1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"GET /version HTTP/1.1\r\n\r\n",  # no Host
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nz\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused(data: bytes, server: RunningServer) -> None:
+    with half_request(server, data) as connection:
+        head, _, body = everything(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_wrong_body_after_the_answer_closes_the_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with half_request(server, head) as connection:
+        answer = connection.recv(2**16)
+        while not answer.endswith(b"}}"):  # comes before the body
+            answer += connection.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 415 ")
+        connection.sendall(b"z\r\n")
+        assert everything(connection) == b""
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_connections_without_a_request_are_closed(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +546,8 @@ def test_metrics_count_requests(llm: AsyncLLM) -> None:
     assert not any("vllm:time_per_output_token" in name for name in after)
     assert difference("vllm:prefix_cache_queries_total") == usage["prompt_tokens"]
     assert 0 < difference("vllm:prefix_cache_hits_total") == usage["prompt_tokens_details"]["cached_tokens"]
-    assert difference("vllm:spec_decode_num_draft_tokens_total") > 0
+    drafts = difference("vllm:spec_decode_num_drafts_total")
+    assert 0 < drafts <= difference("vllm:spec_decode_num_draft_tokens_total")
     assert difference("vllm:spec_decode_num_accepted_tokens_total") >= 0
     assert difference("spmoe_expert_hits_total") > 0
     assert difference("spmoe_stall_seconds_total") >= 0
@@ -509,6 +556,18 @@ def test_metrics_count_requests(llm: AsyncLLM) -> None:
     assert after[f"vllm:num_requests_running{model}"] == after[f"vllm:num_requests_waiting{model}"] == 0
     for name in ("issued", "used", "late", "wasted"):
         assert difference(f"spmoe_prefetch_{name}_bytes_total") >= 0
+
+
+def test_head_has_no_body(llm: AsyncLLM, server: RunningServer) -> None:
+    for path in ("/health", "/version", "/metrics", "/dashboard", "/dashboard/data", "/v1/models"):
+        answer = httpx.head(f"{server.url}{path}")
+        assert answer.status_code == 200
+        assert answer.content == b""
+    assert httpx.head(f"{server.url}/v1/models/other").status_code == 404
+    assert httpx.head(f"{server.url}/v1/completions").status_code == 405
+    with running(llm, api_keys=("key",)) as other:
+        assert httpx.head(f"{other.url}/health").status_code == 200
+        assert httpx.head(f"{other.url}/v1/models").status_code == 401
 
 
 def test_version(server: RunningServer) -> None:

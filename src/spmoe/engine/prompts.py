@@ -114,7 +114,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _shown(value: Any) -> str:

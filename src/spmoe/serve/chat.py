@@ -95,19 +95,18 @@ class ChatCompletion:
 
     async def stream(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """Run and yield chunks; a tool call comes when it is complete, and the last chunk has the statistics."""
-        include_usage = self._request.include_usage
-        head = self._head("chat.completion.chunk")
-        head = {**head, "usage": None} if include_usage else head
+        include_usage, head = self._request.include_usage, self._head("chat.completion.chunk")
         sent = [_Sent(self, number) for number in range(len(submission.results))]
         unfinished = len(sent)
         async with aclosing(submission.run()) as results:
             async for progress in results:
                 unfinished -= progress.finished
+                usage = submission.chunk_usage(self._request)
                 choices = sent[progress.choice].choices(progress.output.outputs[0], progress.finished)
                 for choice in choices:
                     last = choice is choices[-1] and not unfinished and not include_usage
                     extra = {"spmoe": submission.stats.to_dict()} if last else {}
-                    yield event({**head, "choices": [choice], **extra})
+                    yield event({**head, **usage, "choices": [choice], **extra})
         if include_usage:
             yield event({**head, "choices": [], "usage": submission.usage(), "spmoe": submission.stats.to_dict()})
 

@@ -61,8 +61,7 @@ class Completion:
 
     async def stream(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """Run and yield chunks; the last one has the statistics."""
-        include_usage = self._request.include_usage
-        head = {**self._head(), "usage": None} if include_usage else self._head()
+        include_usage, head = self._request.include_usage, self._head()
         sent = [_Sent(self, number) for number in range(len(submission.results))]
         unfinished = len(sent)
         async with aclosing(submission.run()) as results:
@@ -73,7 +72,8 @@ class Completion:
                 if choice is None:
                     continue
                 last = {"spmoe": submission.stats.to_dict()} if not unfinished and not include_usage else {}
-                yield event({**head, "choices": [choice], **last})
+                usage = submission.chunk_usage(self._request)
+                yield event({**head, **usage, "choices": [choice], **last})
         if include_usage:
             yield event({**head, "choices": [], "usage": submission.usage(), "spmoe": submission.stats.to_dict()})
 

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmoe.serve.config import ServeConfig
@@ -118,8 +119,14 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 def add_access(app: FastAPI, config: ServeConfig, count_response: Callable[[int], None]) -> None:
-    """Add API keys, CORS and errors in OpenAI's shape; `count_response` gets the status of every response."""
+    """Add API keys, CORS, HEAD and errors in OpenAI's shape; `count_response` gets the status of every response.
+
+    Call this when all routes are there.
+    """
     _add_error_handlers(app)
+    for route in app.routes:
+        if isinstance(route, Route) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")  # for probes of load balancers; uvicorn sends no body
     app.add_middleware(AccessMiddleware, api_keys=config.api_keys, count_response=count_response)
     if config.allowed_origins:  # outermost: preflight requests have no key
         app.add_middleware(

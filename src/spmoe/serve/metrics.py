@@ -20,6 +20,7 @@ _LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 5
 
 # totals of the process since the engine was built, by field of Counters
 _TOTALS = (
+    ("vllm:spec_decode_num_drafts", "verified", "Steps that verified draft tokens, of each completion."),
     ("vllm:spec_decode_num_draft_tokens", "drafted", "Draft tokens."),
     ("vllm:spec_decode_num_accepted_tokens", "accepted", "Draft tokens that the target accepted."),
     ("spmoe_steps", "steps", "Steps of the engine."),

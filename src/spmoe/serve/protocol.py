@@ -24,27 +24,37 @@ from spmoe.serve.tools import hermes_grammar
 MAX_COMPLETIONS = 128  # `n`, as in OpenAI's API
 MAX_LOGPROBS = 20  # most likely tokens per position, as in OpenAI's and vLLM's
 MAX_MESSAGES = 8192  # and tool calls in them; rendering more of them keeps other requests waiting
+MAX_PROMPTS = 8192  # millions of them would keep other requests waiting before they are refused
 MAX_TOOLS = 1024
 MAX_STOP_STRINGS = 16  # each is searched for after every token
 MAX_STOP_LENGTH = 1024  # characters
 DEFAULT_COMPLETION_TOKENS = 16  # `max_tokens` of /v1/completions, as in OpenAI's and vLLM's
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values without an effect; advice
+    "add_generation_prompt": ((True,), "chats always end with the prompt for an answer"),
     "audio": ((), "the server generates text only"),
     "best_of": ((1,), "use n"),
+    "cache_prompt": ((True,), "the server's --no-enable-prefix-caching has this effect"),
+    "continue_final_message": ((False,), "an answer is always a new message"),
     "echo": ((False,), "the prompt is not part of the completion"),
     "frequency_penalties": ((), "use frequency_penalty"),
     "function_call": (("none",), "use tool_choice"),
     "functions": (([],), "use tools"),
+    "include_stop_str_in_output": ((False,), "a stop text is not part of the output"),
+    "length_penalty": ((1,), "there is no beam search"),
     "metadata": (({},), "completions are not stored"),
     "modalities": ((["text"],), "the server generates text only"),
     "moderation": ((), "leave it out"),
     "prediction": ((), "drafts are chosen with --draft when the server starts"),
+    "priority": ((0,), "requests run in order of arrival"),
     "prompt_cache_retention": ((), "leave it out"),
-    "safety_identifier": ((), "leave it out"),
+    "return_token_ids": ((False,), "leave it out"),
     "service_tier": (("auto", "default"), "leave it out"),
+    "skip_special_tokens": ((True,), "special tokens are not part of the text"),
+    "spaces_between_special_tokens": ((True,), "special tokens are not part of the text"),
     "store": ((False,), "completions are not stored"),
     "suffix": (("",), "text is completed at its end only"),
+    "use_beam_search": ((False,), "there is no beam search"),
     "verbosity": (("medium",), "leave it out"),
     "web_search_options": ((), "leave it out"),
 }
@@ -72,6 +82,8 @@ def _prompts(given: Any) -> list[ParsedPrompt]:
     form = "prompt must be text, a list of texts, a list of token ids, or a list of such lists"
     if not isinstance(given, (str, list)) or (isinstance(given, list) and any(isinstance(one, dict) for one in given)):
         raise UsageError(form)
+    if isinstance(given, list) and len(given) > MAX_PROMPTS and not isinstance(given[0], int):
+        raise UsageError(f"prompt must have at most {MAX_PROMPTS} texts or lists of token ids, not {len(given)}")
     try:
         found = parse_prompts(given)
     except UsageError as error:  # its text offers forms of the Python API
@@ -186,6 +198,14 @@ class StreamOptions(_Model):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # in each chunk, as in vLLM
+    include_obfuscation: Literal[False] = False  # OpenAI's padding of chunks
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise UsageError("stream_options.continuous_usage_stats needs include_usage; set it to true")
+        return self
 
 
 class JsonSchema(_Model):
@@ -261,6 +281,7 @@ class GenerationRequest(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # names the client's user; no effect, as in OpenAI's API
+    safety_identifier: str | None = None  # newer name of user
     prompt_cache_key: str | None = None  # requests with the same key go to the same replica
 
     @model_validator(mode="after")
@@ -273,6 +294,11 @@ class GenerationRequest(_Model):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the token counts so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def constraint(self) -> Constraint | None:
@@ -378,9 +404,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             raise UsageError("max_tokens and max_completion_tokens mean the same; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs not in (None, 0) and not self.logprobs:
             raise UsageError("top_logprobs needs logprobs; set logprobs to true or leave top_logprobs out")
         if self.tool_choice is not None and not self.tools:
             raise UsageError("tool_choice needs tools; give tools or leave it out")

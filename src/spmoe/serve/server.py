@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import threading
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spmoe.serve.config import ServeConfig
+from spmoe.serve.http import ApiError, error_response
 
 _HEADER_SECONDS = 60.0  # from the beginning of a connection, or the last response, to the end of a request's headers
 _EXTRA_SECONDS = 5  # for clients to read the errors of requests that were ended; then connections are closed
@@ -35,7 +38,10 @@ class Stoppable(Protocol):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which also closes connections whose next request does not begin in time."""
+    """uvicorn's HTTP/1.1, with errors in OpenAI's shape.
+
+    It also closes connections whose next request does not begin in time.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -46,6 +52,17 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._await_request()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the answer has begun, before the whole body
+            error = error_response(ApiError(400, msg, headers={"Connection": "close"}))
+            for part in (
+                h11.Response(status_code=400, headers=error.raw_headers, reason=b"Bad Request"),
+                h11.Data(data=bytes(error.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(part))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -80,6 +97,7 @@ class Server(uvicorn.Server):
                 access_log=access_log,
                 server_header=False,
                 lifespan="off",
+                timeout_keep_alive=math.ceil(_HEADER_SECONDS),  # connection pools of clients expect more than 5 s
                 timeout_graceful_shutdown=timeout,
             )
         )

@@ -23,7 +23,7 @@ from spmoe.models.tokenizer import encode
 from spmoe.serve.config import ServeConfig
 from spmoe.serve.http import RETRY_AFTER_SECONDS, SHUTTING_DOWN, ApiError
 from spmoe.serve.metrics import Metrics
-from spmoe.serve.protocol import ChatMessage, Constraint, Tool, bad_request
+from spmoe.serve.protocol import ChatMessage, Constraint, GenerationRequest, Tool, bad_request
 from spmoe.serve.tools import ReplyParser, make_reply_parser
 
 T = TypeVar("T")
@@ -381,6 +381,12 @@ class Submission:
             "total_tokens": prompt + output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(output.stats.cached_tokens for output in firsts)},
         }
+
+    def chunk_usage(self, request: GenerationRequest) -> dict[str, Any]:
+        """Return the field `usage` of a chunk of a stream that is not the last one; empty if it has none."""
+        if not request.include_usage:
+            return {}
+        return {"usage": self.usage() if request.continuous_usage else None}
 
     async def close(self) -> None:
         """Cancel what runs and leave the queue. Idempotent."""
