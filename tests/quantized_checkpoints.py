@@ -32,6 +32,7 @@ class Kind:
     quantize: Quantize
     format: str | None  # weight format that experts keep; None: they become dense
     modelopt: dict[str, Any] | None = None  # content of hf_quant_config.json
+    own_file: tuple[str, dict[str, Any]] | None = None  # name and content of the method's own file
     exact: bool = True  # whether dequantized weights are equal in every bit
 
 
@@ -335,6 +336,15 @@ KINDS: dict[str, Kind] = {
         gptq(4, 32, True, 1),
         "int4-g32-f16",
     ),
+    "gptq-own-file": Kind(
+        {},
+        gptq(4, 32, True, 1),
+        "int4-g32-f16",
+        own_file=(
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": False, "sym": True},
+        ),
+    ),
     "auto-round": Kind(auto_round("auto_round:auto_gptq", True), gptq(4, 32, True, 1), "int4-g32-f16"),
     "auto-round-gptq-asym": Kind(auto_round("auto_round:auto_gptq", False), gptq(4, 32, False, 1), "int4-asym-g32-f16"),
     "auto-round-asym": Kind(auto_round("auto_round", False), gptq(4, 32, False, 2), "int4-asym-g32-f16"),
@@ -343,6 +353,12 @@ KINDS: dict[str, Kind] = {
     "gptq-8bit": Kind(gptq_config(8, 32, True), gptq(8, 32, True, 1), "int8-g32-f16"),
     "gptq-8bit-asym": Kind(gptq_config(8, 32, False), gptq(8, 32, False, 1), None),
     "awq": Kind(AWQ, awq(32), "int4-asym-g32-f16"),
+    "awq-own-file": Kind(
+        {},
+        awq(32),
+        "int4-asym-g32-f16",
+        own_file=("quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ),
     "modelopt-nvfp4": Kind({"quant_method": "modelopt", **NVFP4}, modelopt_nvfp4, "nvfp4"),
     "modelopt-nvfp4-file": Kind({}, modelopt_nvfp4, "nvfp4", modelopt={"quantization": NVFP4}),
     "modelopt-w4a16-nvfp4": Kind(modelopt("W4A16_NVFP4"), modelopt_nvfp4, "nvfp4"),
@@ -434,6 +450,8 @@ def write_pair(
         declare(made.packed, KINDS[kind].config)
     if (content := KINDS[kind].modelopt) is not None:
         (made.packed / "hf_quant_config.json").write_text(json.dumps(content))
+    if (own := KINDS[kind].own_file) is not None:
+        (made.packed / own[0]).write_text(json.dumps(own[1]))
     return made
 
 

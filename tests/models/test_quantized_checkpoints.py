@@ -38,6 +38,7 @@ from spmoe.models.families import tiny_draft, tiny_model
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import load_dense, load_without_experts
 from spmoe.models.tensors import CheckpointTensors
+from spmoe.system.headers import QUANTIZATION_FILES
 from spmoe.types import ExpertKey
 
 PROMPT, COUNT = [5, 9, 3, 17, 60, 2], 12
@@ -304,6 +305,22 @@ def test_tensors_of_tools_are_ignored(make_pair: Make, tmp_path: Path) -> None:
     change(tmp_path / "copy", **extra)
     check_tensors(QuantizedPair(tmp_path / "copy", pair.dense), "fp8-block")
     check_experts(QuantizedPair(tmp_path / "copy", pair.dense), "fp8-block")
+
+
+@pytest.mark.parametrize("kind", ["gptq-own-file", "modelopt-nvfp4-file"])
+def test_a_changed_declaration_changes_the_fingerprint(kind: str, make_pair: Make, tmp_path: Path) -> None:
+    """Experts that were read by another declaration are not used again."""
+    copy = Path(shutil.copytree(make_pair(kind).packed, tmp_path / "copy"))
+    before = Checkpoint.find(str(copy)).fingerprint
+    (path,) = (path for path in copy.iterdir() if path.name in QUANTIZATION_FILES)
+    path.write_text(path.read_text() + " ")
+    assert Checkpoint.find(str(copy)).fingerprint != before
+
+
+def test_a_file_of_another_tool_declares_nothing(make_pair: Make, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(make_pair("fp8-block").dense, tmp_path / "copy"))
+    (copy / "quant_config.json").write_text('{"name": "q4"}')
+    assert Checkpoint.find(str(copy)).quantization is None
 
 
 def test_symmetric_gptq_may_have_zero_points_of_version_2(make_pair: Make, tmp_path: Path) -> None:

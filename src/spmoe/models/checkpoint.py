@@ -22,7 +22,7 @@ from spmoe.files import config_directory, decode_json, model_directory
 from spmoe.models.hub import cached_model, config_files, download, remote_files
 from spmoe.models.quantization import READABLE, Quantization, UnreadableError, read_quantization
 from spmoe.models.quantized_matrices import QuantizedMatrix, find_matrices, is_auxiliary, undeclared
-from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
+from spmoe.system.headers import INDEX, QUANTIZATION_FILES, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
@@ -140,9 +140,11 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model directory; check the path")
     declared = _read_json(directory / "config.json")
-    modelopt = directory / "hf_quant_config.json"
+    modelopt, *own = (
+        _read_json(path) if path.is_file() else None for path in map(directory.joinpath, QUANTIZATION_FILES)
+    )
     try:
-        quantization = read_quantization(declared, _read_json(modelopt) if modelopt.is_file() else None)
+        quantization = read_quantization(declared, modelopt, next(filter(None, own), None))
     except UnreadableError as error:
         raise CheckpointError(
             f"{name} is quantized by {error}, which spmoe cannot read; use the 16-bit checkpoint, or one in {READABLE}"

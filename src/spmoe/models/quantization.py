@@ -117,10 +117,13 @@ def _matches(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) if "*" in pattern else module == pattern
 
 
-def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
+def read_quantization(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None, own_file: Mapping[str, Any] | None = None
+) -> Quantization | None:
     """Parse the quantization of config.json (None: 16 or 32 bits); raise UnreadableError if spmoe cannot read it.
 
-    `modelopt` is the content of hf_quant_config.json, which ModelOpt writes beside or instead.
+    `modelopt` is the content of hf_quant_config.json, which ModelOpt writes beside or instead, and `own_file` that of
+    quantize_config.json or quant_config.json, which older uploads in gptq and awq have instead.
     """
     text = config.get("text_config")
     places = (config, text if isinstance(text, dict) else {})
@@ -131,6 +134,8 @@ def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | N
         inner = None
     if declared is None and inner is not None:
         declared = {"quant_method": "modelopt", **inner}
+    if declared is None and own_file is not None:
+        declared = _complete(own_file)
     if declared is None:
         return None
     if not isinstance(declared, dict):
@@ -149,6 +154,15 @@ def read_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | N
         return parse(declared)
     except re.error as error:
         raise UnreadableError(f"{method}, with the pattern {error.pattern!r}, which is no regular expression") from None
+
+
+def _complete(own_file: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the content of a file of gptq or awq with its method, which it may lack; None if it is of neither."""
+    if own_file.get("quant_method") is not None:
+        return own_file
+    if "w_bit" in own_file:
+        return {**own_file, "quant_method": "awq"}
+    return {**own_file, "quant_method": "gptq"} if "bits" in own_file and "desc_act" in own_file else None
 
 
 def _fp8(declared: Mapping[str, Any]) -> Quantization:
