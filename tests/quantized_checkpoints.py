@@ -152,6 +152,11 @@ def mxfp8(weight: Tensor) -> tuple[Stored, Tensor]:
     return {"weight": stored["weight"], "weight_scale": stored["scale"].view(torch.uint8)}, dense
 
 
+def mxfp8_inv(weight: Tensor) -> tuple[Stored, Tensor]:
+    stored, dense = mxfp8(weight)
+    return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, dense
+
+
 def mxfp4_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, exponents as bytes, and the dequantized matrix."""
     exponents = torch.stack([part.abs().amax(1).log2().floor() - 2 for part in groups_of(weight, 32)], dim=1)
@@ -298,6 +303,8 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero
 KINDS: dict[str, Kind] = {
     "fp8-block": Kind(FP8, fp8_block, "fp8-block16x20"),
     "fp8-scale-e8m0": Kind(FP8, fp8_mx, "fp8-block1x32"),
+    "mxfp8": Kind({**FP8, "quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8_inv, "fp8-block1x32"),
+    "mxfp8-scale": Kind({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, mxfp8, "fp8-block1x32"),
     "fp4-deepseek": Kind(FP8, deepseek_fp4, "mxfp4"),
     "ct-fp8-channel": Kind(
         compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channel, "fp8-channel-bf16"

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 READABLE = (
-    "fp8, mxfp4, gptq (4 or 8 bits), awq (4 bits), auto-round (int, 4 or 8 bits), compressed-tensors (int4, int8, fp8, "
-    "mxfp4, nvfp4) or modelopt (FP8, NVFP4)"
+    "fp8, mxfp8, mxfp4, gptq (4 or 8 bits), awq (4 bits), auto-round (int, 4 or 8 bits), compressed-tensors (int4, "
+    "int8, fp8, mxfp8, mxfp4, nvfp4) or modelopt (FP8, MXFP8, NVFP4)"
 )
 _GPTQ_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # version 1 stores zero points minus one
 _FORMATS = {  # of compressed-tensors
@@ -28,6 +28,7 @@ _AUTO_ROUND_LAYOUTS = {  # packing format -> layout of gptq, or awq
     **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq", "auto_awq"), "awq"),
 }
 _NOT_QUANTIZED_BITS = 16
+_MXFP8_BLOCK = (1, 32)
 
 
 class UnreadableError(ValueError):
@@ -169,9 +170,10 @@ def _fp8(declared: Mapping[str, Any]) -> Quantization:
     fmt = declared.get("fmt", declared.get("weight_format", "e4m3"))
     if fmt not in ("e4m3", "float8_e4m3fn", None):
         raise UnreadableError(f"fp8 as {fmt} (only e4m3 is supported)")
-    return Quantization(
-        "fp8", (_fp8_scheme("fp8", declared.get("weight_block_size")),), _names(declared, "modules_to_not_convert")
-    )
+    block = declared.get("weight_block_size")
+    if block is None and declared.get("quant_method") == "mxfp8":
+        block = _MXFP8_BLOCK
+    return Quantization("fp8", (_fp8_scheme("fp8", block),), _names(declared, "modules_to_not_convert"))
 
 
 def _fp8_scheme(method: str, block: Any, targets: tuple[str, ...] = ()) -> Scheme:
@@ -298,7 +300,7 @@ def _modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
     if algorithm == "FP8_PB_WO":
         return _fp8_scheme("modelopt", [_integer("modelopt", settings, "group_size", 128)] * 2)
     if algorithm == "MXFP8":
-        return _fp8_scheme("modelopt", [1, 32])
+        return _fp8_scheme("modelopt", _MXFP8_BLOCK)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise UnreadableError(
             f"modelopt with {settings.get('quant_algo')} (only FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4 "
@@ -392,6 +394,7 @@ def _require_patterns(names: Iterable[str]) -> None:
 
 _METHODS = {
     "fp8": _fp8,
+    "mxfp8": _fp8,
     "mxfp4": _mxfp4,
     "gptq": _gptq,
     "gptq_v2": _gptq,
