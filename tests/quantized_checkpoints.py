@@ -32,6 +32,7 @@ class Kind:
     quantize: Quantize
     format: str | None  # weight format that experts keep; None: they become dense
     modelopt: dict[str, Any] | None = None  # content of hf_quant_config.json
+    own_file: tuple[str, dict[str, Any]] | None = None  # name and content of the method's own file
     exact: bool = True  # whether dequantized weights are equal in every bit
 
 
@@ -128,6 +129,32 @@ def fp8_mx(weight: Tensor) -> tuple[Stored, Tensor]:
     codes = (weight / full).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return {"weight": codes, "scale": scale}, codes.float() * full
+
+
+def fp8_row(weight: Tensor) -> tuple[Stored, Tensor]:
+    """FP8 with one dimension of scales per output, as ModelOpt stores them."""
+    stored, dense = fp8_channel(weight)
+    return {"weight": stored["weight"], "weight_scale": stored["weight_scale"].float().flatten()}, dense
+
+
+def fp8_square(weight: Tensor) -> tuple[Stored, Tensor]:
+    """FP8 in blocks of 32 x 32 with scales [rows, 1, columns, 1], as ModelOpt stores them."""
+    outs, ins = weight.shape
+    scale = torch.rand(-(-outs // 32), -(-ins // 32)) * 0.01 + 0.005
+    full = torch.stack([torch.stack([scale[r // 32, c // 32] for c in range(ins)]) for r in range(outs)])
+    codes = (weight / full).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale[:, None, :, None].contiguous()}, codes.float() * full
+
+
+def mxfp8(weight: Tensor) -> tuple[Stored, Tensor]:
+    """FP8 with a power of two per 32 inputs: `.weight_scale` in bytes."""
+    stored, dense = fp8_mx(weight)
+    return {"weight": stored["weight"], "weight_scale": stored["scale"].view(torch.uint8)}, dense
+
+
+def mxfp8_inv(weight: Tensor) -> tuple[Stored, Tensor]:
+    stored, dense = mxfp8(weight)
+    return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, dense
 
 
 def mxfp4_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,6 +282,18 @@ def gptq_config(bits: int, group: int, symmetric: bool, layout: str = "gptq") ->
     return {"quant_method": "gptq", "checkpoint_format": layout, **shared}
 
 
+def auto_round(packing: str, symmetric: bool, **changes: Any) -> dict[str, Any]:
+    shared = {"bits": 4, "group_size": 32, "sym": symmetric, "data_type": "int", "iters": 200}
+    return {"quant_method": "auto-round", "packing_format": packing, "autoround_version": "0.8.0", **shared, **changes}
+
+
+def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
+    """Return the quantization_config of config.json that ModelOpt writes."""
+    kv_cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+    shared = {"kv_cache_scheme": kv_cache, "producer": {"name": "modelopt"}, "ignore": ["lm_head", "mtp*"]}
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **shared, **changes}
+
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(FP8_BLOCK)}
 NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
 FLOAT8: dict[str, Any] = {"type": "float", "num_bits": 8}
@@ -264,6 +303,8 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero
 KINDS: dict[str, Kind] = {
     "fp8-block": Kind(FP8, fp8_block, "fp8-block16x20"),
     "fp8-scale-e8m0": Kind(FP8, fp8_mx, "fp8-block1x32"),
+    "mxfp8": Kind({**FP8, "quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8_inv, "fp8-block1x32"),
+    "mxfp8-scale": Kind({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, mxfp8, "fp8-block1x32"),
     "fp4-deepseek": Kind(FP8, deepseek_fp4, "mxfp4"),
     "ct-fp8-channel": Kind(
         compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channel, "fp8-channel-bf16"
@@ -276,6 +317,11 @@ KINDS: dict[str, Kind] = {
     "ct-int8": Kind(integers("int-quantized", 8, None), ct_int8(None), "int8-channel"),
     "ct-int8-group": Kind(integers("int-quantized", 8, 32), ct_int8(32), "int8-g32"),
     "ct-int8-asym": Kind(integers("int-quantized", 8, None, False), ct_int8(None, False), None),
+    "ct-mxfp8": Kind(
+        compressed("mxfp8-quantized", **FLOAT8, strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        mxfp8,
+        "fp8-block1x32",
+    ),
     "ct-mxfp4": Kind(compressed("mxfp4-pack-quantized", **FLOAT4, strategy="group", group_size=32), ct_mxfp4, "mxfp4"),
     "ct-nvfp4": Kind(  # the published formula divides by the global scale; its reciprocal is rounded
         compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=16),
@@ -286,12 +332,46 @@ KINDS: dict[str, Kind] = {
     "gptq": Kind(gptq_config(4, 32, True), gptq(4, 32, True, 1), "int4-g32-f16"),
     "gptq-asym": Kind(gptq_config(4, 32, False), gptq(4, 32, False, 1), "int4-asym-g32-f16"),
     "gptq-channel": Kind(gptq_config(4, -1, True), gptq(4, None, True, 1), "int4-g128-f16"),
+    "gptq-act-order-channel": Kind(  # one group of all inputs has no order
+        {**gptq_config(4, -1, True), "desc_act": True}, gptq(4, None, True, 1), "int4-g128-f16"
+    ),
+    "gptq-act-order-static": Kind(  # groups were formed before the inputs were sorted
+        {**gptq_config(4, 32, True), "desc_act": True, "static_groups": True}, gptq(4, 32, True, 1), "int4-g32-f16"
+    ),
+    "gptq-dynamic": Kind(  # names without settings change nothing
+        {**gptq_config(4, 32, True), "dynamic": {"lm_head": {}, "model.embed_tokens": {}, "-:.*mtp.*": {}}},
+        gptq(4, 32, True, 1),
+        "int4-g32-f16",
+    ),
+    "gptq-own-file": Kind(
+        {},
+        gptq(4, 32, True, 1),
+        "int4-g32-f16",
+        own_file=(
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": False, "sym": True},
+        ),
+    ),
+    "auto-round": Kind(auto_round("auto_round:auto_gptq", True), gptq(4, 32, True, 1), "int4-g32-f16"),
+    "auto-round-gptq-asym": Kind(auto_round("auto_round:auto_gptq", False), gptq(4, 32, False, 1), "int4-asym-g32-f16"),
+    "auto-round-asym": Kind(auto_round("auto_round", False), gptq(4, 32, False, 2), "int4-asym-g32-f16"),
+    "auto-round-awq": Kind(auto_round("auto_round:auto_awq", False), awq(32), "int4-asym-g32-f16"),
     "gptq-v2-asym": Kind(gptq_config(4, 32, False, "gptq_v2"), gptq(4, 32, False, 2), "int4-asym-g32-f16"),
     "gptq-8bit": Kind(gptq_config(8, 32, True), gptq(8, 32, True, 1), "int8-g32-f16"),
     "gptq-8bit-asym": Kind(gptq_config(8, 32, False), gptq(8, 32, False, 1), None),
     "awq": Kind(AWQ, awq(32), "int4-asym-g32-f16"),
+    "awq-own-file": Kind(
+        {},
+        awq(32),
+        "int4-asym-g32-f16",
+        own_file=("quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ),
     "modelopt-nvfp4": Kind({"quant_method": "modelopt", **NVFP4}, modelopt_nvfp4, "nvfp4"),
     "modelopt-nvfp4-file": Kind({}, modelopt_nvfp4, "nvfp4", modelopt={"quantization": NVFP4}),
+    "modelopt-w4a16-nvfp4": Kind(modelopt("W4A16_NVFP4"), modelopt_nvfp4, "nvfp4"),
+    "modelopt-fp8-channel": Kind(modelopt("FP8_PER_CHANNEL_PER_TOKEN"), fp8_row, "fp8-channel"),
+    "modelopt-fp8-block": Kind(modelopt("fp8_pb_wo", group_size=32), fp8_square, "fp8-block32"),
+    "modelopt-mxfp8": Kind(modelopt("MXFP8"), mxfp8, "fp8-block1x32"),
     "modelopt-fp8": Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor, "fp8-channel"),
     "mxfp4": Kind(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, gpt_oss_mxfp4, "mxfp4"
@@ -346,8 +426,12 @@ def write_pair(
     kind: str,
     select: Callable[[str, Tensor], bool] = is_linear,
     transposed: bool = False,
+    others: str | None = None,
 ) -> QuantizedPair:
-    """Quantize a dense checkpoint; `transposed`: its fused experts are [experts, in, out]."""
+    """Quantize a dense checkpoint; `transposed`: its fused experts are [experts, in, out].
+
+    `others`: kind of the matrices that are not experts; default: the same.
+    """
     torch.manual_seed(7)
     made = QuantizedPair(where / "packed", where / "dense")
     for directory in (made.packed, made.dense):
@@ -359,7 +443,8 @@ def write_pair(
             continue
         made.quantized.append(name)
         matrices = tensor.float() if tensor.ndim == 3 else tensor.float()[None]
-        results = [KINDS[kind].quantize(one.T if transposed else one) for one in matrices]
+        quantize = KINDS[kind if others is None or is_expert(name, tensor) else others].quantize
+        results = [quantize(one.T if transposed else one) for one in matrices]
         whole = torch.stack([one.T if transposed else one for _, one in results])
         dense[name] = (whole if tensor.ndim == 3 else whole[0]).contiguous()
         for suffix in results[0][0]:
@@ -372,6 +457,8 @@ def write_pair(
         declare(made.packed, KINDS[kind].config)
     if (content := KINDS[kind].modelopt) is not None:
         (made.packed / "hf_quant_config.json").write_text(json.dumps(content))
+    if (own := KINDS[kind].own_file) is not None:
+        (made.packed / own[0]).write_text(json.dumps(own[1]))
     return made
 
 

@@ -17,7 +17,7 @@ from spmoe.errors import UsageError, reason
 
 SHIPPED_CONFIGS = Path(__file__).resolve().parent / "configs"  # one directory with a config.json for each model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-SUPPORTED_FORMATS = "in 16 or 32 bits, fp8, mxfp4, gptq, awq, compressed-tensors or modelopt"
+SUPPORTED_FORMATS = "in 16 or 32 bits, fp8, mxfp4, gptq, awq, auto-round, compressed-tensors or modelopt"
 GGUF_ADVICE = (
     f"spmoe reads safetensors checkpoints ({SUPPORTED_FORMATS}): give the original model's directory or hub id"
 )

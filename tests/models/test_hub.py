@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from hub_server import COMMIT, HubServer, hub_server
+from quantized_checkpoints import is_expert, write_pair
 from spmoe.errors import CheckpointError, SpmoeError, UsageError
 from spmoe.models import hub
 from spmoe.models.checkpoint import Checkpoint
@@ -124,6 +125,14 @@ def test_no_weight_file_is_fetched(server: HubServer, tmp_path: Path) -> None:
     assert all(0 < server.served[name] <= 100_001 < size for name, size in weights.items())  # the client's first range
     assert server.served.keys() <= {"config.json", "generation_config.json", INDEX, *weights}
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_declaration_in_its_own_file_is_fetched(server: HubServer, tmp_path: Path) -> None:
+    pair = write_pair(Path(shipped_pair()[0]), tmp_path / "quantized", "gptq-own-file", select=is_expert)
+    server.repositories["acme/quantized"] = pair.packed
+    remote, local = Checkpoint.find("acme/quantized", weights=False), Checkpoint.find(str(pair.packed))
+    assert remote.quantization == local.quantization
+    assert remote.matrices.keys() == set(pair.quantized)
 
 
 def test_dense_target_is_refused_before_the_download(server: HubServer) -> None:

@@ -34,6 +34,8 @@ from spmoe.experts.store import ExpertFile, ensure_expert_file
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.expert_reader import ExpertReader
 from spmoe.models.experts_seam import experts_modules
+from spmoe.models.families import reference_tokens, tiny_model
+from spmoe.models.families import save as save_family
 from spmoe.models.load import expert_file_path, load_without_experts, store_spec
 from spmoe.models.target import Target
 from spmoe.types import ExpertKey
@@ -111,6 +113,18 @@ def test_layers_are_counted_among_moe_layers(partly_dense_pair: Pair) -> None:
     assert {key.layer for key in experts} == {0, 1}
     assert_experts(experts, expert_tensors(reference(partly_dense_pair.target)))
     assert target.layer_depths == [1, 3]
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its config.json names an architecture of its own, and its code is that of DeepSeek-V3."""
+    save_family(tiny_model("deepseek_v3"), tmp_path / "deepseek")
+    shutil.copytree(tmp_path / "deepseek", tmp_path / "kimi")
+    path = tmp_path / "kimi" / "config.json"
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2", "auto_map": code}))
+    expected = reference_tokens(tmp_path / "deepseek", [5, 9, 3], GREEDY.max_tokens)
+    with LLM(str(tmp_path / "kimi"), dtype="float32", device="cpu", progress=False) as llm:
+        assert llm.generate([5, 9, 3], GREEDY)[0].token_ids == expected
 
 
 def test_fused_parameters_are_never_allocated(pair: Pair) -> None:

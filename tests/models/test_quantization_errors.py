@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,11 +27,13 @@ from quantized_checkpoints import (
     FP8,
     KINDS,
     NVFP4,
+    auto_round,
     change,
     compressed,
     declare,
     gptq_config,
     integers,
+    modelopt,
     write_pair,
 )
 from spmoe import LLM
@@ -63,11 +66,21 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     (gptq_config(3, 128, True), "3 bits"),
     (gptq_config(4, 128, True, "marlin"), "marlin"),
     ({**gptq_config(4, 128, True), "bits": "four"}, "bits 'four'"),
-    ({**gptq_config(4, 128, True), "dynamic": {"+:.*down.*": {"bits": 8}}}, "down"),
+    ({**gptq_config(4, 128, True), "dynamic": {"+:.*down.*": {"bits": 3}}}, "down.* with 3 bits"),
+    ({**gptq_config(4, 128, True), "dynamic": {"+:.*down.*": {"desc_act": True}}}, "down.* with act-order"),
+    ({**gptq_config(4, 128, True), "dynamic": {".*down.*": 8}}, "down.* that are not an object"),
+    ({**gptq_config(4, 128, True), "dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
+    (auto_round("auto_round:auto_gptq", True, data_type="mx_fp"), "auto-round with mx_fp weights"),
+    (auto_round("mlx", True), "the layout mlx"),
+    (auto_round("auto_round:auto_gptq", True, bits=2), "auto-round with 2 bits"),
+    (auto_round("auto_round:auto_awq", True, extra_config={"lm_head": {"bits": 8}}), "auto-round with 8 bits"),
+    (auto_round("auto_round", True, extra_config={"a": 8}), "extra_config"),
     ({**AWQ, "version": "gemv"}, "gemv"),
     ({**AWQ, "bits": 8}, "8 bits"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
     ({**NVFP4, "group_size": 32}, "groups of 32"),
+    (modelopt("MIXED_PRECISION"), "without quantized_layers"),
+    (modelopt("MIXED_PRECISION", quantized_layers={"lm_head": {"quant_algo": "W4A8_AWQ"}}), "W4A8_AWQ"),
     ({"quant_method": "compressed-tensors"}, "config_groups"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}, "settings for weights"),
@@ -123,6 +136,76 @@ def test_groups_choose_schemes_by_target() -> None:
     found = read_quantization({"quantization_config": config})
     assert found is not None
     assert [str(found.scheme(name)) for name in ("lm_head", "model.layers.0.self_attn.q_proj")] == ["int8", "fp8"]
+
+
+def schemes(declared: Any, *modules: str) -> list[str]:
+    found = read_quantization({"quantization_config": declared})
+    assert found is not None
+    return [str(found.scheme(module)) for module in modules]
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def test_gptq_has_other_settings_for_some_modules() -> None:
+    dynamic = {
+        "-:.*gate$": {},
+        r"+:.*\.experts\..*": {"group_size": 64},
+        ".*_proj": {"bits": 8},
+        "lm_head": {"bits": 4},
+    }
+    declared = {**gptq_config(4, 32, True), "dynamic": dynamic}
+    found = schemes(declared, f"{EXPERTS}.0.up_proj", "model.layers.0.self_attn.q_proj", "lm_head")
+    assert found == ["int4 in groups of 64", "int8 in groups of 32", "int4 in groups of 32"]
+    with pytest.raises(ValueError, match="gate is quantized, but"):
+        schemes(declared, "model.layers.0.mlp.gate")
+
+
+def test_auto_round_has_other_settings_for_some_modules() -> None:
+    extra = {
+        f"{EXPERTS}.0.up_proj": {"group_size": 64},
+        r".*self_attn\.[qk]_proj": {"bits": 8},
+        "lm_head": {"bits": 16},
+    }
+    declared = auto_round("auto_round:auto_gptq", True, extra_config=extra)
+    found = schemes(declared, f"{EXPERTS}.0.up_proj", f"{EXPERTS}.1.up_proj", "model.layers.0.self_attn.q_proj")
+    assert found == ["int4 in groups of 64", "int4 in groups of 32", "int8 in groups of 32"]
+    with pytest.raises(ValueError, match="lm_head is quantized, but"):
+        schemes(declared, "lm_head")
+
+
+FP8_WEIGHTS = {"type": "float", "num_bits": 8, "dynamic": False}
+FP4_WEIGHTS = {"type": "float", "num_bits": 4, "dynamic": False, "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        {"quantized_layers": {EXPERTS: {"quant_algo": "NVFP4", "group_size": 16}, DENSE: {"quant_algo": "FP8"}}},
+        {
+            "config_groups": {
+                "group_0": {"weights": FP8_WEIGHTS, "targets": [DENSE]},
+                "group_1": {"weights": FP4_WEIGHTS, "targets": [EXPERTS]},
+            }
+        },
+    ],
+)
+def test_modelopt_may_mix_algorithms(mixed: dict[str, Any]) -> None:
+    """A name may be that of a module that holds others, such as all experts of a layer."""
+    declared = modelopt("MIXED_PRECISION", **mixed)
+    assert schemes(declared, f"{EXPERTS}.0.up_proj", EXPERTS, DENSE) == [*["nvfp4 in groups of 16"] * 2, "fp8"]
+    with pytest.raises(ValueError, match="no group of the configuration"):
+        schemes(declared, "model.layers.0.self_attn.k_proj")
+
+
+def test_many_targets_are_found_quickly() -> None:
+    """Large checkpoints list every expert of every layer."""
+    names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(60) for e in range(256)]
+    layers = {name: {"quant_algo": "NVFP4" if number % 2 else "FP8"} for number, name in enumerate(names)}
+    start = time.perf_counter()
+    found = schemes(modelopt("MIXED_PRECISION", quantized_layers=layers), *names)
+    assert found == ["fp8", "nvfp4 in groups of 16"] * (len(names) // 2)
+    assert time.perf_counter() - start < 10
 
 
 def test_block_sizes_may_be_written_as_one_word() -> None:

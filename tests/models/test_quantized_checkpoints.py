@@ -14,7 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import byte_tokenizer, greedy_tokens, mixtral, qwen3_moe, require_family, save, seeded
-from quantized_checkpoints import KINDS, QuantizedPair, change, is_expert, is_linear, write_pair
+from quantized_checkpoints import (
+    KINDS,
+    QuantizedPair,
+    auto_round,
+    change,
+    compressed,
+    declare,
+    gptq_config,
+    is_expert,
+    is_linear,
+    modelopt,
+    write_pair,
+)
 from spmoe import LLM, SamplingParams
 from spmoe.errors import CheckpointError
 from spmoe.formats.base import weight_format
@@ -26,6 +38,7 @@ from spmoe.models.families import tiny_draft, tiny_model
 from spmoe.models.inspection import inspect_model
 from spmoe.models.load import load_dense, load_without_experts
 from spmoe.models.tensors import CheckpointTensors
+from spmoe.system.headers import QUANTIZATION_FILES
 from spmoe.types import ExpertKey
 
 PROMPT, COUNT = [5, 9, 3, 17, 60, 2], 12
@@ -224,6 +237,91 @@ def test_experts_in_several_formats_become_dense(make_pair: Make, tmp_path: Path
     assert "several formats" in notice
     assert "int4-g32" in notice
     assert all(torch.equal(one[part], other[part]) for one, other in zip(found, expected, strict=True) for part in one)
+
+
+LAYER_NAMES = [f"model.layers.{layer}" for layer in range(LAYERS)]
+MIXED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {  # experts, others, config.json, own file
+    "gptq": ("gptq", "gptq-8bit", {**gptq_config(4, 32, True), "dynamic": {"+:.*self_attn.*": {"bits": 8}}}, None),
+    "auto-round": (
+        "gptq",
+        "gptq-8bit",
+        auto_round("auto_round:auto_gptq", True, extra_config={r".*self_attn\.[qkvo]_proj": {"bits": 8}}),
+        None,
+    ),
+    "modelopt": (
+        "modelopt-nvfp4",
+        "modelopt-fp8",
+        modelopt("MIXED_PRECISION"),
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                **{f"{layer}.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for layer in LAYER_NAMES},
+                **{f"{layer}.self_attn.{x}_proj": {"quant_algo": "FP8"} for layer in LAYER_NAMES for x in "qkvo"},
+            },
+        },
+    ),
+    "compressed-tensors": (
+        "ct-int4",
+        "ct-mxfp8",
+        {
+            **compressed("mixed-precision", type="float", num_bits=8, strategy="group", group_size=32),
+            "config_groups": {
+                "group_0": {
+                    "targets": ["re:.*self_attn.*"],
+                    "weights": {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32},
+                    "format": "mxfp8-quantized",
+                },
+                "group_1": {
+                    "targets": [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"],
+                    "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32},
+                    "format": "pack-quantized",
+                },
+            },
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", MIXED)
+def test_attention_and_experts_may_be_quantized_differently(method: str, make_pair: Make, tmp_path: Path) -> None:
+    experts, others, declared, own_file = MIXED[method]
+    source = make_pair(experts).packed.parent.parent / "qwen3_moe-per-expert"
+    pair = write_pair(source, tmp_path, experts, others=others)
+    declare(pair.packed, declared)
+    if own_file is not None:
+        (pair.packed / "hf_quant_config.json").write_text(json.dumps({"quantization": own_file}))
+    check_tensors(pair, experts)
+    check_experts(pair, experts)
+
+
+def test_tensors_of_tools_are_ignored(make_pair: Make, tmp_path: Path) -> None:
+    """Scales of activations and KV caches, and the state of modules, are no weights."""
+    pair, layer = make_pair("fp8-block"), "model.layers.0"
+    shutil.copytree(pair.packed, tmp_path / "copy")
+    ends = ("k_scale", "v_scale", "q_scale", "k_proj.k_scale", "v_proj.output_scale", "q_proj.input_scale")
+    extra = {f"{layer}.self_attn.{end}": torch.ones(()) for end in ends}
+    for module in (f"{layer}.self_attn.q_proj", f"{layer}.mlp.experts.0.up_proj"):
+        extra[f"{module}._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    change(tmp_path / "copy", **extra)
+    check_tensors(QuantizedPair(tmp_path / "copy", pair.dense), "fp8-block")
+    check_experts(QuantizedPair(tmp_path / "copy", pair.dense), "fp8-block")
+
+
+@pytest.mark.parametrize("kind", ["gptq-own-file", "modelopt-nvfp4-file"])
+def test_a_changed_declaration_changes_the_fingerprint(kind: str, make_pair: Make, tmp_path: Path) -> None:
+    """Experts that were read by another declaration are not used again."""
+    copy = Path(shutil.copytree(make_pair(kind).packed, tmp_path / "copy"))
+    before = Checkpoint.find(str(copy)).fingerprint
+    (path,) = (path for path in copy.iterdir() if path.name in QUANTIZATION_FILES)
+    path.write_text(path.read_text() + " ")
+    assert Checkpoint.find(str(copy)).fingerprint != before
+
+
+def test_a_file_of_another_tool_declares_nothing(make_pair: Make, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(make_pair("fp8-block").dense, tmp_path / "copy"))
+    (copy / "quant_config.json").write_text('{"name": "q4"}')
+    assert Checkpoint.find(str(copy)).quantization is None
 
 
 def test_symmetric_gptq_may_have_zero_points_of_version_2(make_pair: Make, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkpoints import (
     upcycle,
 )
 from spmoe import LLM, SamplingParams
-from spmoe.errors import UsageError
+from spmoe.errors import CheckpointError, UsageError
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.tokenizer import load_tokenizer, require_same_tokenizer
 
@@ -33,6 +34,15 @@ def check(target: Path, draft: Path) -> None:
     require_same_tokenizer(
         load_tokenizer(target), load_tokenizer(draft), Checkpoint.find(str(target)), Checkpoint.find(str(draft))
     )
+
+
+@pytest.mark.parametrize("code", [{"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, ["own.Tokenizer", None]])
+def test_tokenizer_of_the_repositorys_own_code_is_refused(code: Any, tmp_path: Path) -> None:
+    """A new download would not help."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": code}))
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('it was run')\n")
+    with pytest.raises(CheckpointError, match=r"Python code that comes with the model .* spmoe does not run"):
+        load_tokenizer(tmp_path)
 
 
 def test_equal_tokenizers_are_accepted(pair: Pair, llama_draft: Path) -> None:

@@ -22,9 +22,11 @@ from spmoe.files import config_directory, decode_json, model_directory
 from spmoe.models.hub import cached_model, config_files, download, remote_files
 from spmoe.models.quantization import READABLE, Quantization, UnreadableError, read_quantization
 from spmoe.models.quantized_matrices import QuantizedMatrix, find_matrices, is_auxiliary, undeclared
-from spmoe.system.headers import INDEX, StoredTensor, read_header, weight_files
+from spmoe.system.headers import INDEX, QUANTIZATION_FILES, StoredTensor, read_header, weight_files
 from spmoe.system.origin import fingerprint
 
+# names in config.json of architectures that transformers knows by another name, also inside its own kimi_k25
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 _FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # in headers
 # Keys of config.json that choose code. An implementation may be a repository on the hub, whose code would be downloaded
 # and run: transformers chooses it, never a checkpoint. The keys in the last line change the type of a forward's output.
@@ -140,9 +142,11 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is not a model directory; check the path")
     declared = _read_json(directory / "config.json")
-    modelopt = directory / "hf_quant_config.json"
+    modelopt, *own = (
+        _read_json(path) if path.is_file() else None for path in map(directory.joinpath, QUANTIZATION_FILES)
+    )
     try:
-        quantization = read_quantization(declared, _read_json(modelopt) if modelopt.is_file() else None)
+        quantization = read_quantization(declared, modelopt, next(filter(None, own), None))
     except UnreadableError as error:
         raise CheckpointError(
             f"{name} is quantized by {error}, which spmoe cannot read; use the 16-bit checkpoint, or one in {READABLE}"
@@ -168,7 +172,10 @@ def _read_config(name: str, directory: Path) -> tuple[Any, Quantization | None]:
 def _load_config(directory: Path, declared: Any) -> Any:
     """Let transformers parse config.json without the keys, at any depth, that select code or the type of outputs."""
     with TemporaryDirectory() as cleaned:
-        (Path(cleaned) / "config.json").write_text(json.dumps(_without_code_keys(declared)), encoding="utf-8")
+        readable = _without_code_keys(declared)
+        if (model_type := str(readable.get("model_type"))) not in CONFIG_MAPPING and model_type in _OTHER_NAMES:
+            readable["model_type"] = _OTHER_NAMES[model_type]
+        (Path(cleaned) / "config.json").write_text(json.dumps(readable), encoding="utf-8")
         config = AutoConfig.from_pretrained(cleaned, trust_remote_code=False)
     config.name_or_path = str(directory)
     return config

@@ -40,11 +40,11 @@ from huggingface_hub.utils import logging as hub_logging
 from spmoe.errors import CheckpointError, SpmoeError, UsageError, reason
 from spmoe.files import GGUF_ADVICE, decode_json
 from spmoe.system.disk import disk_of
-from spmoe.system.headers import INDEX, StoredTensor, weight_files
+from spmoe.system.headers import INDEX, QUANTIZATION_FILES, StoredTensor, weight_files
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # configuration, tokenizer and chat template
 _SMALL_DIRECTORY = "additional_chat_templates/"
-_CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", *QUANTIZATION_FILES)
 _THREADS = 8  # headers that are fetched at once
 _LINE_SECONDS = 10.0  # between two lines about a download, without a terminal
 _GB = 1e9  # download sizes are decimal, as the hub shows them

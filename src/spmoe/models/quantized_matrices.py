@@ -45,7 +45,9 @@ _NOT_WEIGHTS = {
     *("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "qscale_act", "weight_shape"),
     *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
 }
-_AUXILIARY = re.compile(rf"(\.|proj_)({'|'.join(sorted(_NOT_WEIGHTS))})$")  # `proj_`: beside a fused parameter
+_AUXILIARY = re.compile(
+    rf"(\.|proj_)({'|'.join(sorted(_NOT_WEIGHTS))})$|\._extra_state$"
+)  # `proj_`: beside a fused parameter
 _PARTS_OF_WEIGHTS = (  # ends of names of tensors that only mean something beside the codes of a matrix
     *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_g_idx"),
     *("weight_packed", "qweight", "qzeros", ".g_idx", ".scales", "qscale_weight"),
@@ -394,6 +396,8 @@ class Fp8Matrix(QuantizedMatrix):
             raise ValueError(f"{self.sources['codes']} is stored as fp8, but declared as {self.scheme}")
         self.outs, self.ins = self.shape("codes")
         found = self.shape("scale")
+        if len(found) == 4 and found[1] == found[3] == 1:  # one scale per block, as ModelOpt stores them
+            found = (found[0], found[2])
         self.rows, self.columns = self._block(found)
         self.format = Fp8(self.rows, self.columns, _SCALE_DTYPES.get(self._tensors["scale"].dtype, torch.float32))
 
@@ -539,7 +543,7 @@ def find_matrices(quantization: Quantization, tensors: Mapping[str, StoredTensor
         sources = {"codes": name, **dict(_companions(encoding, name, stem, tensors))}
         found[dense] = encoding(dense, module, sources, tensors, quantization.scheme(module))
     if not found:
-        raise ValueError(f"config.json declares {quantization.method}, but no tensor is quantized")
+        raise ValueError(f"the configuration declares {quantization.method}, but no tensor is quantized")
     used = {source for matrix in found.values() for source in matrix.sources.values()}
     others = {name: stored for name, stored in tensors.items() if name not in used and not is_auxiliary(name)}
     for name, stored in others.items():

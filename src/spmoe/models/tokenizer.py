@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from spmoe.errors import CheckpointError, PromptError, UsageError, panics_as_errors, reason
+from spmoe.files import decode_json
 from spmoe.models.checkpoint import Checkpoint, quiet
 from spmoe.models.dummy import byte_tokenizer
 
@@ -35,11 +36,26 @@ def load_tokenizer(directory: Path) -> Any | None:
         with quiet(), panics_as_errors():
             found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception on a damaged file
+        if _is_custom_code(directory):
+            raise CheckpointError(
+                f"the tokenizer in {directory} is Python code that comes with the model (auto_map in "
+                "tokenizer_config.json), which spmoe does not run; use an upload whose tokenizer transformers has"
+            ) from error
         advice = "check its permissions" if isinstance(error, PermissionError) else "download it again"
         raise CheckpointError(f"the tokenizer in {directory} cannot be read ({reason(error)}); {advice}") from error
     # the context is checked here, per request; long texts that are split into windows are no reason for a warning
     found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return found
+
+
+def _is_custom_code(directory: Path) -> bool:
+    """Return whether tokenizer_config.json names a class of the repository's own code."""
+    try:
+        declared = decode_json((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    code = declared.get("auto_map") if isinstance(declared, dict) else None
+    return isinstance(code, list) or (isinstance(code, dict) and "AutoTokenizer" in code)
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:

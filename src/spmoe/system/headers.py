@@ -19,6 +19,8 @@ from spmoe.errors import CheckpointError
 from spmoe.files import GGUF_ADVICE, SUPPORTED_FORMATS, decode_json
 
 INDEX = "model.safetensors.index.json"
+# files besides config.json that may declare how weights are quantized: of ModelOpt, and of older GPTQ and AWQ uploads
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _SINGLE = "model.safetensors"
 _OTHER_FORMATS = (".bin", ".pth", ".pt", ".msgpack", ".h5", ".onnx")
 _SIZE_BYTES = 8  # length of the header, at the start of a file

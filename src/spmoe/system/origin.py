@@ -15,7 +15,7 @@ from typing import Any
 
 from spmoe.errors import CheckpointError
 from spmoe.files import decode_json, read_into
-from spmoe.system.headers import INDEX, StoredTensor, parse_header, read_raw_header, weight_files
+from spmoe.system.headers import INDEX, QUANTIZATION_FILES, StoredTensor, parse_header, read_raw_header, weight_files
 
 _PAGE = 4096  # bytes of a sample
 _WHOLE_BYTES = 2**20  # weight files up to this size are hashed whole
@@ -56,7 +56,7 @@ class Origin:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a hash of a checkpoint: config.json, the index, and each weight file's size, time, header and samples.
+    """Return a hash of a checkpoint: configuration, index, and each weight file's size, time, header and samples.
 
     Times alone would miss weights that were replaced with their times kept (`cp -p`, images with normalised times);
     samples alone would miss a change of a few values. Reading everything takes minutes for a large model. So one page
@@ -70,6 +70,9 @@ def fingerprint(directory: Path) -> str:
     files = weight_files(str(directory), names, decode_json(listed) if listed else None)
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     digest.update(listed)
+    for file in QUANTIZATION_FILES:
+        if file in names:
+            digest.update(f"{file}:".encode() + (directory / file).read_bytes())
     with ThreadPoolExecutor(_THREADS) as threads:
         for file, summary in zip(files, threads.map(lambda file: _summarize(directory, file), files), strict=True):
             digest.update(f"{file}:".encode() + summary)
