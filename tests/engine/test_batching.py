@@ -812,6 +812,26 @@ def test_one_chunk_of_all_prompts_is_read_between_two_steps(
     assert max(read[1:]) <= 2 * chunk, "the last chunks of target and draft are read in one step"
 
 
+@pytest.mark.parametrize("prompts", [[0, None, 0, 0], [None, 0, 0], [0, 0]], ids=["first", "last", "alone"])
+def test_prompts_are_read_in_order_of_arrival(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, prompts: list[int | None]
+) -> None:
+    """Wherever the sequence that decodes (None) stands in the turns, no prompt overtakes an older one."""
+    chunk, short = 8, [1, 2, 3]
+    with build(mixtral_pair, None, num_speculative_tokens=0, prefill_chunk=chunk) as llm:
+        events = Events(llm, monkeypatch)
+        generations = [
+            llm.stream(short if one is None else [(7 * place + number) % 250 for place in range(40)], GREEDY)
+            for number, one in enumerate(prompts)
+        ]
+        start_together(llm, generations)
+        for generation in generations:
+            generation.run()
+    long = [one for one, kind in zip(ids_of(generations), prompts, strict=True) if kind is not None]
+    chunks = [-ids[0] for ids in events.steps if ids[0] < 0]
+    assert chunks == [one for one in long for _ in range(4)]
+
+
 def test_sequences_wait_for_a_place_in_kv_memory(
     mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,15 @@ def test_completions_of_one_prompt_share_it(mixtral_pair: Pair, draft: str | Non
     assert [output.stats.cached_tokens for output in outputs] == [0, len(FIRST) - 1, len(FIRST) - 1]
 
 
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_completions_of_a_prompt_of_several_chunks_share_it(mixtral_pair: Pair, draft: str | None) -> None:
+    with build(mixtral_pair, draft, prefill_chunk=8) as llm:
+        generations = llm.new_request(parse_prompt(FIRST), replace(SAMPLED, n=3))
+        llm._thread.call(lambda: [generation.start() for generation in generations])
+        outputs = [generation.run() for generation in generations]
+    assert [output.stats.cached_tokens for output in outputs] == [0, len(FIRST) - 1, len(FIRST) - 1]
+
+
 def test_cached_tokens_of_several_completions_are_those_of_the_first(mixtral_pair: Pair) -> None:
     """Later completions find the whole prompt in the KV cache of the first one."""
     with build(mixtral_pair, prefill_chunk=512) as llm:
