@@ -199,6 +199,15 @@ def test_a_prefix_is_taken_over_if_there_is_no_place_for_a_copy() -> None:
     assert pool.arena.used == 15
 
 
+def test_a_prefix_that_is_taken_over_keeps_no_place_of_its_old_text() -> None:
+    pool = new_pool(limit=12)
+    run(pool, list(range(10)), capacity=10)
+    kv = pool.take(4, [0, 1, 99])
+    assert held(kv) == [0, 1]
+    assert kv.capacity == 4
+    assert pool.has_place(8)
+
+
 def test_a_discarded_cache_takes_no_place() -> None:
     pool = new_pool(limit=20)
     kv = pool.take(20)

@@ -88,7 +88,7 @@ class KvPool:
             self.spare.remove(kv)
             kv.cut(common)
             self._free_places(max(0, capacity - kv.capacity), [kv])
-            self.arena.place(kv, max(capacity, kv.capacity))
+            self.arena.place(kv, capacity)
         else:  # the source keeps its other tokens, for a sequence that continues them
             self._free_places(capacity, [] if source is None else [source])
             kv = KvState(self._config, capacity, self.arena)
