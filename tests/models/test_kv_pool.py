@@ -350,6 +350,17 @@ def test_memory_that_runs_out_while_ranges_grow_changes_nothing(monkeypatch: pyt
     assert [(kv.capacity, held(kv)) for kv in states] == [(30, [1] * 4), (5, [2] * 4)]
 
 
+def test_a_reused_cache_for_which_memory_runs_out_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = new_pool()
+    run(pool, [1, 2, 3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr("spmoe.models.kv._positions", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.take(300, [1, 2, 3, 9])
+    assert pool.arena.used == sum(kv.capacity for kv in pool.spare), "no range without an owner"
+    assert run(pool, [1, 2, 3, 9], capacity=300) == 3
+
+
 def test_contents_that_were_lost_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = KvArena()
     arena.plan(30)

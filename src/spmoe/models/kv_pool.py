@@ -85,10 +85,10 @@ class KvPool:
             and (source.length <= 2 * common or not self.has_place(capacity + source.capacity))
         ):
             kv = source
-            self.spare.remove(kv)
             kv.cut(common)
             self._free_places(max(0, capacity - kv.capacity), [kv])
             self.arena.place(kv, capacity)
+            self.spare.remove(kv)
         else:  # the source keeps its other tokens, for a sequence that continues them
             self._free_places(capacity, [] if source is None else [source])
             kv = KvState(self._config, capacity, self.arena)
