@@ -7,7 +7,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -514,6 +514,29 @@ def test_a_sequence_that_always_fails_fails_alone(
     assert_idle(shared)
     assert resources.lost() == []
     assert tokens_of(run_together(shared, PROMPTS[:5])) == expected[:5]
+
+
+@pytest.mark.parametrize("fails_alone", [True, False])
+def test_batching_ends_only_if_sequences_that_fail_together_succeed_alone(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, fails_alone: bool
+) -> None:
+    with build(mixtral_pair) as llm:
+
+        def fails(sequences: Sequence[TokenSequence]) -> bool:
+            return all(one.has_output for one in sequences) and (fails_alone or len(sequences) > 1)
+
+        with failing_step(monkeypatch, "_verify", fails, ZeroDivisionError("injected")) as failed:
+            for _ in range(10):
+                generations = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+                start_together(llm, generations)
+                for generation in generations:
+                    with pytest.raises(ZeroDivisionError) if fails_alone else nullcontext():
+                        generation.run()
+        assert max(failed) == 2
+        assert llm.engine.target.batches == fails_alone
+        assert any("run in turns, not together" in one for one in llm.notices) != fails_alone
+        assert tokens_of(run_together(llm, PROMPTS[:4])) == expected[:4]
+        assert_idle(llm)
 
 
 def test_failed_expert_reads_fail_the_requests_that_need_them(

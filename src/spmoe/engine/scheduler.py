@@ -45,7 +45,7 @@ class Scheduler:
         self.preemptions = 0  # so far
         self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
         self._read = 0  # tokens of prompts since the last step of a sequence whose prompt was read
-        self._failures = 0  # of steps of several sequences, since the last that succeeded
+        self._failures = 0  # in a row, of steps of several sequences that did not fail alone
 
     @property
     def running(self) -> int:
@@ -159,7 +159,12 @@ class Scheduler:
                 self._failures += 1
                 if self._failures == _MAX_FAILURES:
                     engine.stop_batching(reason(error))
-        self._run([entry])
+        try:
+            self._run([entry])
+        except Exception:
+            if entry.alone:  # the failures were not due to others
+                self._failures = 0
+            raise
         entry.alone = False
         return True
 
