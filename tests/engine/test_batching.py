@@ -30,6 +30,8 @@ from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
 from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
+from spmoe.models.kv import KvState
+from spmoe.models.kv_pool import KvPool
 from spmoe.models.runner import ModelRunner
 from spmoe.observe.ledger import Counters
 from spmoe.types import Draft, Turn
@@ -950,6 +952,30 @@ def test_preempted_sequences_whose_state_cannot_roll_back(
         assert llm.num_preemptions > 0
         assert left_over(llm) == []
     assert found == [greedy(model, prompt, 30) for prompt in PROMPTS[:4]]
+
+
+def test_a_failed_preemption_costs_one_request(
+    tight: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap_out, failed = KvPool.swap_out, list[KvState]()
+
+    def fail_once(self: KvPool, kv: KvState) -> None:
+        if not failed:
+            failed.append(kv)
+            raise RuntimeError("no host memory")
+        swap_out(self, kv)
+
+    monkeypatch.setattr(KvPool, "swap_out", fail_once)
+    generations = [tight.stream(prompt, GREEDY) for prompt in PROMPTS]
+    start_together(tight, generations)
+    errors = []
+    for number, generation in enumerate(generations):
+        try:
+            assert generation.run().token_ids == expected[number]
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert errors == ["no host memory"]
+    assert_idle(tight)
 
 
 def test_sampled_text_does_not_depend_on_preemptions(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

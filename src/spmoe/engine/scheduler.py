@@ -123,8 +123,8 @@ class Scheduler:
             if self.running == 1:
                 return True  # it may have more than is planned for, if the device has it
             youngest = max(self._running)
+            self._engine.preempt(self._running[youngest].sequence)
             self._preempted[youngest] = self._running.pop(youngest)
-            self._engine.preempt(self._preempted[youngest].sequence)
             self.preemptions += 1
         return entry.sequence.id in self._running
 
