@@ -431,6 +431,26 @@ def test_ids_are_taken_before_the_first_iteration(shared: LLM, expected: list[li
     assert_idle(shared)
 
 
+def test_a_slow_caller_gets_the_whole_result(shared: LLM, expected: list[list[int]]) -> None:
+    """The request ends while its caller is busy with an earlier result."""
+    engine = AsyncLLM(llm=shared)
+
+    async def main() -> list[RequestOutput]:
+        results = []
+        async for output in engine.generate(PROMPTS[0], GREEDY):
+            results.append(output)
+            while shared._thread.call(lambda: len(shared._thread._jobs)):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)  # takes the last messages
+        return results
+
+    first, *_, last = asyncio.run(main())
+    assert not first.finished
+    assert last.finished
+    assert last.token_ids == expected[0]
+    assert_idle(shared)
+
+
 # ---- failures
 
 
