@@ -142,6 +142,14 @@ def test_a_cache_is_continued_in_place_if_it_loses_little() -> None:
     assert pool.take(20, [1, 2, 3, 4, 9]) is kept
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(99, False), (100, True)])
+def test_a_long_common_prefix_is_copied_if_no_other_cache_is_freed_for_it(limit: int, kept: bool) -> None:
+    pool, prefix = new_pool(limit), list(range(30))
+    run(pool, [*prefix, *range(50, 71)], capacity=51)
+    assert run(pool, [*prefix, 99], capacity=50) == 30
+    assert run(pool, [*prefix, *range(50, 71)], capacity=51) == (50 if kept else 30)
+
+
 def test_nothing_is_reused_unless_it_is_planned() -> None:
     pool = new_pool(reuse=False)
     assert run(pool, [1, 2, 3]) == run(pool, [1, 2, 3]) == 0
