@@ -7,7 +7,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -30,6 +30,8 @@ from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
 from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
+from spmoe.models.kv import KvState
+from spmoe.models.kv_pool import KvPool
 from spmoe.models.runner import ModelRunner
 from spmoe.observe.ledger import Counters
 from spmoe.types import Draft, Turn
@@ -429,6 +431,26 @@ def test_ids_are_taken_before_the_first_iteration(shared: LLM, expected: list[li
     assert_idle(shared)
 
 
+def test_a_slow_caller_gets_the_whole_result(shared: LLM, expected: list[list[int]]) -> None:
+    """The request ends while its caller is busy with an earlier result."""
+    engine = AsyncLLM(llm=shared)
+
+    async def main() -> list[RequestOutput]:
+        results = []
+        async for output in engine.generate(PROMPTS[0], GREEDY):
+            results.append(output)
+            while shared._thread.call(lambda: len(shared._thread._jobs)):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)  # takes the last messages
+        return results
+
+    first, *_, last = asyncio.run(main())
+    assert not first.finished
+    assert last.finished
+    assert last.token_ids == expected[0]
+    assert_idle(shared)
+
+
 # ---- failures
 
 
@@ -514,6 +536,29 @@ def test_a_sequence_that_always_fails_fails_alone(
     assert_idle(shared)
     assert resources.lost() == []
     assert tokens_of(run_together(shared, PROMPTS[:5])) == expected[:5]
+
+
+@pytest.mark.parametrize("fails_alone", [True, False])
+def test_batching_ends_only_if_sequences_that_fail_together_succeed_alone(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, fails_alone: bool
+) -> None:
+    with build(mixtral_pair) as llm:
+
+        def fails(sequences: Sequence[TokenSequence]) -> bool:
+            return all(one.has_output for one in sequences) and (fails_alone or len(sequences) > 1)
+
+        with failing_step(monkeypatch, "_verify", fails, ZeroDivisionError("injected")) as failed:
+            for _ in range(10):
+                generations = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+                start_together(llm, generations)
+                for generation in generations:
+                    with pytest.raises(ZeroDivisionError) if fails_alone else nullcontext():
+                        generation.run()
+        assert max(failed) == 2
+        assert llm.engine.target.batches == fails_alone
+        assert any("run in turns, not together" in one for one in llm.notices) != fails_alone
+        assert tokens_of(run_together(llm, PROMPTS[:4])) == expected[:4]
+        assert_idle(llm)
 
 
 def test_failed_expert_reads_fail_the_requests_that_need_them(
@@ -812,6 +857,26 @@ def test_one_chunk_of_all_prompts_is_read_between_two_steps(
     assert max(read[1:]) <= 2 * chunk, "the last chunks of target and draft are read in one step"
 
 
+@pytest.mark.parametrize("prompts", [[0, None, 0, 0], [None, 0, 0], [0, 0]], ids=["first", "last", "alone"])
+def test_prompts_are_read_in_order_of_arrival(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, prompts: list[int | None]
+) -> None:
+    """Wherever the sequence that decodes (None) stands in the turns, no prompt overtakes an older one."""
+    chunk, short = 8, [1, 2, 3]
+    with build(mixtral_pair, None, num_speculative_tokens=0, prefill_chunk=chunk) as llm:
+        events = Events(llm, monkeypatch)
+        generations = [
+            llm.stream(short if one is None else [(7 * place + number) % 250 for place in range(40)], GREEDY)
+            for number, one in enumerate(prompts)
+        ]
+        start_together(llm, generations)
+        for generation in generations:
+            generation.run()
+    long = [one for one, kind in zip(ids_of(generations), prompts, strict=True) if kind is not None]
+    chunks = [-ids[0] for ids in events.steps if ids[0] < 0]
+    assert chunks == [one for one in long for _ in range(4)]
+
+
 def test_sequences_wait_for_a_place_in_kv_memory(
     mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -907,6 +972,30 @@ def test_preempted_sequences_whose_state_cannot_roll_back(
         assert llm.num_preemptions > 0
         assert left_over(llm) == []
     assert found == [greedy(model, prompt, 30) for prompt in PROMPTS[:4]]
+
+
+def test_a_failed_preemption_costs_one_request(
+    tight: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap_out, failed = KvPool.swap_out, list[KvState]()
+
+    def fail_once(self: KvPool, kv: KvState) -> None:
+        if not failed:
+            failed.append(kv)
+            raise RuntimeError("no host memory")
+        swap_out(self, kv)
+
+    monkeypatch.setattr(KvPool, "swap_out", fail_once)
+    generations = [tight.stream(prompt, GREEDY) for prompt in PROMPTS]
+    start_together(tight, generations)
+    errors = []
+    for number, generation in enumerate(generations):
+        try:
+            assert generation.run().token_ids == expected[number]
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert errors == ["no host memory"]
+    assert_idle(tight)
 
 
 def test_sampled_text_does_not_depend_on_preemptions(mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

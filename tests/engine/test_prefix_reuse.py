@@ -105,6 +105,22 @@ def test_conversations_do_not_destroy_each_others_caches(mixtral_pair: Pair) -> 
         assert found == [2 * number, len(FIRST) + COUNT - 1, len(FIRST) + 2 * COUNT + len(QUESTION) - 1]
 
 
+def test_conversations_with_the_same_long_beginning_keep_their_own_caches(mixtral_pair: Pair) -> None:
+    """A new one copies the beginning while there is place."""
+    system, cached = [(31 * place + 2) % 250 for place in range(40)], list[int]()
+    with build(mixtral_pair, "good") as llm:
+        prompts = [[*system, *((13 * place + number) % 250 for place in range(10))] for number in range(3)]
+        length = len(prompts[0])
+        for _ in range(3):
+            for number, prompt in enumerate(prompts):
+                answer, found = ask(llm, prompt)
+                cached.append(found)
+                assert answer == greedy_tokens(mixtral_pair.target, prompt, COUNT)
+                prompts[number] = [*prompt, *answer, *QUESTION]
+    turn = COUNT + len(QUESTION)
+    assert cached == [0, 40, 40, *[length + COUNT - 1] * 3, *[length + turn + COUNT - 1] * 3]
+
+
 def test_the_same_prompt_again_reads_its_last_token(mixtral_pair: Pair) -> None:
     with build(mixtral_pair, "good") as llm:
         answer, cached = ask(llm, FIRST)
@@ -125,6 +141,15 @@ def test_completions_of_one_prompt_share_it(mixtral_pair: Pair, draft: str | Non
         llm._thread.call(lambda: [generation.start() for generation in generations])
         outputs = [generation.run() for generation in generations]
     assert [output.token_ids for output in outputs] == expected
+    assert [output.stats.cached_tokens for output in outputs] == [0, len(FIRST) - 1, len(FIRST) - 1]
+
+
+@pytest.mark.parametrize("draft", [None, "good"])
+def test_completions_of_a_prompt_of_several_chunks_share_it(mixtral_pair: Pair, draft: str | None) -> None:
+    with build(mixtral_pair, draft, prefill_chunk=8) as llm:
+        generations = llm.new_request(parse_prompt(FIRST), replace(SAMPLED, n=3))
+        llm._thread.call(lambda: [generation.start() for generation in generations])
+        outputs = [generation.run() for generation in generations]
     assert [output.stats.cached_tokens for output in outputs] == [0, len(FIRST) - 1, len(FIRST) - 1]
 
 

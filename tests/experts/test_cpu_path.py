@@ -233,3 +233,14 @@ def test_thread_that_has_ended_is_replaced() -> None:
     thread.close()
     with pytest.raises(SpmoeError, match="closed"):
         thread.submit(lambda: 0.0, 1)
+
+
+def test_thread_that_cannot_be_replaced_fails_the_work_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = CpuThread()
+    thread._queue.put(None)  # as if it had died
+    thread._thread.join(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            thread.submit(lambda: 0.0, rows=1)
+    thread.close()

@@ -142,6 +142,14 @@ def test_a_cache_is_continued_in_place_if_it_loses_little() -> None:
     assert pool.take(20, [1, 2, 3, 4, 9]) is kept
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(99, False), (100, True)])
+def test_a_long_common_prefix_is_copied_if_no_other_cache_is_freed_for_it(limit: int, kept: bool) -> None:
+    pool, prefix = new_pool(limit), list(range(30))
+    run(pool, [*prefix, *range(50, 71)], capacity=51)
+    assert run(pool, [*prefix, 99], capacity=50) == 30
+    assert run(pool, [*prefix, *range(50, 71)], capacity=51) == (50 if kept else 30)
+
+
 def test_nothing_is_reused_unless_it_is_planned() -> None:
     pool = new_pool(reuse=False)
     assert run(pool, [1, 2, 3]) == run(pool, [1, 2, 3]) == 0
@@ -197,6 +205,15 @@ def test_a_prefix_is_taken_over_if_there_is_no_place_for_a_copy() -> None:
     assert held(kv) == [1, 2, 3]
     assert not pool.spare
     assert pool.arena.used == 15
+
+
+def test_a_prefix_that_is_taken_over_keeps_no_place_of_its_old_text() -> None:
+    pool = new_pool(limit=12)
+    run(pool, list(range(10)), capacity=10)
+    kv = pool.take(4, [0, 1, 99])
+    assert held(kv) == [0, 1]
+    assert kv.capacity == 4
+    assert pool.has_place(8)
 
 
 def test_a_discarded_cache_takes_no_place() -> None:
@@ -339,6 +356,17 @@ def test_memory_that_runs_out_while_ranges_grow_changes_nothing(monkeypatch: pyt
     assert [(kv.capacity, held(kv)) for kv in states] == [(5, [1] * 4), (5, [2] * 4)]
     arena.place(states[0], 30)
     assert [(kv.capacity, held(kv)) for kv in states] == [(30, [1] * 4), (5, [2] * 4)]
+
+
+def test_a_reused_cache_for_which_memory_runs_out_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = new_pool()
+    run(pool, [1, 2, 3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr("spmoe.models.kv._positions", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.take(300, [1, 2, 3, 9])
+    assert pool.arena.used == sum(kv.capacity for kv in pool.spare), "no range without an owner"
+    assert run(pool, [1, 2, 3, 9], capacity=300) == 3
 
 
 def test_contents_that_were_lost_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

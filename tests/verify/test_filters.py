@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,3 +222,40 @@ def test_all_float_types_are_computed_in_float32(dtype: torch.dtype) -> None:
     probs = probabilities(logits, sampling)
     assert probs.dtype == torch.float32
     assert torch.equal(probs, probabilities(logits.float(), sampling))
+
+
+@pytest.mark.parametrize("top_k", [0, 30])
+@pytest.mark.parametrize("top_p", [0.999, 0.9, 0.3])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
+@pytest.mark.parametrize("first", [1, 3, 16])
+def test_top_p_does_not_depend_on_the_tokens_that_are_sorted_first(
+    monkeypatch: pytest.MonkeyPatch, spread: float, top_p: float, top_k: int, first: int
+) -> None:
+    rng = torch.Generator().manual_seed(15)
+    logits = torch.cat([spread * torch.randn(4, 300, generator=rng), torch.randint(0, 4, (4, 300), generator=rng)])
+    logits[:, ::7] = -INF
+    sampling = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p)
+    monkeypatch.setattr("spmoe.verify.filters._SORTED_FIRST", 1000)
+    expected = probabilities(logits, sampling)
+    monkeypatch.setattr("spmoe.verify.filters._SORTED_FIRST", first)
+    torch.testing.assert_close(probabilities(logits, sampling), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("row", [[1.0, math.nan, *[0.5] * 600], [-INF] * 600], ids=["nan", "no token"])
+def test_top_p_of_logits_that_are_no_distribution_is_nan(row: list[float]) -> None:
+    assert probabilities(torch.tensor([row]), SamplingParams(temperature=1.0, top_p=0.5)).sum().isnan()
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_top_p_sorts_few_tokens_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    logits, counts = 6 * torch.randn(3, 50_000, generator=torch.Generator().manual_seed(16)), list[int]()
+    for name in ("sort", "argsort"):
+        own = getattr(Tensor, name)
+
+        def noted(self: Tensor, *args: Any, own: Any = own, **options: Any) -> Any:
+            counts.append(self.numel())
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(Tensor, name, noted)
+    probabilities(logits, SamplingParams(temperature=0.7, top_p=0.9, top_k=top_k))
+    assert 0 < sum(counts) < 3000

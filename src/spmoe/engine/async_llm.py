@@ -148,15 +148,15 @@ class _Active:
         latest = [one.request.completion() for one in self._generations]
         for number, generation in enumerate(self._generations):
             self._cancels.append(generation.send_results(_LoopSink(loop, inbox, number)))
-        while inbox.unfinished:
-            new = await inbox.receive()
+        while True:
+            new = await inbox.receive()  # also what arrived, until the end, while the caller had the last result
             grown = any(len(result.token_ids) > len(latest[number].token_ids) for number, result in new.items())
             for number, result in new.items():
                 latest[number] = result
             self.started = self.started or bool(new)
-            if all(result.finished for result in latest):
+            if not inbox.unfinished or all(result.finished for result in latest):
                 break
-            if grown and inbox.unfinished:
+            if grown:
                 yield list(latest)
         yield latest
 

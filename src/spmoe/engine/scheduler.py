@@ -45,7 +45,7 @@ class Scheduler:
         self.preemptions = 0  # so far
         self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
         self._read = 0  # tokens of prompts since the last step of a sequence whose prompt was read
-        self._failures = 0  # of steps of several sequences, since the last that succeeded
+        self._failures = 0  # in a row, of steps of several sequences that did not fail alone
 
     @property
     def running(self) -> int:
@@ -83,9 +83,9 @@ class Scheduler:
         if (entry := self._running.get(sequence.id)) is not None:
             return entry
         self._waiting.setdefault(sequence.id, sequence)
-        if self._preempted or self.running >= self._max_num_seqs or not self._is_next(sequence):
+        if self._preempted or self.running >= self._max_num_seqs:
             return None
-        if not self._may_read(self._engine.loop.num_unread(sequence)):
+        if not (self._may_read(sequence, self._engine.loop.num_unread(sequence)) and self._is_next(sequence)):
             return None
         self._overtakes = 0 if sequence.id == next(iter(self._waiting)) else self._overtakes + 1
         del self._waiting[sequence.id]
@@ -123,8 +123,8 @@ class Scheduler:
             if self.running == 1:
                 return True  # it may have more than is planned for, if the device has it
             youngest = max(self._running)
+            self._engine.preempt(self._running[youngest].sequence)
             self._preempted[youngest] = self._running.pop(youngest)
-            self._engine.preempt(self._preempted[youngest].sequence)
             self.preemptions += 1
         return entry.sequence.id in self._running
 
@@ -135,7 +135,7 @@ class Scheduler:
             return False
         if self._max_num_seqs > 1:
             # between the chunks of a prompt others run and join, and requests can be cancelled
-            if (unread := engine.loop.num_unread(sequence)) and not self._may_read(unread):
+            if (unread := engine.loop.num_unread(sequence)) and not self._may_read(sequence, unread):
                 return False
             self._read = self._read + unread if unread else 0
             if unread and engine.read_prompt(sequence):
@@ -159,13 +159,24 @@ class Scheduler:
                 self._failures += 1
                 if self._failures == _MAX_FAILURES:
                     engine.stop_batching(reason(error))
-        self._run([entry])
+        try:
+            self._run([entry])
+        except Exception:
+            if entry.alone:  # the failures were not due to others
+                self._failures = 0
+            raise
         entry.alone = False
         return True
 
-    def _may_read(self, count: int) -> bool:
-        """Return whether so many tokens of a prompt may be read before other sequences have a step."""
+    def _may_read(self, sequence: Sequence, count: int) -> bool:
+        """Return whether so many tokens of a sequence's prompt may be read now.
+
+        Prompts are read one after the other, so a later one finds the whole prefix that it shares with an earlier one.
+        """
         loop = self._engine.loop
+        unread = (one.sequence for one in self._running.values() if not loop.has_read(one.sequence))
+        if next(unread, sequence) is not sequence:
+            return False
         if not self._read or self._read + count <= loop.prefill_chunk:
             return True
         return not any(loop.has_read(one.sequence) for one in self._running.values())

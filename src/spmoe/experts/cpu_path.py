@@ -195,10 +195,10 @@ class CpuThread:
                 raise SpmoeError(f"an expert on the CPU has not ended for {_JOIN_SECONDS:g} s")
 
     def _start(self) -> None:
-        self._queue: SimpleQueue[ThreadJob | None] = SimpleQueue()
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._queue, started), name=_THREAD_NAME, daemon=True)
-        self._thread.start()
+        queue, started = SimpleQueue[ThreadJob | None](), threading.Event()
+        thread = threading.Thread(target=self._run, args=(queue, started), name=_THREAD_NAME, daemon=True)
+        thread.start()
+        self._queue, self._thread = queue, thread
         started.wait()
 
     def _run(self, queue: SimpleQueue[ThreadJob | None], started: threading.Event) -> None:

@@ -14,6 +14,7 @@ from spmoe.models.kv import KvArena, KvState
 SCRATCH_POSITIONS = 64  # of the range that warm-ups of captured forwards write to
 _FIRST_POSITIONS = 1024  # of an arena that is not allocated at once
 _GROWTH = 256  # positions that a sequence gets beyond the ones it needs, if there is place
+_FEW_TOKENS = 16  # of a kept KV cache, which are read again quickly; to keep them, no prefix is copied
 
 
 def kv_sizes(length: int, rows: int, most: int) -> tuple[int, int]:
@@ -78,17 +79,12 @@ class KvPool:
         tokens = [] if tokens is None else tokens
         capacity = preferred if preferred > capacity and self.has_place(preferred) else capacity
         source, common = self._longest_prefix(tokens)
-        is_spare = source is not None and source in self.spare
-        if (
-            source is not None
-            and is_spare
-            and (source.length <= 2 * common or not self.has_place(capacity + source.capacity))
-        ):
+        if source is not None and source in self.spare and self._takes_over(source, common, capacity):
             kv = source
-            self.spare.remove(kv)
             kv.cut(common)
             self._free_places(max(0, capacity - kv.capacity), [kv])
-            self.arena.place(kv, max(capacity, kv.capacity))
+            self.arena.place(kv, capacity)
+            self.spare.remove(kv)
         else:  # the source keeps its other tokens, for a sequence that continues them
             self._free_places(capacity, [] if source is None else [source])
             kv = KvState(self._config, capacity, self.arena)
@@ -157,6 +153,21 @@ class KvPool:
             if common > most and not kv.is_lost:
                 best, most = kv, common
         return best, most
+
+    def _takes_over(self, source: KvState, common: int, capacity: int) -> bool:
+        """Return whether a sequence continues a kept KV cache itself rather than a copy of its first positions.
+
+        A copy leaves the other tokens to a sequence that continues them, but may free the KV caches of others.
+        """
+        lost = source.length - common
+        if not self.has_place(capacity + source.capacity):
+            return True
+        if lost > common:
+            return False
+        if lost <= _FEW_TOKENS:
+            return True
+        kept = sum(kv.capacity for kv in self.spare) + capacity
+        return kept > self._spare_limit if self._limit is None else self._used_positions + kept > self._limit
 
     def _free_places(self, needed: int, besides: Sequence[KvState] = ()) -> None:
         """Free kept KV caches, the ones used first, until all others and `needed` more positions fit.

@@ -11,6 +11,8 @@ from torch import Tensor
 from spmoe.config import SamplingParams
 from spmoe.errors import SpmoeError
 
+_SORTED_FIRST = 256  # tokens; most distributions of a language model have a top-p of fewer
+
 
 def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Apply temperature, top-k, top-p and min-p; return float32 rows that sum to one, in host memory."""
@@ -21,16 +23,35 @@ def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
         smallest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < smallest, float("-inf"))
     if sampling.top_p < 1.0:
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        ordered = ordered.softmax(dim=-1)
-        drop = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the tokens before it already have enough mass
-        drop[..., 0] = False
-        scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
+        scores = torch.stack([_nucleus(row, sampling.top_p) for row in scores])
     probs = scores.softmax(dim=-1)
     if sampling.min_p > 0.0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
         probs = probs / probs.sum(dim=-1, keepdim=True)
     return probs
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Return the scores with -inf for all tokens but the most likely ones, up to a probability of `top_p` together.
+
+    Sorting a large vocabulary takes longer than a step, so few tokens are sorted first, and more if they are too few.
+    """
+    # [vocabulary] -> [vocabulary]
+    probs, count = scores.softmax(dim=-1), _SORTED_FIRST
+    while True:
+        smallest = scores.topk(min(count, len(scores))).values[-1]
+        # in order of tokens, with all that are as likely as the last, and with NaN
+        found = (~(scores < smallest) & (scores != float("-inf"))).nonzero()[:, 0]
+        tokens = found[scores[found].argsort(descending=True, stable=True)]
+        ordered = probs[tokens]
+        total = ordered.cumsum(dim=-1)
+        if len(found) < count or total[-1] >= top_p:
+            break
+        count *= 16
+    drop = total - ordered >= top_p  # the tokens before it already have enough mass
+    drop[:1] = False
+    kept = tokens[~drop]
+    return torch.full_like(scores, float("-inf")).index_copy_(0, kept, scores[kept])
 
 
 def check_not_nan(values: Iterable[float]) -> None:
