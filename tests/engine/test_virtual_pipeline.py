@@ -151,7 +151,7 @@ def replay(
                 compute(draft)
                 if predictions is not None:
                     states = torch.tensor([[predictions[step][layer][row]]], dtype=torch.float32)  # [1, 1, TOP_K]
-                    chunk = LayerChunk(Stage.DRAFT, range(layer, layer + 1), LAYERS, states)
+                    chunk = LayerChunk(Stage.DRAFT, range(layer, layer + 1), states)
                     experts.scheduler.request(policy.on_chunk(chunk))
         for layer in range(LAYERS):
             compute(ATTENTION)

@@ -32,9 +32,7 @@ class ScriptedGates:
 
 def chunk(depth: int, experts: Sequence[int]) -> LayerChunk:
     """A decoder layer whose states predict these experts for the layers one, two and three ahead."""
-    return LayerChunk(
-        Stage.VERIFY, range(depth, depth + 1), LAYERS, torch.tensor([[list(experts)]], dtype=torch.float32)
-    )
+    return LayerChunk(Stage.VERIFY, range(depth, depth + 1), torch.tensor([[list(experts)]], dtype=torch.float32))
 
 
 def run_step(policy: Adaptive, right: Sequence[bool]) -> list[list[PrefetchRequest]]:

@@ -53,10 +53,10 @@ class FixedGates:
         return Routing(self._experts[list(layers)], self._scores[list(layers)])
 
 
-def chunk(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> LayerChunk:
+def chunk(residual: Tensor, first: int = 0, stage: Stage = Stage.DRAFT) -> LayerChunk:
     """A chunk of decoder layers from `first` on."""
     depths = range(first, first + len(residual))
-    return LayerChunk(stage, depths, depth_count or depths.stop, residual)
+    return LayerChunk(stage, depths, residual)
 
 
 def states(depths: int, rows: int = 3) -> Tensor:
@@ -157,7 +157,7 @@ def test_dense_layers_of_the_target_are_skipped() -> None:
 def test_a_chunk_without_layers_to_predict_calls_no_gate() -> None:
     gates = LinearGates([0, 1], 4)  # decoder layers 2 and 3 have no experts
     policy = DraftGate(gates, draft_depth=4, cutoff=2)
-    assert list(policy.on_chunk(chunk(states(4)[2:], first=2, depth_count=4))) == []
+    assert list(policy.on_chunk(chunk(states(4)[2:], first=2))) == []
     assert gates.calls == []
 
 

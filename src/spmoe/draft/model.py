@@ -243,7 +243,7 @@ class DraftModel(Drafter):
         return [first] + [later] * (k - 1), min(self._vocab_size, self.runner.vocab_size)
 
     def _observer(self, stage: types.Stage, observers: Observers, chunks: int) -> LayerObserver | None:
-        return observers.observer(stage, self.runner.depth_count, chunks)
+        return observers.observer(stage, chunks)
 
 
 def _check_not_nan(values: list[float]) -> None:

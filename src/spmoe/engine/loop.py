@@ -54,15 +54,14 @@ class PolicyObservers:
         self._clock = clock
         self._admission = admission  # None: every request is loaded
 
-    def observer(self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
+    def observer(self, stage: Stage, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
         """Return an observer of a forward of this stage; None if the policy does not look at it."""
         if stage not in self._policy.stages:
             return None
-
         admission = self._admission
 
         def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
-            chunk = LayerChunk(stage, depths, depth_count, residual, routing)
+            chunk = LayerChunk(stage, depths, residual, routing)
             if admission is None:
                 self._experts.scheduler.request(self._policy.on_chunk(chunk))
             elif not admission.paused:
@@ -552,8 +551,7 @@ class Loop:
     def _target_observer(self) -> LayerObserver | None:
         if not self.target.has_hidden_states:
             return None
-        depth_count = self.target.depth_count
-        return self._observers.observer(Stage.VERIFY, depth_count, depth_count, immediate=True)
+        return self._observers.observer(Stage.VERIFY, self.target.depth_count, immediate=True)
 
     # ---- accept
 

@@ -103,7 +103,7 @@ class ReplayPolicy:
         self._gates.current = prediction
         depths = prediction.depths
         residual = torch.empty(len(depths), prediction.routing.experts.shape[1], 0)
-        return self._policy.on_chunk(LayerChunk(prediction.stage, depths, self._gates.depth_count, residual))
+        return self._policy.on_chunk(LayerChunk(prediction.stage, depths, residual))
 
     @cached_property
     def _recorded_routing(self) -> dict[int, RecordedRouting]:
