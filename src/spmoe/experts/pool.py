@@ -443,7 +443,7 @@ class ExpertPool:
 
     def _use_prefetched(self, entry: Entry) -> None:
         self._cache.mark_used(entry)
-        self._ledger.prefetch_used(late=int(entry.state is Residency.LOADING))
+        self._ledger.prefetch_used(late=entry.state is Residency.LOADING)
 
     def _load_absent(self, demand: Demand) -> None:
         """Submit demand loads for as many absent experts as slots can be taken for."""
