@@ -58,7 +58,6 @@ def predict(routing: list[list[Rows]], accuracy: float) -> list[list[Rows]]:
 class NumberGates:
     """Gates that select the experts whose numbers are in the hidden states."""
 
-    hidden_size = TOP_K
     layer_depths: Sequence[int] = range(LAYERS)
     depth_count = LAYERS
 

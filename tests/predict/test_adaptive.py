@@ -18,8 +18,6 @@ LAYERS, EXPERTS = 5, 8
 class ScriptedGates:
     """Gates that select the experts written into the hidden states, the same for every row."""
 
-    hidden_size = 1
-
     def __init__(self, layer_depths: Sequence[int] = range(LAYERS), depth_count: int = LAYERS) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count

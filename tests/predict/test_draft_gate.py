@@ -22,8 +22,6 @@ HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 class LinearGates:
     """One linear gate per MoE layer; records the layers of every call."""
 
-    hidden_size = HIDDEN
-
     def __init__(self, layer_depths: Sequence[int], depth_count: int) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count
@@ -41,8 +39,6 @@ class LinearGates:
 
 class FixedGates:
     """Gates that return fixed routing, whatever the hidden states are."""
-
-    hidden_size = 1
 
     def __init__(self, experts: list[list[list[int]]], scores: list[list[list[float]]]) -> None:
         self.layer_depths = range(len(experts))

@@ -19,8 +19,6 @@ HIDDEN, EXPERTS = 4, 6
 class ShiftedGates:
     """Gates that select one expert: the first number of the state plus the layer."""
 
-    hidden_size = HIDDEN
-
     def __init__(self, layer_depths: Sequence[int], depth_count: int) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count

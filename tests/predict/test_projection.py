@@ -83,7 +83,7 @@ def test_constant_features_give_finite_predictions() -> None:
 class LargestEntries:
     """Gates that select the largest entries of a state."""
 
-    hidden_size, layer_depths, depth_count = 4, (0, 1, 2), 3
+    layer_depths, depth_count = (0, 1, 2), 3
 
     def route(self, layers: list[int], residual: Tensor) -> Routing:
         assert residual.shape[::2] == (len(layers), 4)

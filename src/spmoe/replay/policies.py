@@ -40,8 +40,6 @@ def eviction_of(prefetch: str, eviction: str) -> str:
 class RecordedGates:
     """Gates that answer with the recorded prediction of the current chunk."""
 
-    hidden_size = 0
-
     def __init__(self, layers: int) -> None:
         self.layer_depths: Sequence[int] = range(layers)
         self.depth_count = layers

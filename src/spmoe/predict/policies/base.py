@@ -37,7 +37,6 @@ class Need(Enum):
 class Gates(Protocol):
     """The target's own pre-FFN norms and routers, callable on any hidden states of its width."""
 
-    hidden_size: int
     layer_depths: Sequence[int]  # the decoder layer of each MoE layer
     depth_count: int  # decoder layers in all
 
