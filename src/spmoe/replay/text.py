@@ -256,11 +256,6 @@ class DecodedText:
     seconds: float
     lengths: tuple[int, ...]  # K of every step
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Mean seconds of an output token."""
-        return self.seconds / self.tokens
-
 
 class Chooser:
     """Chooses K of every step of replayed texts; learns nothing unless a subclass does."""
