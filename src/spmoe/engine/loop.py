@@ -36,9 +36,9 @@ from spmoe.types import (
     Turn,
     VerifyResult,
 )
-from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.greedy import verify_greedy
 from spmoe.verify.logits import process_logits, token_logprobs
-from spmoe.verify.sampling import SamplingVerifier
+from spmoe.verify.sampling import verify_sampled
 
 MAX_BATCH_ROWS = BATCH_ROWS[-1]  # that several sequences verify in one step
 
@@ -559,11 +559,11 @@ class Loop:
         """Wait for the device; decide how many draft tokens the target accepts."""
         logits = process_logits(output.logits, sequence, draft.tokens)
         if not sequence.sampling.greedy:
-            result = SamplingVerifier().verify(sequence, draft, logits)
-        elif logits is output.logits:
-            result = GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, logits)
-        else:  # the device has found the argmax of other logits
-            result = GreedyVerifier().verify(sequence, draft, logits)
+            result = verify_sampled(sequence, draft, logits)
+        else:
+            # without processors, the device has computed the argmax already
+            argmax = (output if logits is output.logits else EagerResult(logits)).argmax()
+            result = verify_greedy(draft, argmax)
         if (count := sequence.sampling.logprobs) is not None:
             new = [*draft.tokens[: result.accepted], result.next_token]
             sequence.logprobs += token_logprobs(output.logits, new, count)
