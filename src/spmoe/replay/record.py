@@ -246,11 +246,7 @@ class TraceRecorder(PrefetchPolicy):
     def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
         """Record what the draft's hidden states predict."""
         records = self._records
-        routing = (
-            chunk.routing
-            if chunk.routing is not None
-            else self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
-        )
+        routing = self.routing_of(chunk)
         layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return
