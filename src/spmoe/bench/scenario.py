@@ -44,7 +44,7 @@ from spmoe.config import (
     parse_cpu_experts,
 )
 from spmoe.errors import UsageError
-from spmoe.files import decode_toml
+from spmoe.files import decode_toml, read_text_file
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: every number of layers that the model has
@@ -222,13 +222,9 @@ class Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """Read and validate a file; raise UsageError in one line for the first problem."""
+    text = read_text_file(path)
     try:
-        text = path.read_text(encoding="utf-8")
         data = decode_toml(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
     except ValueError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     blocks = data.pop("matrix", [{}])
