@@ -24,7 +24,7 @@ from spmoe.engine.memory import (
     weight_bytes,
 )
 from spmoe.engine.parts import EngineParts, LearnedState
-from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
+from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
 from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, loading_threads, set_threads
 from spmoe.errors import BudgetError, CheckpointError
@@ -52,6 +52,7 @@ from spmoe.models.tokenizer import require_same_tokenizer, tokenizer_of
 from spmoe.observe.clock import RealClock
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.cutoff import CutoffInputs
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.registry import DRAFTERS

@@ -28,7 +28,6 @@ from spmoe.engine.profiling import (
     governor_path,
     profile_settings,
     read_governor,
-    usual_draft_tokens,
     write_governor,
     write_profile,
 )
@@ -43,7 +42,7 @@ from spmoe.observe.progress import progress_bar
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
-from spmoe.predict.governor import Governor, Governors
+from spmoe.predict.governor import Governor, Governors, usual_draft_tokens
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder

@@ -24,7 +24,7 @@ from spmoe.formats.layout import torch_dtype
 from spmoe.models.kv_pool import SCRATCH_POSITIONS
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner
-from spmoe.predict.governor import USUAL
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.latency import expected_experts
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
@@ -176,7 +176,7 @@ def _contexts(longest: int) -> Iterator[int]:
 
 def _enough_slots(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     """Return how many slots a step runs well with: one layer computes while the experts of the next one arrive."""
-    k = USUAL if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+    k = usual_draft_tokens(config.num_speculative_tokens)
     rows = 1 + (k if config.resolved_draft is not None else 0)
     needed = expected_experts(max(spec.experts), min(top_k, max(spec.experts)), rows)
     return min(spec.count, max(top_k, 2 * math.ceil(needed)))

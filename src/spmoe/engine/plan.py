@@ -20,7 +20,7 @@ from spmoe.engine.memory import (
     weight_bytes,
 )
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
-from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
+from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
 from spmoe.models.expert_shards import reads_in_place
@@ -30,6 +30,7 @@ from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile, choose_cutoff
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import plan_policy
 from spmoe.system.host import available_memory
 

@@ -20,7 +20,6 @@ from spmoe.engine.profiling import (
     profile_settings,
     read_profile,
     slow_draft_notice,
-    usual_draft_tokens,
     write_profile,
 )
 from spmoe.experts.store import StoreSpec
@@ -29,6 +28,7 @@ from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmoe.config import DraftTokens, EngineConfig, home
+from spmoe.config import EngineConfig, home
 from spmoe.engine.threads import engine_threads
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
-from spmoe.files import atomic_write, decode_json
+from spmoe.files import decode_json, write_json_cache
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -33,7 +33,7 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
 from spmoe.predict.costs import CostPrior
 from spmoe.predict.cutoff import CutoffInputs, Profile
-from spmoe.predict.governor import USUAL, Governor
+from spmoe.predict.governor import Governor
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.system.origin import Origin, origins_to_json
@@ -52,11 +52,6 @@ _SLOW_DRAFT = 1.25  # draft pass / target pass from which on a warning is given:
 def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
     """Return the inputs of the cutoff that come from the model and the options."""
     return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
-
-
-def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
-    """Return K, or a usual value for `auto`."""
-    return USUAL if draft_tokens == "auto" else draft_tokens
 
 
 def profile_settings(
@@ -110,16 +105,7 @@ def write_profile(path: Path, profile: Profile, origins: Sequence[Origin]) -> No
 
     An unwritable directory is ignored, since the profile can be measured again.
     """
-    _write_json(path, {**asdict(profile), "origin": origins_to_json(origins)})
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(values, indent=2))
-    except OSError:
-        pass
+    write_json_cache(path, {**asdict(profile), "origin": origins_to_json(origins)})
 
 
 # ---- the governor's experience
@@ -152,7 +138,7 @@ def read_governor(path: Path, governor: Governor) -> None:
 
 def write_governor(path: Path, governor: Governor, origins: Sequence[Origin]) -> None:
     """Keep what a governor has learned for later runs; an unwritable directory is ignored."""
-    _write_json(path, {**governor.state(), "origin": origins_to_json(origins)})
+    write_json_cache(path, {**governor.state(), "origin": origins_to_json(origins)})
 
 
 # ---- drafts that cost more than they can gain

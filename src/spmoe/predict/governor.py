@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spmoe.config import DraftTokens
 from spmoe.predict.costs import OUTLIER, ChangeDetector, CostModel, CostPrior, StepReport, StepSeconds
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
@@ -62,6 +63,11 @@ _PRIOR_ACCEPTANCE = 0.7
 _KEPT_AT_CHANGE = 0.2  # weight of what was learned before a change
 _KEPT_OF_OTHER_TEXT = 0.8  # weight of acceptance in earlier requests
 _KEPT_OF_OTHER_RUN = 0.1  # the same in earlier runs
+
+
+def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
+    """Return K, or a usual value for `auto`."""
+    return USUAL if draft_tokens == "auto" else draft_tokens
 
 
 class AcceptanceModel:
