@@ -141,9 +141,7 @@ class ExpertPool:
         with self._lock:
             self._require_open()
             self._loads.reap()
-            pinned = self._cache.pin_layer(layer)
-            pinned.epoch = self._transfer.begin_epoch()
-            return pinned
+            return self._cache.pin_layer(layer, self._transfer.begin_epoch())
 
     def unpin_layer(self, pinned: PinnedLayer) -> None:
         """Release a pinned layer. Idempotent."""
