@@ -33,6 +33,7 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
+    MAX_SPECULATIVE_TOKENS,
     RESIDENCY_CHECKS,
     CpuThreads,
     Cutoff,
@@ -52,7 +53,6 @@ PACKAGED = Path(__file__).parents[1] / "scenarios"  # scenario files that ship w
 SHIPPED = "shipped"  # as a model or draft: the one of the shipped pair
 _DEFAULTS = EngineConfig.make(model="")
 DEFAULT_EVICTION, DEFAULT_CUTOFF = _DEFAULTS.eviction, _DEFAULTS.cutoff
-_MAX_DRAFT_TOKENS = 64
 
 # ---- types of values
 
@@ -101,9 +101,10 @@ def _parse_link(value: Any) -> float | None:
 def _parse_draft_tokens(value: Any) -> DraftTokens:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_DRAFT_TOKENS:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SPECULATIVE_TOKENS:
         raise ValueError(
-            f"{value!r} is not a number of draft tokens; write a whole number from 0 to {_MAX_DRAFT_TOKENS}, or auto"
+            f"{value!r} is not a number of draft tokens; write a whole number from 0 to {MAX_SPECULATIVE_TOKENS}, or "
+            "auto"
         )
     return value
 
