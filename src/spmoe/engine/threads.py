@@ -42,7 +42,7 @@ from spmoe.models.target import Target
 from spmoe.predict.governor import usual_draft_tokens
 from spmoe.system.origin import origins_to_json
 
-PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
+TIMED_PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
 _PASSES = 5  # timed passes, unless they take longer than _SECONDS
 _SECONDS = 0.1  # for the timed passes of one model with one number of threads; there are at least two
 _LONG_PASS = 0.5  # seconds from which on a warm-up pass is not repeated
@@ -114,7 +114,7 @@ class IntraOpThreads:
     @contextmanager
     def in_force(self, rows: int) -> Iterator[None]:
         """Compute a forward of `rows` rows on the calling thread; its own setting is restored afterwards."""
-        wanted = self.prompt if 2 * rows >= PROMPT_ROWS else self.decode
+        wanted = self.prompt if 2 * rows >= TIMED_PROMPT_ROWS else self.decode
         before = torch.get_num_threads()
         if wanted is None or wanted == before:
             yield
@@ -214,7 +214,7 @@ def measure_compute(
         attach(layer.experts, forward)
     drafting = [] if draft is None else [_Part(draft, 1, k)]
     verifying = _Part(target, k + 1, 1)
-    prompt_part = _Part(target, min(PROMPT_ROWS, target.max_positions), 1)
+    prompt_part = _Part(target, min(TIMED_PROMPT_ROWS, target.max_positions), 1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(counts[0])
