@@ -21,6 +21,7 @@ from spmoe.engine.memory import (
     cpu_copy_budget,
     divide_memory,
     expert_copy_bytes,
+    extra_draft_bytes,
     max_sequence_length,
     weight_bytes,
 )
@@ -376,11 +377,7 @@ def _mix(first: TokenTime, second: TokenTime, weight: float) -> TokenTime:
 
 def _divide(config: EngineConfig, models: _Models, hardware: Hardware, projected: bool) -> MemoryPlan:
     target, spec, draft = models.target, models.spec, models.draft if config.num_speculative_tokens else None
-    extra_bytes = 0
-    if config.self_draft_scheme is not None:
-        extra_bytes = quantized_experts(spec, target.moe, config.self_draft_scheme).nbytes
-    if draft is not None and projected:
-        extra_bytes += len(target.moe) * (draft.hidden_size + 1) * target.hidden_size * models.dtype.itemsize
+    extra_bytes = extra_draft_bytes(config, target, draft, spec, models.dtype, is_projected=projected)
     runners = [target, draft] if draft is not None else [target]
     arguments = (runners, spec, target.top_k, max_sequence_length(config, target), extra_bytes, models.dtype)
     if hardware.device == "cuda":
