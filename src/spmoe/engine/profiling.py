@@ -200,7 +200,8 @@ class Timer:
             self._synchronize()
             seconds = self._clock.now() - started
             self.experts.step.end()
-            layers = sum(one.end - one.start for one in timeline.spans[first_span:] if one.activity is Activity.LAYER)
+            spans = timeline.spans[first_span:]
+            layers = sum(span.end - span.start for span in spans if span.activity is Activity.LAYER)
         finally:
             timeline.recording = recording
             del timeline.spans[first_span:]
@@ -231,7 +232,7 @@ def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int,
     Kernels of a device run asynchronously, so there it is the experts' share of the weights that a layer reads.
     """
     if target.model.device.type == "cpu":
-        return median(max(0.0, one.expert_seconds / one.compute_seconds) for one in verified)
+        return median(max(0.0, timing.expert_seconds / timing.compute_seconds) for timing in verified)
     return needed * expert_bytes / (needed * expert_bytes + target.resident_bytes / max(1, target.depth_count))
 
 
@@ -254,19 +255,19 @@ def measure(
     timer = Timer(experts, clock, synchronize)
     batch = range(min(inputs.slots, inputs.experts_per_layer))
     loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
-    per_expert = [one.seconds / one.loads for one in loads if one.loads]
+    per_expert = [timing.seconds / timing.loads for timing in loads if timing.loads]
     verified = timer.passes(target, inputs.draft_tokens + 1)
     plain = timer.passes(target, 1, [0])  # one token again and again, so that its experts are resident
     depth = 0 if draft is None else draft.depth_count
-    drafted = 0.0 if draft is None else min(one.compute_seconds for one in timer.passes(draft, 1)) / depth
+    drafted = 0.0 if draft is None else min(timing.compute_seconds for timing in timer.passes(draft, 1)) / depth
     return Profile(
         drafted,
         depth,
-        min(one.compute_seconds for one in verified) / inputs.layers,
+        min(timing.compute_seconds for timing in verified) / inputs.layers,
         median(per_expert) if per_expert else 0.0,
         inputs.free_slots,
         expert_share=_expert_share(target, verified, experts.pool.blob_bytes, inputs.needed_per_layer),
-        layer_seconds=min(one.compute_seconds for one in plain) / inputs.layers,
+        layer_seconds=min(timing.compute_seconds for timing in plain) / inputs.layers,
     )
 
 
@@ -298,8 +299,8 @@ def measure_parts(
     most = max(verified)
     needed = expected_experts(max(spec.experts), target.top_k, most)
     return PartTimes(
-        median(one.compute_seconds for one in drafted) if drafted is not None else None,
-        {rows: median(one.compute_seconds for one in times) for rows, times in verified.items()},
+        median(timing.compute_seconds for timing in drafted) if drafted is not None else None,
+        {rows: median(timing.compute_seconds for timing in times) for rows, times in verified.items()},
         _expert_share(target, verified[most], spec.layout.nbytes, needed),
         _loads_by_batch(timer, spec, slots),
     )
@@ -379,10 +380,7 @@ class PredictionCounter(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
-        before, self._missed = (
-            self._missed,
-            self._experts.ledger.counters.missed,
-        )  # this layer's included
+        before, self._missed = self._missed, self._experts.ledger.counters.missed  # this layer's included
         if self._counting:
             self.missing[layer] += self._missed - before
         return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)
