@@ -33,6 +33,7 @@ from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.formats.bf16_packed import MAX_ESCAPES, EscapeOverflow
+from spmoe.formats.layout import dtype_name
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format
 from spmoe.models.kv import KvState
@@ -251,7 +252,7 @@ def _warn_of_slow_draft(
 
 def _rounding_notice(config: EngineConfig, models: LoadedModels, drafter: Drafter) -> list[str]:
     """Return a notice if the text may depend on K: matrix products on a CPU round by the number of rows."""
-    dtype = str(models.dtype).removeprefix("torch.")
+    dtype = dtype_name(models.dtype)
     if models.device.type != "cpu" or dtype == "float32" or not (drafter.proposes and config.max_draft_tokens):
         return []
     return [

@@ -22,6 +22,7 @@ from spmoe.engine.memory import (
 )
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
 from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
+from spmoe.formats.layout import dtype_name
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
 from spmoe.models.expert_shards import reads_in_place
@@ -156,7 +157,7 @@ def make_plan(config: EngineConfig) -> Plan:
     target_facts = TargetFacts(
         name=config.model,
         architecture=type(target.model).__name__,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         decoder_layers=target.depth_count,
         moe_layers=len(target.moe),
         experts_per_layer=max(spec.experts),

@@ -20,6 +20,7 @@ from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
 from spmoe.experts.transfer import BlobReader, FileTransfer, Transfer
+from spmoe.formats.layout import dtype_name
 from spmoe.models.expert_shards import is_worth_reading_in_place
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
@@ -231,7 +232,7 @@ def make_residency(
 
 def cpu_rounding_notice(models: LoadedModels) -> list[str]:
     """Return a notice if experts round differently on the CPU than on the device."""
-    dtype = str(models.dtype).removeprefix("torch.")
+    dtype = dtype_name(models.dtype)
     if dtype == "float32":
         return []
     return [
