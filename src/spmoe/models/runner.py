@@ -216,6 +216,10 @@ class ModelRunner:
                 self._graphs.clear()
         self.batches = self.batching_failure is None
 
+    def stop_batching(self, failure: str) -> None:
+        """Let no forward run several sequences from now on, for this reason."""
+        self.batches, self.batching_failure = False, failure
+
     def _try_ragged(self) -> str | None:
         """Find out whether eager forwards of several sequences work, and whether they need cached keys joined."""
         self._joins_kv = False
