@@ -152,7 +152,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation of `{"role": ..., "content": ...}` messages, or each of a list of conversations."""
         conversations = parse_conversations(messages)
-        return self._generate([self.apply_chat_template(one) for one in conversations], sampling_params)
+        return self._generate(
+            [self.apply_chat_template(conversation) for conversation in conversations], sampling_params
+        )
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generation:
         """Return an answer to one conversation, to iterate over."""
