@@ -294,7 +294,7 @@ class DecodeGraph:
         with nullcontext(FollowedForward()) if self._residency is None else self._residency.capture() as self._followed:
             self._captured, self.logits = self._recorder.capture(forward)
         if self._residency is not None and self._followed.layers:
-            self._captured.pieces.append(self._follow)
+            self._captured.append(self._follow)
         else:
             self._residency = None
 
