@@ -125,7 +125,9 @@ def encode_prompts(engine: Engine, texts: Sequence[str], token_ids: Sequence[lis
                 f"{engine.parts.max_model_len}; shorten it or lower --max-tokens"
             )
         if not all(0 <= token < vocabulary for token in ids):
-            raise PromptError(f"prompt {number} has token ids outside the model's vocabulary of {vocabulary}")
+            raise PromptError(
+                f"prompt {number} has token ids outside the model's vocabulary of {vocabulary}; remove them"
+            )
     return prompts
 
 

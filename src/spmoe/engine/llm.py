@@ -246,7 +246,9 @@ class LLM:
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
             for token in tokens:
                 if token >= vocabulary:
-                    raise UsageError(f"{name} has token {token}, outside the model's vocabulary of {vocabulary}")
+                    raise UsageError(
+                        f"{name} has token {token}, outside the model's vocabulary of {vocabulary}; remove it"
+                    )
         if self.engine.parts.tokenizer is None and params.stop_strings:
             raise UsageError(
                 f"{self.engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"
