@@ -100,7 +100,7 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         )
 
     def make_runtime(
-        config: Any, models: Any, count: int, store: Any = None, require_wanted: Any = None, copies: int = 0
+        config: Any, models: Any, count: int, store: Any = None, raise_if_cancelled: Any = None, copies: int = 0
     ) -> ExpertRuntime:
         slots = DeviceSlots(count, models.spec, torch.device("cpu"))
         store = HostStore(models.spec, runtime=None, pinned=False)  # type: ignore[arg-type]

@@ -136,9 +136,13 @@ def test_every_ledger_event_writes_its_counters() -> None:
     ledger.resident(5)
     ledger.stale(4)
     ledger.over_budget(1)
-    ledger.prefetch_issued(7)
-    ledger.prefetch_used(3, late=2)
-    ledger.prefetch_wasted(2)
+    for _ in range(7):
+        ledger.prefetch_issued()
+    ledger.prefetch_used()
+    ledger.prefetch_used(late=True)
+    ledger.prefetch_used(late=True)
+    ledger.prefetch_wasted()
+    ledger.prefetch_wasted()
     ledger.prefetch_failed()
     ledger.stalled(0.25)
     ledger.stalled(0.5)
@@ -206,7 +210,8 @@ def test_step_without_draft_counts_no_missing_experts() -> None:
 
 def test_ignore_demand_drops_demand_and_stalls_but_keeps_prefetches() -> None:
     ledger = Ledger(BLOB)
-    ledger.prefetch_issued(2)
+    ledger.prefetch_issued()
+    ledger.prefetch_issued()
     ledger.hit(1)
     before = ledger.counters.copy()
 
@@ -257,10 +262,12 @@ def test_events_belong_to_the_account_that_is_charged() -> None:
 def test_snapshot_of_a_charged_account_is_up_to_date_and_final() -> None:
     ledger, account = Ledger(BLOB), Counters()
     ledger.charge(account)
-    ledger.prefetch_issued(2)
+    ledger.prefetch_issued()
+    ledger.prefetch_issued()
     first = ledger.snapshot(account)
     assert first.prefetch_loads == 2
-    ledger.prefetch_issued(3)
+    for _ in range(3):
+        ledger.prefetch_issued()
     assert ledger.snapshot(account) == ledger.snapshot(account)
     assert ledger.snapshot(account).prefetch_loads == 5, "nothing is counted twice"
     assert first.prefetch_loads == 2

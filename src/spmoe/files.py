@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,14 @@ def write_text(path: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path} ({error.strerror}); choose another file") from error
+
+
+def write_json_cache(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file that can be made again: if its directory is not writable, write nothing."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            partial.write_text(json.dumps(values, indent=2))
 
 
 def decode_json(text: str | bytes) -> Any:

@@ -136,13 +136,11 @@ class Routing(NamedTuple):
 class LayerChunk:
     """Hidden states of a few consecutive decoder layers of a forward.
 
-    `depths` are decoder layers of the model that runs, out of `depth_count`. `routing` is the result of the policy's
-    `predict_routing`, if the forward computed it.
+    `routing` is the result of the policy's `predict_routing`, if the forward computed it.
     """
 
     stage: Stage
-    depths: range
-    depth_count: int
+    depths: range  # decoder layers of the model that runs
     residual: Tensor  # [depths, rows, hidden], the residual stream after attention; empty if only the routing is shown
     routing: Routing | None = None
 

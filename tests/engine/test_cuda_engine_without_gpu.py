@@ -71,7 +71,7 @@ from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.governor import LENGTHS, Governor
 from spmoe.types import PROMPT_ROWS
-from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.greedy import verify_greedy
 
 PROMPT = list(b"def f(x):")
 COUNT = 14
@@ -485,14 +485,14 @@ def test_stalls_are_counted_in_the_step_in_which_they_occur(
     cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device ends the waits of a step only when the host asks for its result."""
-    device, steps, verify = StallingDevice(), list[int](), GreedyVerifier.verify
+    device, steps = StallingDevice(), list[int]()
     cuda.device = device
 
-    def read_result(self: GreedyVerifier, *args: Any) -> Any:
+    def read_result(*args: Any) -> Any:
         steps.append(device.end_waits())
-        return verify(self, *args)
+        return verify_greedy(*args)
 
-    monkeypatch.setattr(GreedyVerifier, "verify", read_result)
+    monkeypatch.setattr("spmoe.engine.loop.verify_greedy", read_result)
     with LLM(str(mixtral_pair.target), None, dtype="float32", progress=False, expert_memory=memory_for(3)) as llm:
         stats = llm.generate(PROMPT, GREEDY)[0].stats
     assert min(steps) > 0

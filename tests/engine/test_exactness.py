@@ -41,8 +41,8 @@ from spmoe.models.kv import KvState
 from spmoe.observe.ledger import Counters
 from spmoe.registry import EVICTION_POLICIES
 from spmoe.types import Draft, VerifyResult
-from spmoe.verify.greedy import GreedyVerifier
-from spmoe.verify.sampling import SamplingVerifier
+from spmoe.verify.greedy import RowArgmax, verify_greedy
+from spmoe.verify.sampling import verify_sampled
 
 COUNT = 14  # tokens generated per prompt
 SHORT = [84]
@@ -436,19 +436,15 @@ def draw_continuations(pair: Pair) -> tuple[list[tuple[int, ...]], Counters]:
         return drawn, llm.engine.counters
 
 
-class AcceptsEverything(SamplingVerifier):
-    """Accepts every draft token."""
-
-    def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        bonus = super().verify(sequence, Draft([]), logits[-1:])
-        return VerifyResult(len(draft.tokens), bonus.next_token)
+def accept_everything(sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
+    """Accept every draft token."""
+    bonus = verify_sampled(sequence, Draft([]), logits[-1:])
+    return VerifyResult(len(draft.tokens), bonus.next_token)
 
 
-class UsesTheNextRow(SamplingVerifier):
-    """Judges each draft token by the logits of the token after it."""
-
-    def verify(self, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        return super().verify(sequence, draft, torch.cat([logits[1:], logits[-1:]]))
+def use_the_next_row(sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
+    """Judge each draft token by the logits of the token after it."""
+    return verify_sampled(sequence, draft, torch.cat([logits[1:], logits[-1:]]))
 
 
 @pytest.fixture(scope="module")
@@ -477,14 +473,14 @@ def test_sampled_output_follows_the_targets_distribution(
     assert p_value(drawn, continuations) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("broken", [AcceptsEverything, UsesTheNextRow])
+@pytest.mark.parametrize("broken", [accept_everything, use_the_next_row])
 def test_wrong_sampler_is_detected(
     high_entropy_pair: Pair,
     continuations: Mapping[tuple[int, ...], float],
     monkeypatch: pytest.MonkeyPatch,
-    broken: type[SamplingVerifier],
+    broken: Callable[[Any, Draft, Tensor], VerifyResult],
 ) -> None:
-    monkeypatch.setattr("spmoe.engine.loop.SamplingVerifier", broken)
+    monkeypatch.setattr("spmoe.engine.loop.verify_sampled", broken)
     drawn, _ = draw_continuations(high_entropy_pair)
     assert p_value(drawn, continuations) < FALSE_ALARM
 
@@ -557,13 +553,11 @@ def rewind_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GreedyVerifier.verify
+    def verify(draft: Draft, argmax: RowArgmax) -> VerifyResult:
+        accepted = min(verify_greedy(draft, argmax).accepted + 1, len(draft.tokens))
+        return VerifyResult(accepted, argmax[1][accepted])
 
-    def verify(self: GreedyVerifier, sequence: Any, draft: Draft, logits: Tensor) -> VerifyResult:
-        accepted = min(original(self, sequence, draft, logits).accepted + 1, len(draft.tokens))
-        return VerifyResult(accepted, int(logits[accepted].argmax()))
-
-    monkeypatch.setattr(GreedyVerifier, "verify", verify)
+    monkeypatch.setattr("spmoe.engine.loop.verify_greedy", verify)
 
 
 def test_engine_without_a_fault_is_exact(pair: Pair, expected: Any) -> None:

@@ -59,7 +59,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[TimePass], list[tuple[in
 def small(runner: Any, rows: int) -> float:
     """Return the seconds of a pass of a small model: prompts are faster on several threads, other passes slower."""
     count = torch.get_num_threads()
-    return 0.02 / count if rows >= threads.PROMPT_ROWS else 0.01 * count**2
+    return 0.02 / count if rows >= threads.TIMED_PROMPT_ROWS else 0.01 * count**2
 
 
 def make(pair: Pair, **options: Any) -> LLM:
@@ -172,7 +172,7 @@ def test_an_engine_measures_once_and_caches_the_result(
 def test_prompts_may_run_with_more_threads(
     mixtral_pair: Pair, timed: Callable[[TimePass], list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed(lambda runner, rows: small(runner, rows) if rows >= threads.PROMPT_ROWS else 0.01)
+    timed(lambda runner, rows: small(runner, rows) if rows >= threads.TIMED_PROMPT_ROWS else 0.01)
     with make(mixtral_pair) as llm:
         assert (llm.engine.parts.threads.decode, llm.engine.parts.threads.prompt) == (1, 4)
         counts, step = [], llm.engine.loop.step
@@ -183,7 +183,7 @@ def test_prompts_may_run_with_more_threads(
 
         monkeypatch.setattr(llm.engine.loop, "step", record)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        llm.generate("y" * threads.PROMPT_ROWS, params)
+        llm.generate("y" * threads.TIMED_PROMPT_ROWS, params)
         llm.generate("short", params)
         assert counts == [4, 1, 1, 1]
 

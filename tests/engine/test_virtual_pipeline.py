@@ -58,7 +58,6 @@ def predict(routing: list[list[Rows]], accuracy: float) -> list[list[Rows]]:
 class NumberGates:
     """Gates that select the experts whose numbers are in the hidden states."""
 
-    hidden_size = TOP_K
     layer_depths: Sequence[int] = range(LAYERS)
     depth_count = LAYERS
 
@@ -151,7 +150,7 @@ def replay(
                 compute(draft)
                 if predictions is not None:
                     states = torch.tensor([[predictions[step][layer][row]]], dtype=torch.float32)  # [1, 1, TOP_K]
-                    chunk = LayerChunk(Stage.DRAFT, range(layer, layer + 1), LAYERS, states)
+                    chunk = LayerChunk(Stage.DRAFT, range(layer, layer + 1), states)
                     experts.scheduler.request(policy.on_chunk(chunk))
         for layer in range(LAYERS):
             compute(ATTENTION)

@@ -14,7 +14,7 @@ from differential import Case, Outcome, describe, draw_case, fuzz, make_tokenize
 from spmoe.backends import cpu
 from spmoe.engine.text import TextStream
 from spmoe.models.families import VOCABULARY
-from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.greedy import verify_greedy
 
 SEED, CASES = 0, 6
 
@@ -62,13 +62,11 @@ def test_tokenizers_spell_characters_in_bytes(kind: str) -> None:
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GreedyVerifier.verify
-
-    def verify(self: GreedyVerifier, sequence: Any, draft: Any, logits: Any) -> Any:
-        result = original(self, sequence, draft, logits)
+    def verify(draft: Any, argmax: Any) -> Any:
+        result = verify_greedy(draft, argmax)
         return result._replace(accepted=min(result.accepted + 1, len(draft.tokens)))
 
-    monkeypatch.setattr(GreedyVerifier, "verify", verify)
+    monkeypatch.setattr("spmoe.engine.loop.verify_greedy", verify)
 
 
 def scale_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +82,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(*args: Any) -> Any:
         raise ValueError("broken")
 
-    monkeypatch.setattr(GreedyVerifier, "verify", verify)
+    monkeypatch.setattr("spmoe.engine.loop.verify_greedy", verify)
 
 
 def test_fault_free_case_is_equal() -> None:

@@ -18,8 +18,6 @@ LAYERS, EXPERTS = 5, 8
 class ScriptedGates:
     """Gates that select the experts written into the hidden states, the same for every row."""
 
-    hidden_size = 1
-
     def __init__(self, layer_depths: Sequence[int] = range(LAYERS), depth_count: int = LAYERS) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count
@@ -32,9 +30,7 @@ class ScriptedGates:
 
 def chunk(depth: int, experts: Sequence[int]) -> LayerChunk:
     """A decoder layer whose states predict these experts for the layers one, two and three ahead."""
-    return LayerChunk(
-        Stage.VERIFY, range(depth, depth + 1), LAYERS, torch.tensor([[list(experts)]], dtype=torch.float32)
-    )
+    return LayerChunk(Stage.VERIFY, range(depth, depth + 1), torch.tensor([[list(experts)]], dtype=torch.float32))
 
 
 def run_step(policy: Adaptive, right: Sequence[bool]) -> list[list[PrefetchRequest]]:

@@ -22,8 +22,6 @@ HIDDEN, EXPERTS, TOP_K = 8, 6, 2
 class LinearGates:
     """One linear gate per MoE layer; records the layers of every call."""
 
-    hidden_size = HIDDEN
-
     def __init__(self, layer_depths: Sequence[int], depth_count: int) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count
@@ -42,8 +40,6 @@ class LinearGates:
 class FixedGates:
     """Gates that return fixed routing, whatever the hidden states are."""
 
-    hidden_size = 1
-
     def __init__(self, experts: list[list[list[int]]], scores: list[list[list[float]]]) -> None:
         self.layer_depths = range(len(experts))
         self.depth_count = len(experts)
@@ -53,10 +49,10 @@ class FixedGates:
         return Routing(self._experts[list(layers)], self._scores[list(layers)])
 
 
-def chunk(residual: Tensor, first: int = 0, depth_count: int | None = None, stage: Stage = Stage.DRAFT) -> LayerChunk:
+def chunk(residual: Tensor, first: int = 0, stage: Stage = Stage.DRAFT) -> LayerChunk:
     """A chunk of decoder layers from `first` on."""
     depths = range(first, first + len(residual))
-    return LayerChunk(stage, depths, depth_count or depths.stop, residual)
+    return LayerChunk(stage, depths, residual)
 
 
 def states(depths: int, rows: int = 3) -> Tensor:
@@ -157,7 +153,7 @@ def test_dense_layers_of_the_target_are_skipped() -> None:
 def test_a_chunk_without_layers_to_predict_calls_no_gate() -> None:
     gates = LinearGates([0, 1], 4)  # decoder layers 2 and 3 have no experts
     policy = DraftGate(gates, draft_depth=4, cutoff=2)
-    assert list(policy.on_chunk(chunk(states(4)[2:], first=2, depth_count=4))) == []
+    assert list(policy.on_chunk(chunk(states(4)[2:], first=2))) == []
     assert gates.calls == []
 
 

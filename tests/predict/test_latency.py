@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from spmoe.predict.latency import (
     NO_PREDICTION,
-    PERFECT,
     ObservedDemand,
     PredictionQuality,
     StepCosts,
@@ -21,6 +20,7 @@ from spmoe.predict.latency import (
 )
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
+PERFECT = PredictionQuality(recall=1.0, precision=1.0)
 # four layers of 2 seconds, half of them after the router; each needs one expert, never resident, 3 seconds to load
 COSTS = StepCosts(draft_pass=5.0, verify_layer=2.0, load=3.0, expert_share=0.5)
 STEP = StepInputs(COSTS, layers=4, draft_passes=2, cutoff=4, missing=1.0, needed=1.0, row_share=0.5)

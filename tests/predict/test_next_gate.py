@@ -19,8 +19,6 @@ HIDDEN, EXPERTS = 4, 6
 class ShiftedGates:
     """Gates that select one expert: the first number of the state plus the layer."""
 
-    hidden_size = HIDDEN
-
     def __init__(self, layer_depths: Sequence[int], depth_count: int) -> None:
         self.layer_depths = layer_depths
         self.depth_count = depth_count
@@ -39,7 +37,7 @@ def states(depths: range, rows: int = 2) -> Tensor:
 
 
 def chunk(stage: Stage, depths: range) -> LayerChunk:
-    return LayerChunk(stage, depths, 4, states(depths))
+    return LayerChunk(stage, depths, states(depths))
 
 
 def requested(prefetches: list[PrefetchRequest]) -> set[tuple[int, int]]:
@@ -84,7 +82,7 @@ def test_dense_layers_predict_the_next_moe_layer() -> None:
 def test_uses_the_routing_of_a_chunk_if_there_is_one() -> None:
     policy, depths = NextGate(ShiftedGates(range(4), 4)), range(1)
     routing = Routing(torch.tensor([[[5], [5]]]), torch.tensor([[[0.25], [0.5]]]))
-    (request,) = policy.on_chunk(LayerChunk(Stage.VERIFY, depths, 4, torch.empty(0), routing))
+    (request,) = policy.on_chunk(LayerChunk(Stage.VERIFY, depths, torch.empty(0), routing))
     assert (request.key, request.score) == ((1, 5), 0.5)
 
 
@@ -94,7 +92,7 @@ def test_likely_only_omits_experts_below_an_even_share() -> None:
     def requested_with(scores: list[list[float]], likely_only: bool) -> set[int]:
         policy = NextGate(ShiftedGates(range(4), 4), likely_only=likely_only)
         routing = Routing(experts, torch.tensor([scores]))
-        shown = LayerChunk(Stage.VERIFY, range(1), 4, torch.empty(0), routing)
+        shown = LayerChunk(Stage.VERIFY, range(1), torch.empty(0), routing)
         return {request.key.expert for request in policy.on_chunk(shown)}
 
     assert requested_with([[0.75, 0.25], [0.5, 0.5]], False) == {1, 2, 5}

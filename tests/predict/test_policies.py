@@ -240,7 +240,7 @@ def test_budget_and_learning_are_declared(name: str, budget: bool, learns: bool)
 
 def test_the_second_policy_of_two_requests_only_likely_experts() -> None:
     routing = Routing(torch.tensor([[[5, 1]]]), torch.tensor([[[0.75, 0.25]]]))
-    shown = LayerChunk(Stage.VERIFY, range(1), 4, torch.empty(0), routing)
+    shown = LayerChunk(Stage.VERIFY, range(1), torch.empty(0), routing)
     found = {}
     for name in ("next-gate", "draft-gate+next-gate", "next-gate+draft-gate"):
         found[name] = {request.key.expert for request in make_policy(name, FULL)[0].on_chunk(shown)}

@@ -83,7 +83,7 @@ def test_constant_features_give_finite_predictions() -> None:
 class LargestEntries:
     """Gates that select the largest entries of a state."""
 
-    hidden_size, layer_depths, depth_count = 4, (0, 1, 2), 3
+    layer_depths, depth_count = (0, 1, 2), 3
 
     def route(self, layers: list[int], residual: Tensor) -> Routing:
         assert residual.shape[::2] == (len(layers), 4)
@@ -98,9 +98,7 @@ def test_draft_states_go_through_the_map_of_the_layer_they_predict(draft_depth: 
     residual = normal(draft_depth, 5, 6, seed=7)
     policy, prefetches = DraftGate(LargestEntries(), draft_depth, cutoff=3, projection=maps), []
     for depths in (range(start, min(start + chunk, draft_depth)) for start in range(0, draft_depth, chunk)):
-        prefetches += policy.on_chunk(
-            LayerChunk(Stage.DRAFT, depths, draft_depth, residual[depths.start : depths.stop])
-        )
+        prefetches += policy.on_chunk(LayerChunk(Stage.DRAFT, depths, residual[depths.start : depths.stop]))
     for layer in range(3):
         depth = min(int((layer + 0.5) / 3 * draft_depth), draft_depth - 1)
         states = residual[depth] @ maps.weights[layer] + maps.biases[layer]

@@ -16,7 +16,8 @@ from spmoe.config import Size
 from spmoe.errors import SpmoeError, UsageError
 from spmoe.observe.timeline import Timeline
 from spmoe.replay.replay import ReplayConfig, Replayer, ReplayResult
-from spmoe.replay.workers import replay_all, usable_cores
+from spmoe.replay.workers import replay_all
+from spmoe.system.host import allowed_cores
 
 CONFIGS = [
     ReplayConfig(prefetch, memory=Size(bytes=slots * 10**6))
@@ -59,7 +60,7 @@ def test_one_worker_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process_ids.clear()
     replayed(2)
     assert not process_ids, "worker processes ran them"
-    assert usable_cores() >= 1
+    assert allowed_cores() >= 1
 
 
 def test_error_in_a_worker_is_raised() -> None:

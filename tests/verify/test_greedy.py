@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from spmoe.config import SamplingParams
 from spmoe.errors import SpmoeError
 from spmoe.types import Draft, Sequence, VerifyResult
-from spmoe.verify.greedy import GreedyVerifier
-from spmoe.verify.sampling import PositionNoise, SamplingVerifier
+from spmoe.verify.greedy import argmax_rows, read_argmax, verify_greedy
+from spmoe.verify.sampling import PositionNoise, verify_sampled
 
 
 def sequence(tokens: list[int] | None = None) -> Sequence:
@@ -22,7 +23,11 @@ def sequence(tokens: list[int] | None = None) -> Sequence:
 def verify(draft: list[int], argmax: list[int], vocabulary: int = 8) -> VerifyResult:
     """Verify a draft against a target whose argmax tokens are `argmax`."""
     logits = torch.nn.functional.one_hot(torch.tensor(argmax), vocabulary).float()
-    return GreedyVerifier().verify(sequence(), Draft(draft), logits)
+    return verify_logits(draft, logits)
+
+
+def verify_logits(draft: list[int], logits: Tensor) -> VerifyResult:
+    return verify_greedy(Draft(draft), read_argmax(argmax_rows(logits)))
 
 
 def test_accepts_all_and_adds_the_bonus_token() -> None:
@@ -47,10 +52,9 @@ def test_rejects_matching_tokens_after_a_wrong_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lowest_token_wins_a_tie(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 7.0]], dtype=dtype)
-    verifier = GreedyVerifier()
-    assert verifier.verify(sequence(), Draft([1, 0]), logits) == VerifyResult(2, 3)
-    assert verifier.verify(sequence(), Draft([2, 0]), logits) == VerifyResult(0, 1)
-    assert verifier.verify(sequence(), Draft([1, 3]), logits) == VerifyResult(1, 0)
+    assert verify_logits([1, 0], logits) == VerifyResult(2, 3)
+    assert verify_logits([2, 0], logits) == VerifyResult(0, 1)
+    assert verify_logits([1, 3], logits) == VerifyResult(1, 0)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -86,7 +90,7 @@ def test_generation_equals_decoding_without_a_draft(k: int, quality: float) -> N
             draft.append(next_token(output + draft) if right else int(torch.randint(0, 6, (), generator=rng)))
         text = output + draft
         logits = torch.stack([table[text[i - 1], text[i]] for i in range(len(output) - 1, len(text))])
-        result = GreedyVerifier().verify(sequence(output), Draft(draft), logits)
+        result = verify_logits(draft, logits)
         output = [*output, *draft[: result.accepted], result.next_token]
         steps += 1
     assert output[:60] == expected
@@ -99,6 +103,6 @@ def test_nan_logits_raise_an_error(row: int) -> None:
     logits = torch.randn(3, 8)
     logits[row, 5] = float("nan")
     with pytest.raises(SpmoeError, match="contain NaN"):
-        GreedyVerifier().verify(sequence(), Draft([1, 2]), logits)
+        verify_logits([1, 2], logits)
     with pytest.raises(SpmoeError, match="contain NaN"):
-        SamplingVerifier().verify(sequence(), Draft([1, 2]), logits)
+        verify_sampled(sequence(), Draft([1, 2]), logits)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from spmoe.config import SamplingParams
 from spmoe.types import Draft, Sequence, VerifyResult
-from spmoe.verify.base import Verifier
-from spmoe.verify.sampling import PositionNoise, SamplingVerifier
+from spmoe.verify.sampling import PositionNoise, verify_sampled
 
 VOCABULARY = 5
 RUNS = 2000
@@ -79,6 +78,7 @@ def law_of(
 # ---- drafts: the next token after a sequence and the tokens drafted so far
 
 Propose = Callable[[Sequence, list[int]], int]
+Verify = Callable[[Sequence, Draft, Tensor], VerifyResult]
 
 
 def drawn_from(law: np.ndarray) -> Propose:
@@ -122,7 +122,7 @@ DRAFTS = (good, bad, identical, likely, arbitrary)
 
 
 def decode(
-    verifier: Verifier,
+    verify: Verify,
     logits: Tensor,
     sampling: SamplingParams,
     propose: Propose,
@@ -136,7 +136,7 @@ def decode(
         draft: list[int] = []
         for _ in range(next(lengths)):
             draft.append(propose(sequence, draft))
-        result = verifier.verify(sequence, Draft(draft), logits[[sequence.tokens[-1], *draft]])
+        result = verify(sequence, Draft(draft), logits[[sequence.tokens[-1], *draft]])
         sequence.tokens += [*draft[: result.accepted], result.next_token]
         drafted += min(len(draft), result.accepted + 1)
         accepted += result.accepted
@@ -144,7 +144,7 @@ def decode(
 
 
 def follows(
-    verifier: Verifier,
+    verify: Verify,
     logits: Tensor,
     sampling: SamplingParams,
     propose: Propose,
@@ -155,7 +155,7 @@ def follows(
     """Return whether two pairs of tokens, at the begin and after K others, pass the test against a distribution."""
     first, last = (np.zeros((VOCABULARY, VOCABULARY), dtype=int) for _ in range(2))
     for seed in range(RUNS):
-        text, _, _ = decode(verifier, logits, sampling, propose, repeat(k), noise(seed), k + 2)
+        text, _, _ = decode(verify, logits, sampling, propose, repeat(k), noise(seed), k + 2)
         first[text[0], text[1]] += 1
         last[text[-2], text[-1]] += 1
     return (
@@ -205,7 +205,7 @@ def test_p_values_of_known_counts() -> None:
 @pytest.mark.parametrize(("propose", "k"), [(good, 3), (likely, 2), (arbitrary, 1), (good, 0)])
 def test_tokens_follow_the_target(propose: Callable[[np.ndarray], Propose], logits: Tensor, k: int) -> None:
     law = law_of(logits)
-    assert follows(SamplingVerifier(), logits, PLAIN, propose(law), k, law)
+    assert follows(verify_sampled, logits, PLAIN, propose(law), k, law)
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -213,7 +213,7 @@ def test_tokens_follow_the_filtered_target(name: str) -> None:
     sampling, keep = FILTERS[name]
     law = law_of(FULL, keep=keep)
     assert (law == 0).any(axis=1).all()
-    assert follows(SamplingVerifier(), FULL, sampling, good(law), 2, law)
+    assert follows(verify_sampled, FULL, sampling, good(law), 2, law)
 
 
 def test_tokens_follow_the_target_with_all_filters() -> None:
@@ -222,7 +222,7 @@ def test_tokens_follow_the_target_with_all_filters() -> None:
     law = np.array([np.where(keep_top_p(row, 0.9), row, 0.0) for row in law])
     law = np.array([np.where(keep_min_p(row, 0.3), row, 0.0) for row in law])
     law /= law.sum(axis=1, keepdims=True)
-    assert follows(SamplingVerifier(), FULL, sampling, good(law), 2, law)
+    assert follows(verify_sampled, FULL, sampling, good(law), 2, law)
 
 
 # ---- the output does not depend on the draft
@@ -236,9 +236,7 @@ def test_text_depends_on_neither_the_draft_nor_k(
     for seed in range(20):
 
         def text(lengths: Iterator[int], seed: int = seed) -> list[int]:
-            return decode(
-                SamplingVerifier(), HOLED, sampling, propose(law_of(HOLED)), lengths, PositionNoise(seed), 40
-            )[0]
+            return decode(verify_sampled, HOLED, sampling, propose(law_of(HOLED)), lengths, PositionNoise(seed), 40)[0]
 
         plain = text(repeat(0))
         assert len(set(plain)) > 1
@@ -248,7 +246,7 @@ def test_text_depends_on_neither_the_draft_nor_k(
 
 def test_draft_with_the_targets_distribution_is_always_accepted() -> None:
     _, drafted, accepted = decode(
-        SamplingVerifier(), FULL, PLAIN, identical(law_of(FULL)), repeat(4), PositionNoise(82), 500
+        verify_sampled, FULL, PLAIN, identical(law_of(FULL)), repeat(4), PositionNoise(82), 500
     )
     assert drafted == accepted > 300
 
@@ -259,30 +257,25 @@ def test_similar_distributions_mostly_agree() -> None:
     other = law * rng.uniform(0.6, 1.4, law.shape)
     other /= other.sum(axis=1, keepdims=True)
     distances = np.abs(law - other).sum(axis=1) / 2
-    _, drafted, accepted = decode(
-        SamplingVerifier(), FULL, PLAIN, drawn_from(other), repeat(1), PositionNoise(83), 6000
-    )
+    _, drafted, accepted = decode(verify_sampled, FULL, PLAIN, drawn_from(other), repeat(1), PositionNoise(83), 6000)
     assert (1 - distances.max()) / (1 + distances.max()) < accepted / drafted < 1 - distances.min()
 
 
 # ---- power of the test
 
 
-class AcceptsEverything(SamplingVerifier):
-    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        last = super().verify(sequence, Draft([]), logits[-1:])
-        return VerifyResult(len(draft.tokens), last.next_token)
+def accept_everything(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    last = verify_sampled(sequence, Draft([]), logits[-1:])
+    return VerifyResult(len(draft.tokens), last.next_token)
 
 
-class UsesTheNextRow(SamplingVerifier):
-    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        return super().verify(sequence, draft, torch.cat([logits[1:], logits[-1:]]))
+def use_the_next_row(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    return verify_sampled(sequence, draft, torch.cat([logits[1:], logits[-1:]]))
 
 
-class IgnoresFilters(SamplingVerifier):
-    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        plain = Sequence(0, sequence.tokens, 1, PLAIN, sequence.noise, capacity=1000)
-        return super().verify(plain, draft, logits)
+def ignore_filters(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    plain = Sequence(0, sequence.tokens, 1, PLAIN, sequence.noise, capacity=1000)
+    return verify_sampled(plain, draft, logits)
 
 
 class SameNoiseEverywhere(PositionNoise):
@@ -293,22 +286,22 @@ class SameNoiseEverywhere(PositionNoise):
         pass
 
 
-@pytest.mark.parametrize("wrong", [AcceptsEverything, UsesTheNextRow])
-def test_wrong_verifier_fails(wrong: type[SamplingVerifier]) -> None:
+@pytest.mark.parametrize("wrong", [accept_everything, use_the_next_row])
+def test_wrong_verifier_fails(wrong: Verify) -> None:
     law = law_of(FULL)
-    assert not follows(wrong(), FULL, PLAIN, arbitrary(law), 2, law)
+    assert not follows(wrong, FULL, PLAIN, arbitrary(law), 2, law)
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_verifier_without_filters_fails(name: str) -> None:
     sampling, keep = FILTERS[name]
     law = law_of(FULL, keep=keep)
-    assert not follows(IgnoresFilters(), FULL, sampling, good(law), 1, law)
+    assert not follows(ignore_filters, FULL, sampling, good(law), 1, law)
 
 
 def test_noise_that_is_the_same_at_every_position_fails() -> None:
     law = law_of(FULL)
-    assert not follows(SamplingVerifier(), FULL, PLAIN, good(law), 1, law, SameNoiseEverywhere)
+    assert not follows(verify_sampled, FULL, PLAIN, good(law), 1, law, SameNoiseEverywhere)
 
 
 # ---- noise
@@ -345,7 +338,7 @@ def test_impossible_token_is_never_drawn() -> None:
 
 def test_noise_of_decided_positions_is_dropped() -> None:
     noise = PositionNoise(1)
-    decode(SamplingVerifier(), FULL, PLAIN, good(law_of(FULL)), repeat(4), noise, 100)
+    decode(verify_sampled, FULL, PLAIN, good(law_of(FULL)), repeat(4), noise, 100)
     assert len(noise._known) <= 5
 
 
@@ -353,7 +346,7 @@ def test_inputs_are_not_modified() -> None:
     logits, draft = FULL[:3].clone(), Draft([1, 2])
     for seed in range(20):
         sequence = Sequence(0, [START], 1, PLAIN, PositionNoise(seed), capacity=1000)
-        SamplingVerifier().verify(sequence, draft, logits)
+        verify_sampled(sequence, draft, logits)
     assert torch.equal(logits, FULL[:3])
     assert draft.tokens == [1, 2]
 
@@ -361,4 +354,4 @@ def test_inputs_are_not_modified() -> None:
 def test_empty_draft() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
     sequence = Sequence(0, [START], 1, PLAIN, PositionNoise(0), capacity=1000)
-    assert SamplingVerifier().verify(sequence, Draft([]), logits) == VerifyResult(0, 1)
+    assert verify_sampled(sequence, Draft([]), logits) == VerifyResult(0, 1)

@@ -88,7 +88,7 @@ class CpuExperts:
             self._sent[key] = SentRows(
                 pinned_zeros(size, width, dtype=hidden.dtype), pinned_zeros(size, top_k, dtype=weights.dtype)
             )
-        sent = SentRows(*(one[:rows] for one in self._sent[key]))
+        sent = SentRows(*(memory[:rows] for memory in self._sent[key]))
         self.stream.copy_to_host(sent.hidden, hidden)
         self.stream.copy_to_host(sent.weights, weights)
         return sent

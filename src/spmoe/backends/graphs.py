@@ -74,6 +74,10 @@ class CapturedGraph:
         self.pieces: list[HostWork] = []
         self._stopwatch = stopwatch or Stopwatch()
 
+    def append(self, work: HostWork) -> None:
+        """Add host work, or the replay of a graph, behind what was added before."""
+        self.pieces.append(work)
+
     def launch_first(self) -> None:
         """Launch the first graph, up to the first host work."""
         self._run(self.pieces[:1])
@@ -194,7 +198,7 @@ class CudaGraphRecorder:
     def split(self, between: HostWork) -> None:
         if self.phase is Phase.CAPTURE:
             self._end_graph()
-            self._captured.pieces.append(between)
+            self._captured.append(between)
             self._begin_graph()
 
     def split_around(self, work: HostWork, between: Between) -> None:
@@ -204,7 +208,7 @@ class CudaGraphRecorder:
             work()
             self._end_graph()
             launch, observations = self._captured.pieces.pop(), self.take_observations()
-            self._captured.pieces.append(lambda: between(launch, observations))
+            self._captured.append(lambda: between(launch, observations))
             self._begin_graph()
 
     def observe_later(self, observe: HostWork) -> None:
@@ -240,4 +244,4 @@ class CudaGraphRecorder:
             except RuntimeError:
                 self._pool_unusable = True
                 raise
-            self._captured.pieces.append(graph.replay)
+            self._captured.append(graph.replay)

@@ -24,7 +24,7 @@ from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots
 from spmoe.experts.store import ExpertFile
 from spmoe.experts.transfer import BlobReader, CopyJob, FileTransfer
-from spmoe.system.host import available_memory
+from spmoe.system.host import allowed_cores, available_memory
 
 _FILE_BYTES = 256 * 2**20  # bytes read to time an expert file, or host memory
 _HOST_SHARE = 0.8  # share of free host memory that the all-resident comparison may use
@@ -98,7 +98,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device_memory_bytes": facts.memory_bytes,
         "processor": _processor(),
         "cores": os.cpu_count(),  # logical ones
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": allowed_cores(),
         "threads": torch.get_num_threads(),  # that one operation uses
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # of the host
         "platform": platform.platform(),

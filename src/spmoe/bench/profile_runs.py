@@ -20,6 +20,7 @@ from spmoe.engine.llm import LLM, Generation
 from spmoe.engine.outputs import RequestOutput
 from spmoe.engine.profiling import PartTimes, PredictionCounter, Timer, measure_parts
 from spmoe.errors import UsageError
+from spmoe.formats.layout import dtype_name
 from spmoe.models.shipped import sample_text
 from spmoe.observe.progress import Report, progress_bar
 from spmoe.predict.cutoff import ENOUGH_STEPS
@@ -106,7 +107,7 @@ def _subject(engine: Engine) -> Subject:
     return Subject(
         model=config.model,
         draft=config.draft,
-        dtype=str(engine.parts.models.dtype).removeprefix("torch."),
+        dtype=dtype_name(engine.parts.models.dtype),
         device=engine.device.type,
         shape=config.shape,
         layers=len(spec.experts),

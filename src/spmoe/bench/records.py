@@ -25,6 +25,7 @@ from spmoe.bench.step_timeline import StepTimeline
 from spmoe.config import AUTO_DRAFT, RANDOM_WEIGHTS_NOTE, DraftTokens, default_draft
 from spmoe.engine.outputs import CompletionOutput, RequestOutput
 from spmoe.engine.stats import Stats
+from spmoe.formats.layout import dtype_name
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 
@@ -83,7 +84,7 @@ def machine_record(runner: BenchRunner) -> dict[str, Any]:
         "draft_bytes": facts.draft_bytes,
         "draft_read_seconds": facts.draft_bytes / ceilings.memory,
         **workload_record(job),
-        "dtype": str(facts.dtype).removeprefix("torch."),
+        "dtype": dtype_name(facts.dtype),
         "expert_format": facts.expert_format,
         "lossless": facts.lossless,
         "expert_bytes": facts.store.layout.nbytes,

@@ -33,6 +33,7 @@ from spmoe.config import (
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
+    MAX_SPECULATIVE_TOKENS,
     RESIDENCY_CHECKS,
     CpuThreads,
     Cutoff,
@@ -44,7 +45,7 @@ from spmoe.config import (
     parse_cpu_experts,
 )
 from spmoe.errors import UsageError
-from spmoe.files import decode_toml
+from spmoe.files import decode_toml, read_text_file
 from spmoe.registry import EVICTION_POLICIES, PREFETCH_POLICIES
 
 EVERY = "every"  # as a cutoff: every number of layers that the model has
@@ -52,7 +53,6 @@ PACKAGED = Path(__file__).parents[1] / "scenarios"  # scenario files that ship w
 SHIPPED = "shipped"  # as a model or draft: the one of the shipped pair
 _DEFAULTS = EngineConfig.make(model="")
 DEFAULT_EVICTION, DEFAULT_CUTOFF = _DEFAULTS.eviction, _DEFAULTS.cutoff
-_MAX_DRAFT_TOKENS = 64
 
 # ---- types of values
 
@@ -101,9 +101,10 @@ def _parse_link(value: Any) -> float | None:
 def _parse_draft_tokens(value: Any) -> DraftTokens:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_DRAFT_TOKENS:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SPECULATIVE_TOKENS:
         raise ValueError(
-            f"{value!r} is not a number of draft tokens; write a whole number from 0 to {_MAX_DRAFT_TOKENS}, or auto"
+            f"{value!r} is not a number of draft tokens; write a whole number from 0 to {MAX_SPECULATIVE_TOKENS}, or "
+            "auto"
         )
     return value
 
@@ -222,13 +223,9 @@ class Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """Read and validate a file; raise UsageError in one line for the first problem."""
+    text = read_text_file(path)
     try:
-        text = path.read_text(encoding="utf-8")
         data = decode_toml(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text; convert it to UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); check the path") from error
     except ValueError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     blocks = data.pop("matrix", [{}])

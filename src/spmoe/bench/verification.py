@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
 
-from spmoe.bench.runs import IsolatedConfigs
+from spmoe.bench.runs import AroundGeneration, IsolatedConfigs
 from spmoe.config import DraftTokens, SamplingParams, max_draft_tokens
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import LLM, Generation
 from spmoe.errors import PromptError, SpmoeError, UsageError
+from spmoe.formats.layout import dtype_name
 from spmoe.models.reference import GENERATE, Reference, Scored
 from spmoe.models.shipped import sample_text
 from spmoe.predict.policies import needs_recording, without_draft
@@ -38,7 +39,6 @@ _RANDOM_LENGTHS = (8, 40)  # of random prompts for checkpoints without a tokeniz
 
 Notify = Callable[[str], None]
 Report = Callable[[int, int, str], None]  # (done, total, detail)
-AroundGeneration = Callable[[Generation], AbstractContextManager[None]]
 
 
 # ---- configurations
@@ -125,7 +125,9 @@ def encode_prompts(engine: Engine, texts: Sequence[str], token_ids: Sequence[lis
                 f"{engine.parts.max_model_len}; shorten it or lower --max-tokens"
             )
         if not all(0 <= token < vocabulary for token in ids):
-            raise PromptError(f"prompt {number} has token ids outside the model's vocabulary of {vocabulary}")
+            raise PromptError(
+                f"prompt {number} has token ids outside the model's vocabulary of {vocabulary}; remove them"
+            )
     return prompts
 
 
@@ -415,11 +417,6 @@ def to_dict(verification: Verification, tokenizer: Any) -> dict[str, Any]:
         "notes": verification.notes,
         "configurations": rows,
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name as options have it, such as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def token_text(tokenizer: Any, token: int) -> str | None:

@@ -85,10 +85,6 @@ class Conversation:
         """Append the answer to the last message."""
         self.messages.append({"role": "assistant", "content": text})
 
-    def withdraw(self) -> None:
-        """Remove the last user's message and the answer to it."""
-        del self.messages[self._asked[-1] :]
-
     def ask_again(self) -> None:
         """Remove the last answer, so that the message before it waits for one; raise UsageError if there is none."""
         if not self._asked:

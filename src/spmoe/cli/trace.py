@@ -172,7 +172,8 @@ def replay_trace(
     from spmoe.replay.policies import eviction_of
     from spmoe.replay.replay import ComputeTimes, ReplayConfig, Replayer, as_cuda, rank
     from spmoe.replay.trace import Trace
-    from spmoe.replay.workers import replay_all, usable_cores
+    from spmoe.replay.workers import replay_all
+    from spmoe.system.host import allowed_cores
 
     if transfer not in ("recorded", "cuda"):
         raise UsageError(f"transfer must be recorded or cuda, not {transfer!r}")
@@ -202,7 +203,7 @@ def replay_trace(
         replayer.require(config)
     replayed: list[tuple[ReplayResult, Timeline | None]] = []
     with progress_bar("Replaying", not is_quiet()) as report:
-        for one in replay_all(replayer, configs, workers or usable_cores(), draw=chrome is not None):
+        for one in replay_all(replayer, configs, workers or allowed_cores(), draw=chrome is not None):
             report(len(replayed), len(configs))
             replayed.append(one)
         report(len(replayed), len(configs))

@@ -297,7 +297,8 @@ def _keep_results(verification: Verification) -> Iterator[None]:
 
 
 def _print_results(generated: _Generated, plan: ReferencePlan, as_json: bool) -> None:
-    from spmoe.bench.verification import NEAR_TIE_STEPS, dtype_name, to_dict
+    from spmoe.bench.verification import NEAR_TIE_STEPS, to_dict
+    from spmoe.formats.layout import dtype_name
     from spmoe.models.families import transformers_version
     from spmoe.models.reference import EXPERTS
     from spmoe.models.shipped import shipped_pair
@@ -378,7 +379,8 @@ def _table(results: Sequence[ConfigResult]) -> Table:
 
 def _divergences(verification: Verification, tokenizer: Any) -> list[str]:
     """Describe each divergence of the table once: both tokens, and the reference's margin between them."""
-    from spmoe.bench.verification import dtype_name, token_text
+    from spmoe.bench.verification import token_text
+    from spmoe.formats.layout import dtype_name
 
     lines = []
     for prompt, one in (result.divergence for result in verification.results if result.divergence is not None):

@@ -25,9 +25,7 @@ from spmoe.models.runner import ModelRunner
 class Observers(Protocol):
     """Makes observers that show a forward's hidden states to the prefetch policy."""
 
-    def observer(
-        self, stage: types.Stage, depth_count: int, chunks: int, *, immediate: bool = False
-    ) -> LayerObserver | None:
+    def observer(self, stage: types.Stage, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
         """Return an observer of a forward of this stage; None if the policy does not look at it."""
         ...
 

@@ -120,7 +120,7 @@ class DraftModel(Drafter):
             rows = next(rows for rows in CATCH_UP_ROWS if rows <= len(pending))
             new = sequence.tokens[kv.length + 1 : kv.length + 1 + rows]  # each is compared with the argmax before it
             _, tokens = self.runner.run(pending[:rows], kv, rows).argmax()
-            matches += [one == other for one, other in zip(new, tokens, strict=True)]
+            matches += [decoded == drafted for decoded, drafted in zip(new, tokens, strict=True)]
             pending = pending[rows:]
         return matches
 
@@ -145,9 +145,8 @@ class DraftModel(Drafter):
         elif k == 0 and sequence.has_output:
             return types.Draft([])
         if k == 0 and kv.length and self._reads_captured(len(sequence.tokens) - kv.length):
-            self._catch_up(
-                sequence, kv
-            )  # the end of a prompt with a cached prefix; the next draft reads its last token
+            # the end of a prompt with a cached prefix; the next draft reads its last token
+            self._catch_up(sequence, kv)
             return types.Draft([])
         if k:
             self._catch_up(sequence, kv)
@@ -165,8 +164,8 @@ class DraftModel(Drafter):
 
     def _propose_together(self, sequences: Sequence[types.Sequence], k: int, observers: Observers) -> list[types.Draft]:
         """Propose tokens for several sequences, whose prompts are read, with one forward per position."""
-        drafts: dict[int, list[int]] = {one.id: [] for one in sequences}
-        fitting = [one for one in sequences if len(one.tokens) + k <= self.runner.max_positions]
+        drafts: dict[int, list[int]] = {sequence.id: [] for sequence in sequences}
+        fitting = [sequence for sequence in sequences if len(sequence.tokens) + k <= self.runner.max_positions]
         for sequence in fitting:
             kv = self._states.get(sequence.id) or self._new_kv(sequence, k)
             if not kv.length and len(sequence.tokens) > 1:  # of a sequence that was preempted
@@ -182,7 +181,7 @@ class DraftModel(Drafter):
             results = self.runner.run_batch(parts, self._observer(types.Stage.DRAFT, observers, chunks))
             for sequence, result in zip(fitting, results, strict=True):
                 drafts[sequence.id].append(self._choose(result.logits, sequence, drafts[sequence.id]))
-        return [types.Draft(drafts[one.id]) for one in sequences]
+        return [types.Draft(drafts[sequence.id]) for sequence in sequences]
 
     def _new_kv(self, sequence: types.Sequence, k: int) -> KvState:
         least, preferred = kv_sizes(len(sequence.tokens), k, sequence.capacity)
@@ -208,10 +207,10 @@ class DraftModel(Drafter):
 
     def _launched_tokens(self, sequence: types.Sequence, k: int, observers: Observers) -> list[int] | None:
         """Return the tokens of the launched draft; launch it now if it was not. None if it cannot be launched."""
-        wanted = (sequence.id, len(sequence.tokens), k)
-        if (tokens := self._run_ahead.take_draft(*wanted)) is None:
+        length = len(sequence.tokens)
+        if (tokens := self._run_ahead.take_draft(sequence.id, length, k)) is None:
             self.launch(sequence, k, observers)
-            tokens = self._run_ahead.take_draft(*wanted)
+            tokens = self._run_ahead.take_draft(sequence.id, length, k)
         return tokens
 
     def _read(self, pending: list[int], kv: KvState, observer: LayerObserver | None) -> Tensor:
@@ -243,7 +242,7 @@ class DraftModel(Drafter):
         return [first] + [later] * (k - 1), min(self._vocab_size, self.runner.vocab_size)
 
     def _observer(self, stage: types.Stage, observers: Observers, chunks: int) -> LayerObserver | None:
-        return observers.observer(stage, self.runner.depth_count, chunks)
+        return observers.observer(stage, chunks)
 
 
 def _check_not_nan(values: list[float]) -> None:

@@ -44,7 +44,7 @@ class AsyncLLM:
     def load(self) -> Load:
         """Requests that run, and requests that wait for their first step."""
         active = [*self._active.values()]  # a copy: requests may come from several threads
-        running = sum(one.started for one in active)
+        running = sum(request.started for request in active)
         return Load(running, len(active) - running)
 
     @property
@@ -145,7 +145,7 @@ class _Active:
 
     async def __aiter__(self) -> AsyncGenerator[list[RequestOutput], None]:
         loop, inbox = asyncio.get_running_loop(), _Inbox(len(self._generations))
-        latest = [one.request.completion() for one in self._generations]
+        latest = [generation.request.completion() for generation in self._generations]
         for number, generation in enumerate(self._generations):
             self._cancels.append(generation.send_results(_LoopSink(loop, inbox, number)))
         while True:

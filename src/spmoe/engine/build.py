@@ -16,15 +16,16 @@ from spmoe.draft.base import DraftContext, Drafter, DraftSources
 from spmoe.draft.model import CATCH_UP_ROWS
 from spmoe.engine.engine import Engine, configure_experts
 from spmoe.engine.memory import (
+    MemoryPlan,
     all_resident,
-    cpu_copy_budget,
     divide_memory,
     max_sequence_length,
     slot_count,
     weight_bytes,
+    with_cpu_copies,
 )
 from spmoe.engine.parts import EngineParts, LearnedState
-from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice, usual_draft_tokens
+from spmoe.engine.profiling import cutoff_inputs, slow_draft_notice
 from spmoe.engine.runtime import ExpertRuntime, make_runtime
 from spmoe.engine.threads import ComputeTimes, IntraOpThreads, compute_times, loading_threads, set_threads
 from spmoe.errors import BudgetError, CheckpointError
@@ -32,6 +33,7 @@ from spmoe.experts.eviction import make_eviction
 from spmoe.experts.experts import Experts
 from spmoe.experts.link import ThrottledTransfer
 from spmoe.formats.bf16_packed import MAX_ESCAPES, EscapeOverflow
+from spmoe.formats.layout import dtype_name
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format
 from spmoe.models.kv import KvState
@@ -52,6 +54,7 @@ from spmoe.models.tokenizer import require_same_tokenizer, tokenizer_of
 from spmoe.observe.clock import RealClock
 from spmoe.observe.timeline import Timeline
 from spmoe.predict.cutoff import CutoffInputs
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.projection import HiddenStateProjection
 from spmoe.registry import DRAFTERS
@@ -62,12 +65,12 @@ if TYPE_CHECKING:
 
 
 def build(
-    config: EngineConfig, store: HostStore | None = None, require_wanted: Callable[[], None] = lambda: None
+    config: EngineConfig, store: HostStore | None = None, raise_if_cancelled: Callable[[], None] = lambda: None
 ) -> Engine:
     """Load target, experts and draft, and connect them.
 
-    `store`: the experts, already in host memory, taken from the runtime of a closed engine. `require_wanted` is called
-    during long work, and raises an exception to end it.
+    `store`: the experts, already in host memory, taken from the runtime of a closed engine. `raise_if_cancelled` is
+    called during long work; its exception ends it.
     """
     require_no_recording(config.prefetch)
     config.require_runnable()
@@ -75,7 +78,7 @@ def build(
     with loading_threads(device.type):
         while True:
             try:
-                return _build(config, device, store, require_wanted, escapes)
+                return _build(config, device, store, raise_if_cancelled, escapes)
             except EscapeOverflow as error:  # other experts may need more; `choose_format` refuses too many
                 store, escapes = None, min(2 * error.escapes, max(MAX_ESCAPES, error.escapes))
 
@@ -84,7 +87,7 @@ def _build(
     config: EngineConfig,
     device: torch.device,
     store: HostStore | None,
-    require_wanted: Callable[[], None],
+    raise_if_cancelled: Callable[[], None],
     escapes: int | None,
 ) -> Engine:
     notices = list[str]()
@@ -125,16 +128,14 @@ def _build(
     runners = [runner for runner in (target, draft) if runner is not None]
     extra_bytes = projection.nbytes if projection is not None else 0
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes)
-    if device.type == "cuda" and config.cpu_experts != "off":
-        held = store.spec.nbytes if store is not None else 0  # already in memory, and reused or freed
-        free = available_memory() + held - spec.nbytes
-        memory = replace(memory, cpu_copies=cpu_copy_budget(target, spec, models.expert_format, free))
+    held = store.spec.nbytes if store is not None else 0  # already in memory, and reused or freed
+    memory = with_cpu_copies(memory, config, device, target, spec, models.expert_format, available_memory() + held)
     notices += memory.notices
     if isinstance(config.device_memory, Size) and memory.limit is not None:
         limit_memory(device, memory.limit)
 
     with _out_of_memory(f"{memory.slots} expert slots"):
-        runtime = make_runtime(config, models, memory.slots, store, require_wanted, memory.cpu_copies)
+        runtime = make_runtime(config, models, memory.slots, store, raise_if_cancelled, memory.cpu_copies)
     notices += runtime.notices
     threads = IntraOpThreads()
     clock, timeline, transfer = RealClock(), Timeline(), runtime.transfer
@@ -160,24 +161,8 @@ def _build(
         context = DraftContext(draft, target.vocab_size, device, config.prefill_chunk, experts.run_ahead, target_kv)
         drafter = drafter_class.build(context)
         notices += _rounding_notice(config, models, drafter)
-        _capture(
-            runtime,
-            experts,
-            target,
-            draft,
-            config.max_draft_tokens if drafter.proposes else 0,
-            max(CATCH_UP_ROWS) if config.num_speculative_tokens == "auto" else 2,
-            max_length,
-            notices,
-        )
-        if config.max_num_seqs > 1:
-            for runner in runners:
-                runner.try_batching()
-        for runner in runners:
-            limit = None if device.type == "cpu" else memory.kv_positions
-            runner.plan_kv(limit, memory.kv_positions, reuse_prefixes=config.enable_prefix_caching)
-        if config.enable_prefix_caching and (failure := target.reuse_failure) is not None:
-            notices.append(f"{config.model} reads every prompt from its start ({failure})")
+        k = config.max_draft_tokens if drafter.proposes else 0
+        notices += _prepare_runners(config, device, runtime, experts, target, draft, k, memory, max_length)
         target.connect(experts, runtime.backend)
         resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
         parts = EngineParts(
@@ -267,7 +252,7 @@ def _warn_of_slow_draft(
 
 def _rounding_notice(config: EngineConfig, models: LoadedModels, drafter: Drafter) -> list[str]:
     """Return a notice if the text may depend on K: matrix products on a CPU round by the number of rows."""
-    dtype = str(models.dtype).removeprefix("torch.")
+    dtype = dtype_name(models.dtype)
     if models.device.type != "cpu" or dtype == "float32" or not (drafter.proposes and config.max_draft_tokens):
         return []
     return [
@@ -292,6 +277,33 @@ def _drafter_class(config: EngineConfig, target: Target, notices: list[str]) -> 
         name = "none"
     found: type[Drafter] = DRAFTERS.load(name)
     return found
+
+
+def _prepare_runners(
+    config: EngineConfig,
+    device: torch.device,
+    runtime: ExpertRuntime,
+    experts: Experts,
+    target: Target,
+    draft: ModelRunner | None,
+    k: int,
+    memory: MemoryPlan,
+    max_length: int,
+) -> list[str]:
+    """Let the models capture forwards, share forwards and keep KV caches as far as they can; return notices."""
+    notices = list[str]()
+    draft_rows = max(CATCH_UP_ROWS) if config.num_speculative_tokens == "auto" else 2
+    _capture(runtime, experts, target, draft, k, draft_rows, max_length, notices)
+    runners = [runner for runner in (target, draft) if runner is not None]
+    if config.max_num_seqs > 1:
+        for runner in runners:
+            runner.try_batching()
+    for runner in runners:
+        limit = None if device.type == "cpu" else memory.kv_positions
+        runner.plan_kv(limit, memory.kv_positions, reuse_prefixes=config.enable_prefix_caching)
+    if config.enable_prefix_caching and (failure := target.reuse_failure) is not None:
+        notices.append(f"{config.model} reads every prompt from its start ({failure})")
+    return notices
 
 
 def _capture(

@@ -28,7 +28,6 @@ from spmoe.engine.profiling import (
     governor_path,
     profile_settings,
     read_governor,
-    usual_draft_tokens,
     write_governor,
     write_profile,
 )
@@ -43,7 +42,7 @@ from spmoe.observe.progress import progress_bar
 from spmoe.predict.admission import PrefetchAdmission
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, Profile
-from spmoe.predict.governor import Governor, Governors
+from spmoe.predict.governor import Governor, Governors, usual_draft_tokens
 from spmoe.predict.policies import require_no_recording
 from spmoe.predict.policies.base import PrefetchPolicy, RecordedRouting
 from spmoe.predict.policies.oracle import RoutingRecorder
@@ -149,7 +148,7 @@ class Engine:
             raise SpmoeError(
                 f"the engine failed ({reason(self.failure)}) and could not be restored; build another one"
             ) from self.failure
-        unread = [len(one.tokens) for one in sequences if not self.loop.has_read(one)]
+        unread = [len(sequence.tokens) for sequence in sequences if not self.loop.has_read(sequence)]
         try:
             with self.parts.threads.in_force(max(unread, default=1)):
                 yield
@@ -161,8 +160,8 @@ class Engine:
             self.loop.forbid_kv_reuse(sequences)
             self.recover()
             raise BudgetError(
-                f"a context of {max(one.capacity for one in sequences)} tokens does not fit in the device's memory "
-                "beside the weights and the experts; lower --max-model-len or --expert-memory"
+                f"a context of {max(sequence.capacity for sequence in sequences)} tokens does not fit in the device's "
+                "memory beside the weights and the experts; lower --max-model-len or --expert-memory"
             ) from error
         except BaseException:
             self.loop.forbid_kv_reuse(sequences)
@@ -201,7 +200,7 @@ class Engine:
 
     def stop_batching(self, failure: str) -> None:
         """Run requests in turns from now on: steps of several sequences fail again and again."""
-        self.target.batches, self.target.batching_failure = False, failure
+        self.target.stop_batching(failure)
         self.note_batching()
 
     def release(self, sequence: Sequence) -> None:
@@ -259,13 +258,14 @@ class Engine:
         if self.parts.runtime.recorder is None:
             return
         runners = [runner for runner in (self.target, self.active_drafter.runner) if runner is not None]
-        prompts = [partial(self._warm_up, *one) for one in product(runners, _warm_up_rows(self.config.prefill_chunk))]
+        rows = _warm_up_rows(self.config.prefill_chunk)
+        prompts = [partial(self._warm_up, runner, count) for runner, count in product(runners, rows)]
         work: list[abc.Callable[[], None]] = [*prompts, *self.loop.captures()]
         started = self.parts.clock.now()
         with progress_bar("Compiling kernels and capturing CUDA graphs", self.config.progress) as report:
-            for done, one in enumerate(work):
+            for done, call in enumerate(work):
                 report(done, len(work))
-                one()
+                call()
             report(len(work), len(work))
         if not self.parts.all_resident:
             self.recover()  # the prompts above say nothing about the experts that requests use

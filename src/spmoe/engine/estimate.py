@@ -21,6 +21,7 @@ from spmoe.engine.memory import (
     cpu_copy_budget,
     divide_memory,
     expert_copy_bytes,
+    extra_draft_bytes,
     max_sequence_length,
     weight_bytes,
 )
@@ -30,6 +31,7 @@ from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings
 from spmoe.errors import BudgetError, UsageError
 from spmoe.experts.store import StoreSpec
 from spmoe.formats.expert import ExpertFormat
+from spmoe.formats.layout import dtype_name
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
 from spmoe.models.expert_shards import reads_in_place
@@ -265,7 +267,7 @@ def make_estimate(
     return Estimate(
         model=config.model,
         architecture=type(models.target.model).__name__,
-        dtype=_dtype_name(models.dtype),
+        dtype=dtype_name(models.dtype),
         parameters=dense_bytes // models.dtype.itemsize + expert_parameters(models.target.model, models.paths),
         download_bytes=models.checkpoint.download_bytes
         + (models.draft_checkpoint.download_bytes if models.draft_checkpoint is not None else 0),
@@ -376,11 +378,7 @@ def _mix(first: TokenTime, second: TokenTime, weight: float) -> TokenTime:
 
 def _divide(config: EngineConfig, models: _Models, hardware: Hardware, projected: bool) -> MemoryPlan:
     target, spec, draft = models.target, models.spec, models.draft if config.num_speculative_tokens else None
-    extra_bytes = 0
-    if config.self_draft_scheme is not None:
-        extra_bytes = quantized_experts(spec, target.moe, config.self_draft_scheme).nbytes
-    if draft is not None and projected:
-        extra_bytes += len(target.moe) * (draft.hidden_size + 1) * target.hidden_size * models.dtype.itemsize
+    extra_bytes = extra_draft_bytes(config, target, draft, spec, models.dtype, is_projected=projected)
     runners = [target, draft] if draft is not None else [target]
     arguments = (runners, spec, target.top_k, max_sequence_length(config, target), extra_bytes, models.dtype)
     if hardware.device == "cuda":
@@ -546,10 +544,6 @@ def _command(config: EngineConfig, case: Case, hardware: Hardware, experts: int)
     return " ".join(words) + " --prompt 'Hello'"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _size_option(memory: MemoryPlan, experts: int) -> str:
     """Return the expert memory of a plan as an option's value, rounded up."""
     if memory.slots == experts:
@@ -612,7 +606,7 @@ def _advice(
     if (with_cpu := best.likely_with_cpu) is not None and best.likely.seconds >= _CPU_GAIN * with_cpu.seconds:
         gain = best.likely.seconds / with_cpu.seconds
         rounding = (
-            "" if models.dtype == torch.float32 else f"; in {_dtype_name(models.dtype)} the CPU rounds differently"
+            "" if models.dtype == torch.float32 else f"; in {dtype_name(models.dtype)} the CPU rounds differently"
         )
         copies = f"; copies take up to {format_bytes(size)} of host memory" if (size := best.memory.cpu_copies) else ""
         found.append(

@@ -152,7 +152,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation of `{"role": ..., "content": ...}` messages, or each of a list of conversations."""
         conversations = parse_conversations(messages)
-        return self._generate([self.apply_chat_template(one) for one in conversations], sampling_params)
+        return self._generate(
+            [self.apply_chat_template(conversation) for conversation in conversations], sampling_params
+        )
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Generation:
         """Return an answer to one conversation, to iterate over."""
@@ -244,7 +246,9 @@ class LLM:
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
             for token in tokens:
                 if token >= vocabulary:
-                    raise UsageError(f"{name} has token {token}, outside the model's vocabulary of {vocabulary}")
+                    raise UsageError(
+                        f"{name} has token {token}, outside the model's vocabulary of {vocabulary}; remove it"
+                    )
         if self.engine.parts.tokenizer is None and params.stop_strings:
             raise UsageError(
                 f"{self.engine.config.model} ships no tokenizer, so stop strings cannot be found; leave them out"

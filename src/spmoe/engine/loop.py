@@ -36,9 +36,9 @@ from spmoe.types import (
     Turn,
     VerifyResult,
 )
-from spmoe.verify.greedy import GreedyVerifier
+from spmoe.verify.greedy import verify_greedy
 from spmoe.verify.logits import process_logits, token_logprobs
-from spmoe.verify.sampling import SamplingVerifier
+from spmoe.verify.sampling import verify_sampled
 
 MAX_BATCH_ROWS = BATCH_ROWS[-1]  # that several sequences verify in one step
 
@@ -54,15 +54,14 @@ class PolicyObservers:
         self._clock = clock
         self._admission = admission  # None: every request is loaded
 
-    def observer(self, stage: Stage, depth_count: int, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
+    def observer(self, stage: Stage, chunks: int, *, immediate: bool = False) -> LayerObserver | None:
         """Return an observer of a forward of this stage; None if the policy does not look at it."""
         if stage not in self._policy.stages:
             return None
-
         admission = self._admission
 
         def show(depths: range, residual: Tensor, routing: Routing | None) -> None:
-            chunk = LayerChunk(stage, depths, depth_count, residual, routing)
+            chunk = LayerChunk(stage, depths, residual, routing)
             if admission is None:
                 self._experts.scheduler.request(self._policy.on_chunk(chunk))
             elif not admission.paused:
@@ -74,7 +73,7 @@ class PolicyObservers:
         return LayerObserver(chunks, partial(self._policy.predict_routing, stage), show, key, immediate)
 
 
-class Stopwatch:
+class StepTimer:
     """Time of each step of the same sequences, from the end of the verification before to the end of its own.
 
     So a step includes the launch of its own draft. Time between two calls of `Loop.step` does not count.
@@ -158,7 +157,7 @@ class Loop:
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
         self._observers = PolicyObservers(policy, experts, clock, admission)
-        self._stopwatch = Stopwatch(clock)
+        self._timer = StepTimer(clock)
         self._reports = 0  # to governors and rates
 
     @property
@@ -182,24 +181,24 @@ class Loop:
 
         compared = not k and self._compare_draft(turns)
         drafts = self._draft(turns, k)
-        drafted = self._clock.now()
+        draft_ended = self._clock.now()
         self._experts.scheduler.finish_draft()
 
         outputs = self._verify(turns, drafts)
         self._learn_reported()  # if no layer has asked for experts
         self._experts.step.end()
-        done = [
+        finished = [
             FinishedTurn(turn.sequence, draft, self._judge(turn.sequence, draft, output))
             for turn, draft, output in zip(turns, drafts, outputs, strict=True)
         ]
         self._experts.step.finish_compute()
-        self._learn(done, k, before, drafted, compared=compared)
+        self._learn(finished, k, before, draft_ended, compared=compared)
 
-        new = [self._accept(*one) for one in done]
+        new = [self._accept(*turn) for turn in finished]
         if all(turn.repeats for turn in turns):
             self._launch_next([Turn(t.sequence, t.max_new_tokens - len(n)) for t, n in zip(turns, new, strict=True)])
-        self._account(done, before, drafted)
-        self._stopwatch.end_step(k)
+        self._account(finished, before, draft_ended)
+        self._timer.end_step(k)
         return new
 
     def can_join(self, sequence: Sequence) -> bool:
@@ -232,7 +231,7 @@ class Loop:
         self.target.run(chunk, kv, 1, observer=self._target_observer(), total_length=length)
         self._experts.step.end()
         self._experts.step.finish_compute()
-        self._stopwatch.end_step(0)
+        self._timer.end_step(0)
         return True
 
     def _read_draft_prompt(self, sequence: Sequence) -> bool:
@@ -254,7 +253,7 @@ class Loop:
             counters.stall_seconds,
             counters.cpu_wait_seconds,
         )
-        self._stopwatch.begin_step(tuple(sequence.id for sequence in sequences))
+        self._timer.begin_step(tuple(sequence.id for sequence in sequences))
         self._experts.step.begin(sequences[0].id, self._on_routed)
         return start
 
@@ -264,12 +263,12 @@ class Loop:
             capture()
 
     def captures(self) -> list[Callable[[], None]]:
-        """Return the work of `prepare`, in parts."""
+        """Return the calls that `prepare` makes, so that a caller can report progress between them."""
         observer, plain = self._target_observer(), self._step_observer(0)
         lengths = range(self.max_draft_tokens + 1) if self.governor is None else self.governor.lengths
         return [
             *(partial(self.target.prepare, k + 1, k + 1, observer if k else plain) for k in lengths),
-            *(partial(self.target.prepare_batches, one) for one in (observer, plain)),
+            *(partial(self.target.prepare_batches, each) for each in (observer, plain)),
             partial(self.drafter.prepare, self.max_draft_tokens, self._observers),
         ]
 
@@ -354,16 +353,16 @@ class Loop:
 
     def _draft(self, turns: abc.Sequence[Turn], k: int) -> list[Draft]:
         """Propose up to K tokens for each sequence that has place for them; predict and prefetch on the way."""
-        drafted = [one.sequence for one in turns if one.sequence.drafts and one.max_new_tokens > k]
+        drafting = [turn.sequence for turn in turns if turn.sequence.drafts and turn.max_new_tokens > k]
         try:
-            for sequence in drafted:
+            for sequence in drafting:
                 # kept until the sequence is released: if several run together, each one tries alone after this
                 if (failure := self._failed_launches.get(sequence.id)) is not None:
                     raise failure
-            found = self._propose(drafted, k)
+            drafts = self._propose(drafting, k)
         except Exception as error:  # of any model, and of prediction
             raise DraftError(reason(error)) from error
-        return [found.get(turn.sequence.id, Draft([])) for turn in turns]
+        return [drafts.get(turn.sequence.id, Draft([])) for turn in turns]
 
     def _compare_draft(self, turns: abc.Sequence[Turn]) -> bool:
         """Let the governor know what drafts of plain steps would have been, if it asks; return whether time was taken.
@@ -397,24 +396,24 @@ class Loop:
 
     def _propose(self, sequences: abc.Sequence[Sequence], k: int) -> dict[int, Draft]:
         """Return drafts by sequence id; a draft that cannot be used is left out, and nothing else is affected."""
-        found: dict[int, Draft] = {}
+        drafts: dict[int, Draft] = {}
         try:
             proposed = self.drafter.propose(sequences, k, self._observers) if sequences else []
         except DraftError as error:
             if len(sequences) == 1:
                 self._add_notice(f"a draft was not used: {error}")
                 return {}
-            self.drafter.rewind({one.id: len(one.tokens) - 1 for one in sequences})
-            for one in sequences:  # it says nothing of the others
-                found |= self._propose([one], k)
-            return found
+            self.drafter.rewind({sequence.id: len(sequence.tokens) - 1 for sequence in sequences})
+            for sequence in sequences:  # the error concerns one of them, which is not known
+                drafts |= self._propose([sequence], k)
+            return drafts
         for sequence, draft in zip(sequences, proposed, strict=True):
             try:
                 check_draft(draft, k, self.target.vocab_size)
-                found[sequence.id] = draft
+                drafts[sequence.id] = draft
             except DraftError as error:
                 self._add_notice(f"a draft was not used: {error}")
-        return found
+        return drafts
 
     def _tell_drafter(self, sequence: Sequence, tell: Callable[[], None]) -> None:
         """Call a method of the drafter that returns nothing; if it fails, the sequence is not drafted for any more."""
@@ -429,7 +428,7 @@ class Loop:
 
         0 while a prompt is read. Sequences that have no place for K more tokens are not drafted for.
         """
-        drafting = [one for one in turns if one.sequence.drafts]
+        drafting = [turn for turn in turns if turn.sequence.drafts]
         if not drafting or not self._have_read(turns):
             return 0
         most = self.max_draft_tokens if len(turns) == 1 else MAX_BATCH_ROWS // len(turns) - 1
@@ -437,7 +436,7 @@ class Loop:
             return 0
         governor = self.governors.of(len(turns)) if self.governors is not None else None
         k = self.max_draft_tokens if governor is None else governor.current
-        k = min(k, most, max(one.max_new_tokens for one in drafting) - 1)
+        k = min(k, most, max(turn.max_new_tokens for turn in drafting) - 1)
         rows = self.target.longrope.distance(len(turns[0].sequence.tokens) - 1)  # before LongRoPE switches
         k = min(k, k if rows is None else rows - 1)
         return k if governor is None else governor.at_most(k)
@@ -457,26 +456,26 @@ class Loop:
         return self.policy.on_routed(layer, experts)
 
     def _learn(
-        self, done: abc.Sequence[FinishedTurn], k: int, before: StepStart, drafted: float, *, compared: bool
+        self, finished: abc.Sequence[FinishedTurn], k: int, before: StepStart, draft_ended: float, *, compared: bool
     ) -> None:
-        """Learn from a finished step; `drafted`: when its drafts were complete; `compared`: its time contains that."""
-        seconds, counters = self._stopwatch.lap(), self._experts.ledger.counters
-        if not done[0].sequence.has_output:
+        """Learn from a finished step; `compared`: its time contains a comparison of the draft with plain steps."""
+        seconds, counters = self._timer.lap(), self._experts.ledger.counters
+        if not finished[0].sequence.has_output:
             if self.governors is not None:
                 self.governors.begin_request()
             return
-        asked = [one for one in done if one.draft.tokens] or done
-        shown = asked[self._reports % len(asked)]  # acceptance is learned from one sequence after the other
+        with_draft = [turn for turn in finished if turn.draft.tokens] or finished
+        turn = with_draft[self._reports % len(with_draft)]  # acceptance is learned from one sequence after the other
         self._reports += 1
         report = StepReport(
             k,
-            len(shown.draft.tokens),
-            shown.result.accepted,
+            len(turn.draft.tokens),
+            turn.result.accepted,
             seconds,
             counters.asked - before.asked,
             counters.missed - before.missed,
-            disturbed=compared or (k > 0 and self._stopwatch.plain_steps > 0 and self.drafter.runner is not None),
-            verify_seconds=min(seconds, self._clock.now() - drafted),
+            disturbed=compared or (k > 0 and self._timer.plain_steps > 0 and self.drafter.runner is not None),
+            verify_seconds=min(seconds, self._clock.now() - draft_ended),
             # while the host waits for the CPU, the device mostly waits for copies
             stall_seconds=max(
                 counters.stall_seconds - before.stall_seconds, counters.cpu_wait_seconds - before.cpu_wait_seconds
@@ -485,13 +484,13 @@ class Loop:
             computed=counters.cpu_experts - before.computed,
         )
         self.rates.learn(report, len(self.target.moe))
-        if self.governors is None or 2 * len(done) > MAX_BATCH_ROWS:  # there is no K to choose
+        if self.governors is None or 2 * len(finished) > MAX_BATCH_ROWS:  # there is no K to choose
             return
-        governor = self.governors.of(len(done))
+        governor = self.governors.of(len(finished))
         governor.report(report)
-        for one in done:
-            if one.sequence.speculation is not None:
-                one.sequence.speculation.add(k, one.result.accepted + 1, seconds, governor.plain_cost)
+        for sequence, _, result in finished:
+            if sequence.speculation is not None:
+                sequence.speculation.add(k, result.accepted + 1, seconds, governor.plain_cost)
 
     def _learn_reported(self) -> None:
         """Let the governor learn from the step before while the device is busy: this takes up to a millisecond."""
@@ -552,8 +551,7 @@ class Loop:
     def _target_observer(self) -> LayerObserver | None:
         if not self.target.has_hidden_states:
             return None
-        depth_count = self.target.depth_count
-        return self._observers.observer(Stage.VERIFY, depth_count, depth_count, immediate=True)
+        return self._observers.observer(Stage.VERIFY, self.target.depth_count, immediate=True)
 
     # ---- accept
 
@@ -561,11 +559,11 @@ class Loop:
         """Wait for the device; decide how many draft tokens the target accepts."""
         logits = process_logits(output.logits, sequence, draft.tokens)
         if not sequence.sampling.greedy:
-            result = SamplingVerifier().verify(sequence, draft, logits)
-        elif logits is output.logits:
-            result = GreedyVerifier(lambda logits: output.argmax()).verify(sequence, draft, logits)
-        else:  # the device has found the argmax of other logits
-            result = GreedyVerifier().verify(sequence, draft, logits)
+            result = verify_sampled(sequence, draft, logits)
+        else:
+            # without processors, the device has computed the argmax already
+            argmax = (output if logits is output.logits else EagerResult(logits)).argmax()
+            result = verify_greedy(draft, argmax)
         if (count := sequence.sampling.logprobs) is not None:
             new = [*draft.tokens[: result.accepted], result.next_token]
             sequence.logprobs += token_logprobs(output.logits, new, count)
@@ -618,22 +616,22 @@ class Loop:
 
     # ---- account
 
-    def _account(self, done: abc.Sequence[FinishedTurn], before: StepStart, drafted: float) -> None:
+    def _account(self, finished: abc.Sequence[FinishedTurn], before: StepStart, draft_ended: float) -> None:
         """Count the step and report the drafts' outcomes to the prefetch policy."""
-        ledger, count = self._experts.ledger, len(done)
+        ledger, count = self._experts.ledger, len(finished)
         self._experts.step.count_stalls()
         ended, missing = self._clock.now(), ledger.counters.missed - before.missed
-        for number, (sequence, draft, result) in enumerate(done):
-            drafts, accepted = len(draft.tokens), result.accepted
-            self.policy.on_accept(DraftOutcome(drafts, accepted))
+        for number, (sequence, draft, result) in enumerate(finished):
+            drafted, accepted = len(draft.tokens), result.accepted
+            self.policy.on_accept(DraftOutcome(drafted, accepted))
             ledger.step(
                 sequence.counters,
                 tokens=accepted + 1,
-                drafted=drafts,
+                drafted=drafted,
                 accepted=accepted,
                 missing=missing // count + (number < missing % count),
-                draft_seconds=(drafted - before.time) / count,
-                verify_seconds=(ended - drafted) / count,
+                draft_seconds=(draft_ended - before.time) / count,
+                verify_seconds=(ended - draft_ended) / count,
             )
-        self._experts.timeline.add(Activity.DRAFT, before.time, drafted)
-        self._experts.timeline.add(Activity.VERIFY, drafted, ended)
+        self._experts.timeline.add(Activity.DRAFT, before.time, draft_ended)
+        self._experts.timeline.add(Activity.VERIFY, draft_ended, ended)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -22,9 +22,10 @@ from spmoe.experts.store import StoreSpec
 from spmoe.formats.expert import ExpertFormat
 from spmoe.formats.layout import torch_dtype
 from spmoe.models.kv_pool import SCRATCH_POSITIONS
+from spmoe.models.loaded import quantized_experts
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner
-from spmoe.predict.governor import USUAL
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.latency import expected_experts
 
 _AUTO_SHARE = 0.95  # of a device's free memory, for `--device-memory auto`
@@ -132,6 +133,41 @@ def divide_memory(
     return MemoryPlan(slots, blob, resident, kv, workspace, context, positions, limit, tuple(notices))
 
 
+def with_cpu_copies(
+    memory: MemoryPlan,
+    config: EngineConfig,
+    device: torch.device,
+    target: ModelRunner,
+    spec: StoreSpec,
+    format: ExpertFormat,
+    available: int,
+) -> MemoryPlan:
+    """Return a plan with host memory for copies of experts that the CPU computes, if it computes any beside a device.
+
+    `available`: bytes of host memory for all experts and the copies.
+    """
+    if device.type != "cuda" or config.cpu_experts == "off":
+        return memory
+    return replace(memory, cpu_copies=cpu_copy_budget(target, spec, format, available - spec.nbytes))
+
+
+def extra_draft_bytes(
+    config: EngineConfig,
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    spec: StoreSpec,
+    dtype: torch.dtype,
+    *,
+    is_projected: bool,
+) -> int:
+    """Return the bytes of the draft beside its model: quantized experts of the target, or a fitted projection."""
+    moe, scheme = target.inspection.moe, config.self_draft_scheme
+    experts = 0 if scheme is None else quantized_experts(spec, moe, scheme).nbytes
+    if draft is None or not is_projected:
+        return experts
+    return experts + len(moe) * (draft.hidden_size + 1) * target.hidden_size * dtype.itemsize
+
+
 def cpu_copy_budget(target: ModelRunner, spec: StoreSpec, format: ExpertFormat, free: int) -> int:
     """Return the bytes of host memory for copies of experts that the CPU computes; 0: it needs none, or none fits.
 
@@ -147,7 +183,7 @@ def cpu_copy_budget(target: ModelRunner, spec: StoreSpec, format: ExpertFormat, 
 def expert_copy_bytes(target: ModelRunner, format: ExpertFormat) -> int:
     """Return the bytes of the copy of one expert, of the largest ones if layers differ."""
     shapes = {tuple(expert_shapes(layer.experts).items()) for layer in target.inspection.moe}
-    return max(CopyLayout.of(format, dict(one)).nbytes for one in shapes)
+    return max(CopyLayout.of(format, dict(layer)).nbytes for layer in shapes)
 
 
 def _sequence_counts(most: int) -> Iterator[int]:
@@ -176,7 +212,7 @@ def _contexts(longest: int) -> Iterator[int]:
 
 def _enough_slots(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:
     """Return how many slots a step runs well with: one layer computes while the experts of the next one arrive."""
-    k = USUAL if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+    k = usual_draft_tokens(config.num_speculative_tokens)
     rows = 1 + (k if config.resolved_draft is not None else 0)
     needed = expected_experts(max(spec.experts), min(top_k, max(spec.experts)), rows)
     return min(spec.count, max(top_k, 2 * math.ceil(needed)))

@@ -72,4 +72,5 @@ class EngineParts:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Target and draft checkpoint, to be recorded in files that are measured or made from them."""
-        return tuple(origin_of(one) for one in (self.models.checkpoint, self.draft_checkpoint) if one is not None)
+        checkpoints = (self.models.checkpoint, self.draft_checkpoint)
+        return tuple(origin_of(checkpoint) for checkpoint in checkpoints if checkpoint is not None)

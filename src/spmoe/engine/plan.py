@@ -5,7 +5,7 @@ Models are built on the meta device, without weights, and go through the functio
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,26 @@ from spmoe.backends.devices import choose_device
 from spmoe.config import AUTO_DRAFT, RANDOM_WEIGHTS_NOTE, CutoffMode, DraftTokens, EngineConfig
 from spmoe.engine.memory import (
     MemoryPlan,
-    cpu_copy_budget,
     divide_memory,
+    extra_draft_bytes,
     kv_token_bytes,
     max_sequence_length,
     weight_bytes,
+    with_cpu_copies,
 )
 from spmoe.engine.prefetching import DraftSide, default_draft_notice, policy_context, policy_name
-from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile, usual_draft_tokens
+from spmoe.engine.profiling import cutoff_inputs, profile_path, profile_settings, read_profile
+from spmoe.formats.layout import dtype_name
 from spmoe.models.checkpoint import Checkpoint, load_errors
 from spmoe.models.expert_formats import choose_format, expert_parameters, is_lossless, own_format
 from spmoe.models.expert_shards import reads_in_place
 from spmoe.models.load import expert_file_path, load_skeleton, store_spec
-from spmoe.models.loaded import draft_skeleton, quantized_experts
+from spmoe.models.loaded import draft_skeleton
 from spmoe.models.predictors import find_predictor
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
 from spmoe.predict.cutoff import Profile, choose_cutoff
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import plan_policy
 from spmoe.system.host import available_memory
 
@@ -131,17 +134,11 @@ def make_plan(config: EngineConfig) -> Plan:
     draft = draft_skeleton(draft_checkpoint) if draft_checkpoint is not None else None
     projection_file = _projection_file(config, checkpoint, draft_checkpoint)
 
-    extra_bytes = 0
-    if config.self_draft_scheme is not None:
-        extra_bytes += quantized_experts(spec, target.moe, config.self_draft_scheme).nbytes
-    if draft is not None and projection_file is not None:
-        extra_bytes += len(target.moe) * (draft.hidden_size + 1) * target.hidden_size * dtype.itemsize
+    extra_bytes = extra_draft_bytes(config, target, draft, spec, dtype, is_projected=projection_file is not None)
     runners = [target, draft] if draft is not None else [target]
     max_length = max_sequence_length(config, target)
     memory = divide_memory(config, device, runners, spec, target.top_k, max_length, extra_bytes, dtype)
-    if device.type == "cuda" and config.cpu_experts != "off":
-        free = available_memory() - spec.nbytes
-        memory = replace(memory, cpu_copies=cpu_copy_budget(target, spec, format, free))
+    memory = with_cpu_copies(memory, config, device, target, spec, format, available_memory())
 
     drafting = config.resolved_draft is not None and config.max_draft_tokens > 0
     by_default = config.draft == AUTO_DRAFT
@@ -160,7 +157,7 @@ def make_plan(config: EngineConfig) -> Plan:
     target_facts = TargetFacts(
         name=config.model,
         architecture=type(target.model).__name__,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         decoder_layers=target.depth_count,
         moe_layers=len(target.moe),
         experts_per_layer=max(spec.experts),

@@ -20,7 +20,6 @@ from spmoe.engine.profiling import (
     profile_settings,
     read_profile,
     slow_draft_notice,
-    usual_draft_tokens,
     write_profile,
 )
 from spmoe.experts.store import StoreSpec
@@ -29,6 +28,7 @@ from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.costs import Rates
 from spmoe.predict.cutoff import ENOUGH_STEPS, CutoffInputs, Profile, choose_cutoff
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.predict.policies import plan_policy
 from spmoe.predict.policies.base import NO_RECORDING, Need, PolicyContext, PrefetchPolicy, RecordedRouting
 from spmoe.predict.projection import HiddenStateProjection
@@ -211,13 +211,13 @@ def _find_cutoff(
         profile = measure(target, draft, parts.experts, inputs, parts.clock, wait)
         write_profile(file, profile, parts.origins)
     since = parts.experts.ledger.counters.minus(counts)
-    notices: list[str | None] = []
+    notices: tuple[str, ...] = ()
     if parts.models.device.type != "cpu" and draft is not None:  # on a CPU, `compute_times` measures it for any policy
         drafted = profile.draft_layers * profile.draft_seconds_per_layer
         verified = inputs.layers * profile.verify_seconds_per_layer
-        notices.append(slow_draft_notice(str(config.resolved_draft), usual, drafted, verified, verified))
-    found = tuple(notice for notice in notices if notice is not None)
-    return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since, found)
+        notice = slow_draft_notice(str(config.resolved_draft), usual, drafted, verified, verified)
+        notices = () if notice is None else (notice,)
+    return _Cutoff(choose_cutoff(config.cutoff, profile, inputs), inputs, profile, file, since, notices)
 
 
 def _unmet_by_target(target: Target) -> dict[Need, str]:

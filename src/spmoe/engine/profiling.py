@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmoe.config import DraftTokens, EngineConfig, home
+from spmoe.config import EngineConfig, home
 from spmoe.engine.threads import engine_threads
 from spmoe.experts.experts import Experts
 from spmoe.experts.store import StoreSpec
-from spmoe.files import atomic_write, decode_json
+from spmoe.files import decode_json, write_json_cache
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
@@ -33,7 +33,7 @@ from spmoe.observe.clock import Clock
 from spmoe.observe.timeline import Activity
 from spmoe.predict.costs import CostPrior
 from spmoe.predict.cutoff import CutoffInputs, Profile
-from spmoe.predict.governor import USUAL, Governor
+from spmoe.predict.governor import Governor
 from spmoe.predict.latency import expected_experts
 from spmoe.predict.policies.base import PrefetchPolicy
 from spmoe.system.origin import Origin, origins_to_json
@@ -52,11 +52,6 @@ _SLOW_DRAFT = 1.25  # draft pass / target pass from which on a warning is given:
 def cutoff_inputs(spec: StoreSpec, top_k: int, slots: int, draft_tokens: int) -> CutoffInputs:
     """Return the inputs of the cutoff that come from the model and the options."""
     return CutoffInputs(len(spec.experts), max(spec.experts), top_k, slots, draft_tokens)
-
-
-def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
-    """Return K, or a usual value for `auto`."""
-    return USUAL if draft_tokens == "auto" else draft_tokens
 
 
 def profile_settings(
@@ -110,16 +105,7 @@ def write_profile(path: Path, profile: Profile, origins: Sequence[Origin]) -> No
 
     An unwritable directory is ignored, since the profile can be measured again.
     """
-    _write_json(path, {**asdict(profile), "origin": origins_to_json(origins)})
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(values, indent=2))
-    except OSError:
-        pass
+    write_json_cache(path, {**asdict(profile), "origin": origins_to_json(origins)})
 
 
 # ---- the governor's experience
@@ -152,7 +138,7 @@ def read_governor(path: Path, governor: Governor) -> None:
 
 def write_governor(path: Path, governor: Governor, origins: Sequence[Origin]) -> None:
     """Keep what a governor has learned for later runs; an unwritable directory is ignored."""
-    _write_json(path, {**governor.state(), "origin": origins_to_json(origins)})
+    write_json_cache(path, {**governor.state(), "origin": origins_to_json(origins)})
 
 
 # ---- drafts that cost more than they can gain
@@ -214,7 +200,8 @@ class Timer:
             self._synchronize()
             seconds = self._clock.now() - started
             self.experts.step.end()
-            layers = sum(one.end - one.start for one in timeline.spans[first_span:] if one.activity is Activity.LAYER)
+            spans = timeline.spans[first_span:]
+            layers = sum(span.end - span.start for span in spans if span.activity is Activity.LAYER)
         finally:
             timeline.recording = recording
             del timeline.spans[first_span:]
@@ -245,7 +232,7 @@ def _expert_share(target: Target, verified: Sequence[Timing], expert_bytes: int,
     Kernels of a device run asynchronously, so there it is the experts' share of the weights that a layer reads.
     """
     if target.model.device.type == "cpu":
-        return median(max(0.0, one.expert_seconds / one.compute_seconds) for one in verified)
+        return median(max(0.0, timing.expert_seconds / timing.compute_seconds) for timing in verified)
     return needed * expert_bytes / (needed * expert_bytes + target.resident_bytes / max(1, target.depth_count))
 
 
@@ -268,19 +255,19 @@ def measure(
     timer = Timer(experts, clock, synchronize)
     batch = range(min(inputs.slots, inputs.experts_per_layer))
     loads = [timer.load(layer, batch) for layer in range(min(inputs.layers, PASSES))]
-    per_expert = [one.seconds / one.loads for one in loads if one.loads]
+    per_expert = [timing.seconds / timing.loads for timing in loads if timing.loads]
     verified = timer.passes(target, inputs.draft_tokens + 1)
     plain = timer.passes(target, 1, [0])  # one token again and again, so that its experts are resident
     depth = 0 if draft is None else draft.depth_count
-    drafted = 0.0 if draft is None else min(one.compute_seconds for one in timer.passes(draft, 1)) / depth
+    drafted = 0.0 if draft is None else min(timing.compute_seconds for timing in timer.passes(draft, 1)) / depth
     return Profile(
         drafted,
         depth,
-        min(one.compute_seconds for one in verified) / inputs.layers,
+        min(timing.compute_seconds for timing in verified) / inputs.layers,
         median(per_expert) if per_expert else 0.0,
         inputs.free_slots,
         expert_share=_expert_share(target, verified, experts.pool.blob_bytes, inputs.needed_per_layer),
-        layer_seconds=min(one.compute_seconds for one in plain) / inputs.layers,
+        layer_seconds=min(timing.compute_seconds for timing in plain) / inputs.layers,
     )
 
 
@@ -312,8 +299,8 @@ def measure_parts(
     most = max(verified)
     needed = expected_experts(max(spec.experts), target.top_k, most)
     return PartTimes(
-        median(one.compute_seconds for one in drafted) if drafted is not None else None,
-        {rows: median(one.compute_seconds for one in times) for rows, times in verified.items()},
+        median(timing.compute_seconds for timing in drafted) if drafted is not None else None,
+        {rows: median(timing.compute_seconds for timing in times) for rows, times in verified.items()},
         _expert_share(target, verified[most], spec.layout.nbytes, needed),
         _loads_by_batch(timer, spec, slots),
     )
@@ -393,10 +380,7 @@ class PredictionCounter(PrefetchPolicy):
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:
         self._step_needed.update(ExpertKey(layer, expert) for expert in experts)
-        before, self._missed = (
-            self._missed,
-            self._experts.ledger.counters.missed,
-        )  # this layer's included
+        before, self._missed = self._missed, self._experts.ledger.counters.missed  # this layer's included
         if self._counting:
             self.missing[layer] += self._missed - before
         return self._count(self._policy.on_routed(layer, experts), Stage.VERIFY)

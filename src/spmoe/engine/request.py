@@ -182,11 +182,16 @@ class Request:
 
     def _take_logprobs(self, token: int, found: types.TokenLogprobs) -> None:
         self._cumulative_logprob += found.logprob
-        ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top.items(), start=1)}
-        ranked = {token: (found.logprob, found.rank)} | {one: ranked[one] for one in ranked if one != token}
+        ranked = {token: (found.logprob, found.rank)}  # the generated token first
+        for rank, (likely, value) in enumerate(found.top.items(), start=1):
+            ranked.setdefault(likely, (value, rank))
         tokenizer = self._engine.parts.tokenizer
-        decoded = {one: None if tokenizer is None else tokenizer.decode([one]) for one in ranked}
-        self._logprobs.append({one: Logprob(value, rank, decoded[one]) for one, (value, rank) in ranked.items()})
+        self._logprobs.append(
+            {
+                token_id: Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token_id]))
+                for token_id, (value, rank) in ranked.items()
+            }
+        )
 
     def _flush(self) -> str:
         return self._text.finish() if self._text is not None else ""

@@ -20,6 +20,7 @@ from spmoe.experts.memory_store import MemoryStore
 from spmoe.experts.slots import MemorySlots, Slots
 from spmoe.experts.store import FillBlob, ensure_expert_file
 from spmoe.experts.transfer import BlobReader, FileTransfer, Transfer
+from spmoe.formats.layout import dtype_name
 from spmoe.models.expert_shards import is_worth_reading_in_place
 from spmoe.models.load import expert_file_path
 from spmoe.models.loaded import LoadedModels
@@ -72,17 +73,17 @@ def make_runtime(
     models: LoadedModels,
     slot_count: int,
     store: HostStore | None = None,
-    require_wanted: Callable[[], None] = lambda: None,
+    raise_if_cancelled: Callable[[], None] = lambda: None,
     copy_budget: int = 0,
 ) -> ExpertRuntime:
     """Build the store, unless the given one holds these experts, and everything between it and compute.
 
     `copy_budget`: bytes of host memory for copies of packed experts, which the CPU computes beside a CUDA device.
-    `require_wanted` is called before each expert is read, and raises an exception to end the work.
+    `raise_if_cancelled` is called before each expert is read; its exception ends the work.
     """
     if models.device.type == "cuda":
-        return _cuda_runtime(config, models, slot_count, store, require_wanted, copy_budget)
-    blobs = open_blobs(config, models, require_wanted)
+        return _cuda_runtime(config, models, slot_count, store, raise_if_cancelled, copy_budget)
+    blobs = open_blobs(config, models, raise_if_cancelled)
     try:
         slots = MemorySlots(slot_count, models.spec.layout)
     except BaseException:
@@ -99,55 +100,57 @@ def make_runtime(
 
 
 def open_blobs(
-    config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None] = lambda: None
+    config: EngineConfig, models: LoadedModels, raise_if_cancelled: Callable[[], None] = lambda: None
 ) -> BlobReader:
     """Open the store that experts on a CPU are read from: memory, the checkpoint's own files, or an expert file."""
     if models.checkpoint.random:
-        return _memory_store(config, models, require_wanted)
+        return _memory_store(config, models, raise_if_cancelled)
     verifies = config.verify_experts != "once"  # later reads are compared with checksums, which an expert file has
     if not verifies and is_worth_reading_in_place(models.spec) and (shards := models.open_shards()) is not None:
         return shards
-    return _expert_file(config, models, require_wanted)
+    return _expert_file(config, models, raise_if_cancelled)
 
 
-def _expert_file(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
+def _expert_file(config: EngineConfig, models: LoadedModels, raise_if_cancelled: Callable[[], None]) -> BlobReader:
     """Open the expert file; write it first if it is missing."""
     path = expert_file_path(models.checkpoint, models.dtype, models.expert_format)
     bar = progress_bar("Writing experts to the cache", config.progress, unit_bytes=models.spec.layout.nbytes)
     with models.experts() as fill, bar as report:
-        announce, wanted = announcer(config.progress), _wanted(fill, require_wanted)
-        return ensure_expert_file(path, models.spec, wanted, report, announce, config.verify_experts)
+        announce, fill = announcer(config.progress), _cancellable(fill, raise_if_cancelled)
+        return ensure_expert_file(path, models.spec, fill, report, announce, config.verify_experts)
 
 
-def _memory_store(config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> BlobReader:
+def _memory_store(config: EngineConfig, models: LoadedModels, raise_if_cancelled: Callable[[], None]) -> BlobReader:
     """Make all experts in host memory: random ones need no file."""
     store = MemoryStore(models.spec)
     try:
-        _fill(store, config, models, require_wanted)
+        _fill(store, config, models, raise_if_cancelled)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def _fill(store: MemoryStore, config: EngineConfig, models: LoadedModels, require_wanted: Callable[[], None]) -> None:
+def _fill(
+    store: MemoryStore, config: EngineConfig, models: LoadedModels, raise_if_cancelled: Callable[[], None]
+) -> None:
     """Fill a store in memory: with the checkpoint's own bytes if they need no conversion."""
     label = "Making random experts" if models.checkpoint.random else "Reading experts into memory"
     shards, started = models.open_shards(), time.monotonic()
     with progress_bar(label, config.progress, unit_bytes=models.spec.layout.nbytes) as report:
 
-        def report_if_wanted(done: int, total: int) -> None:
-            require_wanted()
+        def report_unless_cancelled(done: int, total: int) -> None:
+            raise_if_cancelled()
             report(done, total)
 
         if shards is None:
             # random experts are drawn a few times only, by few threads; the others are copied
             expert_bytes = 0 if models.checkpoint.random else models.dense_expert_bytes
             with models.experts() as fill:
-                store.fill(fill, report_if_wanted, expert_bytes)
+                store.fill(fill, report_unless_cancelled, expert_bytes)
         else:
             try:
-                store.load(shards, report_if_wanted)
+                store.load(shards, report_unless_cancelled)
             finally:
                 shards.close()
     size, seconds = models.spec.nbytes / 1e9, time.monotonic() - started
@@ -159,7 +162,7 @@ def _cuda_runtime(
     models: LoadedModels,
     slot_count: int,
     store: HostStore | None,
-    require_wanted: Callable[[], None],
+    raise_if_cancelled: Callable[[], None],
     copy_budget: int,
 ) -> ExpertRuntime:
     from spmoe.backends.cuda import CudaBackend, CudaBlobAddresses, CudaCopyStream, CudaRowStream
@@ -179,7 +182,7 @@ def _cuda_runtime(
     store = store or HostStore(models.spec, cuda, pinned=config.pin_memory)
     try:
         if not filled:
-            _fill(store, config, models, require_wanted)
+            _fill(store, config, models, raise_if_cancelled)
         recorder = CudaGraphRecorder(models.device)
         cpu = None
         if config.cpu_experts != "off":
@@ -229,7 +232,7 @@ def make_residency(
 
 def cpu_rounding_notice(models: LoadedModels) -> list[str]:
     """Return a notice if experts round differently on the CPU than on the device."""
-    dtype = str(models.dtype).removeprefix("torch.")
+    dtype = dtype_name(models.dtype)
     if dtype == "float32":
         return []
     return [
@@ -238,9 +241,11 @@ def cpu_rounding_notice(models: LoadedModels) -> list[str]:
     ]
 
 
-def _wanted(fill: FillBlob, require_wanted: Callable[[], None]) -> FillBlob:
+def _cancellable(fill: FillBlob, raise_if_cancelled: Callable[[], None]) -> FillBlob:
+    """Return a function that also checks before each expert whether the work was cancelled."""
+
     def checked(key: ExpertKey, views: dict[str, Tensor]) -> None:
-        require_wanted()
+        raise_if_cancelled()
         fill(key, views)
 
     return checked

@@ -42,21 +42,21 @@ class Stats:
     def combined(cls, parts: Sequence[Stats]) -> Stats:
         """Return the statistics of the completions of one request, which began together."""
         first, *others = parts
-        latency = max(one.latency_seconds for one in parts)
+        latency = max(part.latency_seconds for part in parts)
         counters, prompt_counters = first.counters, first.prompt_counters
-        for one in others:
-            counters, prompt_counters = counters.plus(one.counters), prompt_counters.plus(one.prompt_counters)
+        for part in others:
+            counters, prompt_counters = counters.plus(part.counters), prompt_counters.plus(part.prompt_counters)
         return replace(
             parts[-1],
-            output_tokens=sum(one.output_tokens for one in parts),
+            output_tokens=sum(part.output_tokens for part in parts),
             ttft_seconds=first.ttft_seconds,
             latency_seconds=latency,
             counters=counters,
             prompt_counters=prompt_counters,
-            speculation=reduce(_sum, (one.speculation for one in parts)),
-            completions=sum(one.output_tokens > 0 for one in parts),
+            speculation=reduce(_sum, (part.speculation for part in parts)),
+            completions=sum(part.output_tokens > 0 for part in parts),
             cached_tokens=first.cached_tokens,
-            overlap_seconds=sum(one.decode_seconds for one in parts) - (latency - first.ttft_seconds),
+            overlap_seconds=sum(part.decode_seconds for part in parts) - (latency - first.ttft_seconds),
         )
 
     @property

@@ -32,17 +32,17 @@ from spmoe.backends.devices import choose_device
 from spmoe.config import EngineConfig, home
 from spmoe.experts.access import ExpertBatch
 from spmoe.experts.slots import Slots
-from spmoe.files import atomic_write, decode_json
+from spmoe.files import decode_json, write_json_cache
 from spmoe.formats.expert import ExpertFormat
 from spmoe.models.checkpoint import Checkpoint
 from spmoe.models.experts_seam import attach
 from spmoe.models.load import origin_of
 from spmoe.models.runner import ModelRunner
 from spmoe.models.target import Target
-from spmoe.predict.governor import USUAL
+from spmoe.predict.governor import usual_draft_tokens
 from spmoe.system.origin import origins_to_json
 
-PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
+TIMED_PROMPT_ROWS = 32  # rows that stand for a prompt; a prompt of half as many runs with the prompt's threads
 _PASSES = 5  # timed passes, unless they take longer than _SECONDS
 _SECONDS = 0.1  # for the timed passes of one model with one number of threads; there are at least two
 _LONG_PASS = 0.5  # seconds from which on a warm-up pass is not repeated
@@ -114,7 +114,7 @@ class IntraOpThreads:
     @contextmanager
     def in_force(self, rows: int) -> Iterator[None]:
         """Compute a forward of `rows` rows on the calling thread; its own setting is restored afterwards."""
-        wanted = self.prompt if 2 * rows >= PROMPT_ROWS else self.decode
+        wanted = self.prompt if 2 * rows >= TIMED_PROMPT_ROWS else self.decode
         before = torch.get_num_threads()
         if wanted is None or wanted == before:
             yield
@@ -214,7 +214,7 @@ def measure_compute(
         attach(layer.experts, forward)
     drafting = [] if draft is None else [_Part(draft, 1, k)]
     verifying = _Part(target, k + 1, 1)
-    prompt_part = _Part(target, min(PROMPT_ROWS, target.max_positions), 1)
+    prompt_part = _Part(target, min(TIMED_PROMPT_ROWS, target.max_positions), 1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(counts[0])
@@ -323,9 +323,10 @@ def compute_times(
     path = _times_path(config, checkpoint, draft_checkpoint, counts)
     if (known := _read(path)) is not None:
         return known
-    k = _draft_tokens(config) if draft is not None else 0
+    k = usual_draft_tokens(config.num_speculative_tokens) if draft is not None else 0
     found = measure_compute(target, draft, slots, blob_bytes, k, counts, format)
-    _write(path, [one for one in (checkpoint, draft_checkpoint) if one is not None], found)
+    origins = [origin_of(used) for used in (checkpoint, draft_checkpoint) if used is not None]
+    write_json_cache(path, {**asdict(found), "origin": origins_to_json(origins)})
     return found
 
 
@@ -339,16 +340,13 @@ def engine_threads(config: EngineConfig, checkpoint: Checkpoint, draft_checkpoin
     return torch.get_num_threads() if known is None else known.threads
 
 
-def _draft_tokens(config: EngineConfig) -> int:
-    return USUAL if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
-
-
 def _times_path(
     config: EngineConfig, checkpoint: Checkpoint, draft_checkpoint: Checkpoint | None, counts: Sequence[int]
 ) -> Path:
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__, list(counts)]
     draft = config.resolved_draft if draft_checkpoint is None else draft_checkpoint.fingerprint
-    model = [checkpoint.fingerprint, draft, config.dtype, config.expert_format, _draft_tokens(config)]
+    k = usual_draft_tokens(config.num_speculative_tokens)
+    model = [checkpoint.fingerprint, draft, config.dtype, config.expert_format, k]
     digest = hashlib.sha256(json.dumps([machine, model]).encode()).hexdigest()[:20]
     return home() / "profiles" / f"threads-{digest}.json"
 
@@ -364,15 +362,3 @@ def _read(path: Path) -> ComputeTimes | None:
         return found if valid and type(found.threads) is int and type(found.prompt_threads) is int else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
-
-
-def _write(path: Path, checkpoints: Iterable[Checkpoint], times: ComputeTimes) -> None:
-    """Cache times; an unwritable directory is ignored, since they can be measured again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(
-                json.dumps({**asdict(times), "origin": origins_to_json(map(origin_of, checkpoints))}, indent=2)
-            )
-    except OSError:
-        pass

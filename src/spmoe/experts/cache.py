@@ -44,7 +44,7 @@ class PinnedLayer:
 
     layer: int
     slots: np.ndarray  # int32 [experts]; -1: not READY
-    epoch: int = 0  # compute epoch that began with the pin; the transfer's number
+    epoch: int  # compute epoch that began with the pin; the transfer's number
     is_pinned: bool = True
 
 
@@ -94,10 +94,10 @@ class ExpertCache:
         """Return the entry of every expert that has a slot."""
         return list(self._entries.values())
 
-    def pin_layer(self, layer: int) -> PinnedLayer:
+    def pin_layer(self, layer: int, epoch: int) -> PinnedLayer:
         """Pin a layer's READY experts; none of the layer's experts is evicted until `unpin_layer`."""
         self._layer_pins[layer] += 1
-        return PinnedLayer(layer, self._ready[layer].copy())
+        return PinnedLayer(layer, self._ready[layer].copy(), epoch)
 
     def unpin_layer(self, pinned: PinnedLayer) -> None:
         """Release a pinned layer. Idempotent."""

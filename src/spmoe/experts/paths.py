@@ -94,7 +94,7 @@ class PathTime:
         elif kind not in self._shape:  # other classes say little of this one
             self._shape[kind] = self._nearest_shape(rows) + self._deviation
         elif min(abs(before), abs(self._deviation)) > _LARGE and before * self._deviation > 0:
-            self._levels = [None if one is None else one + _CHANGE_GAIN * self._deviation for one in self._levels]
+            self._levels = [None if level is None else level + _CHANGE_GAIN * self._deviation for level in self._levels]
         else:
             self._levels[shared] = self._level(shared) + _LEVEL_GAIN * self._deviation
             self._shape[kind] += _SHAPE_GAIN * self._deviation
@@ -265,12 +265,13 @@ class PathChooser:
         if self._cpu_share is not None or self._pause or not (self.link.known and self.cpu.known and missing):
             return False
         costs = self._costs(missing, order, link_backlog, cpu_backlog)
-        dearest = self.copying.seconds(1, shared=True) + max(self.cpu.seconds(one.rows, shared=True) for one in missing)
+        slowest = max(self.cpu.seconds(expert.rows, shared=True) for expert in missing)
+        dearest = self.copying.seconds(1, shared=True) + slowest
         # at most two copies in a row, however long none was made
         self._copy_allowance = min(self._copy_allowance + _COPY_SHARE * min(costs), 2 * dearest)
         if count == len(missing) or not missing[order[count]].needs_copy:
             return False
-        copied = [one._replace(needs_copy=False) for one in missing]
+        copied = [expert._replace(needs_copy=False) for expert in missing]
         later = self._costs(copied, order, link_backlog, cpu_backlog)
         cost = costs[count + 1] - costs[count]
         if later[count + 1] >= later[count] or self._copy_allowance < cost:
@@ -284,11 +285,11 @@ class PathChooser:
         Those that need no copy come first, and of these the quickly computed and rarely used ones.
         """
         miss = self._miss()
-        times = {one.rows: self.cpu.seconds(one.rows, shared=True) or one.rows for one in missing}
+        times = {expert.rows: self.cpu.seconds(expert.rows, shared=True) or expert.rows for expert in missing}
 
         def rank(number: int) -> tuple[bool, float, int]:
-            one = missing[number]
-            return one.needs_copy, times[one.rows] - miss * one.loss, number
+            expert = missing[number]
+            return expert.needs_copy, times[expert.rows] - miss * expert.loss, number
 
         return sorted(range(len(missing)), key=rank)
 
@@ -302,21 +303,22 @@ class PathChooser:
         self, missing: Sequence[MissingExpert], order: Sequence[int], link_backlog: float, cpu_backlog: float
     ) -> list[float]:
         """Return when the layer finishes if the CPU computes the first 0, 1, 2, ... experts of `order`."""
-        total, found, works = len(missing), list[float](), [0.0, 0.0]
+        total, finishes = len(missing), list[float]()
+        computing = [0.0, 0.0]  # seconds of the experts on the CPU: while the link is idle, and while it is busy
         alone, beside = self.link.seconds(1, shared=False), self.link.seconds(1, shared=True)
         for count in range(total + 1):
             if count:
-                one = missing[order[count - 1]]
-                works = [work + self._cpu_seconds(one, shared=bool(shared)) for shared, work in enumerate(works)]
+                expert = missing[order[count - 1]]
+                computing = [computing[shared] + self._cpu_seconds(expert, shared=shared) for shared in (False, True)]
             moves = total - count + link_backlog
             both = moves > 0.0 and (count > 0 or cpu_backlog > 0.0)
             link = moves * (beside if both else alone)
-            found.append(max(link if count < total else 0.0, works[both] + cpu_backlog if count else 0.0))
-        return found
+            finishes.append(max(link if count < total else 0.0, computing[both] + cpu_backlog if count else 0.0))
+        return finishes
 
-    def _cpu_seconds(self, one: MissingExpert, *, shared: bool) -> float:
-        copy = self.copying.seconds(1, shared=shared) if one.needs_copy else 0.0
-        return self.cpu.seconds(one.rows, shared=shared) + copy
+    def _cpu_seconds(self, expert: MissingExpert, *, shared: bool) -> float:
+        copy = self.copying.seconds(1, shared=shared) if expert.needs_copy else 0.0
+        return self.cpu.seconds(expert.rows, shared=shared) + copy
 
     def _with_losses(
         self, finishes: Sequence[float], missing: Sequence[MissingExpert], order: Sequence[int]

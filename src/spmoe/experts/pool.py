@@ -141,9 +141,7 @@ class ExpertPool:
         with self._lock:
             self._require_open()
             self._loads.reap()
-            pinned = self._cache.pin_layer(layer)
-            pinned.epoch = self._transfer.begin_epoch()
-            return pinned
+            return self._cache.pin_layer(layer, self._transfer.begin_epoch())
 
     def unpin_layer(self, pinned: PinnedLayer) -> None:
         """Release a pinned layer. Idempotent."""
@@ -443,7 +441,7 @@ class ExpertPool:
 
     def _use_prefetched(self, entry: Entry) -> None:
         self._cache.mark_used(entry)
-        self._ledger.prefetch_used(late=int(entry.state is Residency.LOADING))
+        self._ledger.prefetch_used(late=entry.state is Residency.LOADING)
 
     def _load_absent(self, demand: Demand) -> None:
         """Submit demand loads for as many absent experts as slots can be taken for."""

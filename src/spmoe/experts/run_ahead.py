@@ -26,7 +26,7 @@ from spmoe.experts.transfer import DeviceEvent, Transfer
 from spmoe.interpreter import let_others_run
 
 ReadTokens = Callable[[], list[int]]  # waits for the tokens of a launched draft
-KvRanges = Sequence[tuple[int, int, int]]  # start in the KV arena, length before a forward, and capacity
+KvRange = tuple[int, int, int]  # start in the KV arena, length before a forward, capacity
 
 
 class Launched(Enum):
@@ -50,10 +50,10 @@ class _Draft:
 class _Verify:
     graph: object  # the captured forward
     tokens: list[int]  # the last token of each sequence, which the draft's tokens follow
-    ranges: KvRanges  # of the sequences
+    ranges: Sequence[KvRange]  # of the sequences
 
 
-def _places(ranges: KvRanges) -> list[tuple[int, int]]:
+def _starts_and_lengths(ranges: Sequence[KvRange]) -> list[tuple[int, int]]:
     """Return the start and length of ranges, which results depend on; capacities may have grown since a launch."""
     return [(start, length) for start, length, _ in ranges]
 
@@ -110,7 +110,7 @@ class RunAhead:
             self.invalidate()
         return list(draft.tokens)
 
-    def launch_verify(self, k: int, tokens: list[int], ranges: KvRanges, launch: Callable[[], object]) -> None:
+    def launch_verify(self, k: int, tokens: list[int], ranges: Sequence[KvRange], launch: Callable[[], object]) -> None:
         """Launch the first graph of the forward that verifies the launched draft; `launch` returns that forward.
 
         It appends `tokens`, and the draft's behind them, to these ranges of the KV arena. Do nothing unless a draft of
@@ -121,7 +121,7 @@ class RunAhead:
                 self._verify = _Verify(launch(), tokens, ranges)
             self.launched = Launched.VERIFY
 
-    def take_verify(self, graph: object, tokens: list[int], ranges: KvRanges) -> bool:
+    def take_verify(self, graph: object, tokens: list[int], ranges: Sequence[KvRange]) -> bool:
         """Return whether this forward's first graph was launched for exactly these tokens. A launch is taken once."""
         draft, verify = self._draft, self._verify
         is_taken = (
@@ -130,7 +130,7 @@ class RunAhead:
             and verify.graph is graph
             and draft.tokens is not None
             and [*verify.tokens, *draft.tokens] == tokens
-            and _places(verify.ranges) == _places(ranges)
+            and _starts_and_lengths(verify.ranges) == _starts_and_lengths(ranges)
         )
         if is_taken:
             self._forget()

@@ -29,7 +29,7 @@ from spmoe.backends.kernels.inputs import (
     set_chain_range,
 )
 from spmoe.backends.residency import FollowedForward
-from spmoe.experts.run_ahead import ReadTokens
+from spmoe.experts.run_ahead import KvRange, ReadTokens
 from spmoe.models.attention import device_ranges
 from spmoe.models.hidden_states import LayerObserver, OnChunk
 from spmoe.models.kv import KvState, kernel_cache
@@ -40,7 +40,6 @@ from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
 # context in which a forward's hidden states are shown, chunk by chunk, to the callable
 Observing = Callable[[LayerObserver | None, OnChunk], AbstractContextManager[None]]
-KvRange = tuple[int, int, int]  # start in the KV arena, length before a forward, capacity
 _TRIES = 3  # of a forward that gives up because the host did not answer in time
 
 
@@ -51,7 +50,7 @@ class GraphKey(NamedTuple):
     num_logits: int
     chunks: int  # of hidden states that are shown; 0: none
     choices: int | None = None  # size of the vocabulary that a greedy draft selects from; None: not a draft pass
-    place: int = 0  # number of the greedy draft pass; passes after the first read their token from the chain
+    draft_pass: int = 0  # number of the greedy draft pass; passes after the first read their token from the chain
     observer: str = ""  # the observer's key
     is_batch: bool = False  # whether each row belongs to a sequence of its own
 
@@ -195,20 +194,20 @@ class DecodeGraphs:
         The first step appends `tokens`, each later step the token that the step before selected. When the tokens are
         read, the KV cache holds all of them but the last.
         """
-        chain = self.prepare_greedy(len(tokens), observers, choices)
-        for place, (graph, observer) in enumerate(zip(chain, observers, strict=True)):
-            graph.launch_first(None if place else tokens, [kv.range])
+        graphs = self.prepare_greedy(len(tokens), observers, choices)
+        for number, (graph, observer) in enumerate(zip(graphs, observers, strict=True)):
+            graph.launch_first(None if number else tokens, [kv.range])
             graph.launch_rest(observer)
         self._host_chain.copy_(self.chain, non_blocking=True)
         self._arrived.record()
 
         def read() -> list[int]:
             with self.run_ahead.reading_predictions():
-                for graph in chain:
+                for graph in graphs:
                     graph.show_chunks()
-            kv.advance(len(tokens) + len(chain) - 1)
+            kv.advance(len(tokens) + len(graphs) - 1)
             self.run_ahead.wait(self._arrived)
-            return chain_tokens(self._host_chain, len(chain))
+            return chain_tokens(self._host_chain, len(graphs))
 
         return read
 
@@ -222,11 +221,12 @@ class DecodeGraphs:
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> list[DecodeGraph]:
         """Return the graphs that `launch_greedy` replays; capture those that are missing."""
-        chain = []
-        for place, observer in enumerate(observers):
+        graphs = []
+        for number, observer in enumerate(observers):
             chunks = observer.chunks if observer is not None else 0
-            chain.append(self._graph(GraphKey(1 if place else rows, 1, chunks, choices, place), observer))
-        return chain
+            key = GraphKey(1 if number else rows, 1, chunks, choices, draft_pass=number)
+            graphs.append(self._graph(key, observer))
+        return graphs
 
     def _graph(self, key: GraphKey, observer: LayerObserver | None) -> DecodeGraph:
         if self._generation != self.arena.generation:
@@ -260,14 +260,14 @@ class DecodeGraph:
         ids = torch.zeros(1, key.rows, dtype=torch.int64, device=model.device)
         positions, ranges = torch.zeros_like(ids), ids.new_zeros(3, sequences)
         cache = kernel_cache(owner.arena)
-        self._inputs = (ids, positions, ranges, cache)
+        self._inputs = (ids, positions, ranges, cache)  # kept alive because every replay reads them
         self._residency = owner.residency  # None: the host decides in every layer which experts run
 
         def forward() -> Tensor:
             self._chunks.clear()
             if self._residency is not None:
                 self._residency.restart()
-            if key.place:
+            if key.draft_pass:
                 load_chained_inputs(owner.chain, ids, positions, ranges)
             else:
                 load_inputs(self._inbox, owner.chain, owner.draft_chain, ids, positions, ranges)
@@ -289,12 +289,12 @@ class DecodeGraph:
                     self._residency.end()
             return logits
 
-        if key.place:  # without this, the warm-up would write after the last chain, maybe over positions in use
+        if key.draft_pass:  # without this, the warm-up would write after the last chain, maybe over positions in use
             set_chain_range(owner.chain, *scratch)
         with nullcontext(FollowedForward()) if self._residency is None else self._residency.capture() as self._followed:
             self._captured, self.logits = self._recorder.capture(forward)
         if self._residency is not None and self._followed.layers:
-            self._captured.pieces.append(self._follow)
+            self._captured.append(self._follow)
         else:
             self._residency = None
 
@@ -303,11 +303,10 @@ class DecodeGraph:
 
         `ranges`: of the sequences, before these tokens.
         """
-        if tokens is None:
-            self._run_ahead.note_launch()
-            self._captured.launch_first()
-            return  # of a draft
         self._run_ahead.note_launch()
+        if tokens is None:
+            self._captured.launch_first()
+            return
         if self._inbox_written:  # the last replay may not have begun, if nobody has waited for its result
             self._run_ahead.wait(self._inbox_read)
         self._inbox_values[:] = [*tokens, *itertools.chain.from_iterable(zip(*ranges, strict=True))]

@@ -127,7 +127,9 @@ def _require_same_headers(checkpoint: Checkpoint, files: set[str]) -> None:
         try:
             found = read_header(checkpoint.directory, file)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint.directory / file} cannot be read ({reason(error)})") from error
+            raise CheckpointError(
+                f"{checkpoint.directory / file} cannot be read ({reason(error)}); check the file and its permissions"
+            ) from error
         known = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.file == file}
         if _places(known) != _places(found):
             raise CheckpointError(f"{checkpoint.directory / file} was replaced by another file meanwhile; start again")

@@ -45,9 +45,13 @@ def take_over(model: Any) -> None:
     for path, module in experts_modules(model):
         config: Any = module.config
         if config._experts_implementation != IMPLEMENTATION:
-            raise CheckpointError(f"transformers does not allow the experts at {path} to be replaced")
+            raise CheckpointError(
+                f"transformers does not allow the experts at {path} to be replaced; choose another model"
+            )
         if getattr(module, "has_post_expert_norm", False):
-            raise CheckpointError(f"the experts at {path} have a norm after each expert, which spmoe cannot run yet")
+            raise CheckpointError(
+                f"the experts at {path} have a norm after each expert, which spmoe cannot run yet; choose another model"
+            )
         attach(module, ZeroExperts())
 
 

@@ -57,10 +57,6 @@ class KvPool:
             self._scratch = KvState(self._config, SCRATCH_POSITIONS, self.arena)
         return self._scratch
 
-    def clear(self) -> None:
-        """Free the KV caches of finished sequences."""
-        self._drop(self.spare)
-
     @property
     def usage(self) -> float | None:
         """Share of all positions that the KV caches of running sequences have; None if they are not limited."""

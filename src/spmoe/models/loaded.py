@@ -91,10 +91,10 @@ class LoadedModels:
                     if not format.is_packed:
                         widener.fill(small, views, key)
                         return
-                    wanted = expert_shapes(self.target.moe[key.layer].experts)
-                    wide = {n: torch.empty(one, dtype=self.dtype, device=self.device) for n, one in wanted.items()}
+                    shapes = expert_shapes(self.target.moe[key.layer].experts)
+                    wide = {n: torch.empty(s, dtype=self.dtype, device=self.device) for n, s in shapes.items()}
                     widener.fill(small, wide, key)
-                    format.convert(wide, format.views(views, wanted))
+                    format.convert(wide, format.views(views, shapes))
 
             yield fill
 
@@ -228,7 +228,7 @@ def quantized_experts(spec: StoreSpec, moe: Sequence[MoeLayer], scheme: str) -> 
     `spec`: that of the target's own experts, in any format.
     """
     transposed: Any = moe[0].experts.is_transposed
-    layers = [expert_shapes(one.experts) for one in moe]
+    layers = [expert_shapes(moe_layer.experts) for moe_layer in moe]
     return QuantizedExperts.of(spec, scheme, torch_dtype(spec.layout.dtype), transposed, layers)
 
 

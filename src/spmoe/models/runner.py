@@ -216,18 +216,25 @@ class ModelRunner:
                 self._graphs.clear()
         self.batches = self.batching_failure is None
 
+    def stop_batching(self, failure: str) -> None:
+        """Let no forward run several sequences from now on, for this reason."""
+        self.batches, self.batching_failure = False, failure
+
     def _try_ragged(self) -> str | None:
-        """Find out whether forwards of several sequences that are not captured work, and how."""
-        for self._joins_kv in (False, True):
-            if (failure := self._compare_batch(self._run_ragged)) is None:
-                return None
-        return failure
+        """Find out whether eager forwards of several sequences work, and whether they need cached keys joined."""
+        self._joins_kv = False
+        if self._compare_batch(self._run_ragged) is None:
+            return None
+        self._joins_kv = True
+        return self._compare_batch(self._run_ragged)
 
     def _compare_batch(self, run_batch: Callable[[Sequence[RaggedPart]], list[ForwardResult]]) -> str | None:
-        prompts, new = (
-            [[number % self.vocab_size for number in range(first, first + count)] for first, count in sizes]
-            for sizes in (((3, 6), (20, 3)), ((9, 2), (23, 3)))  # of two sequences, of unequal lengths
-        )
+        """Compare the logits of two sequences of unequal lengths, together and alone; return why they differ."""
+
+        def text(start: int, count: int) -> list[int]:
+            return [number % self.vocab_size for number in range(start, start + count)]
+
+        prompts, new = [text(3, 6), text(20, 3)], [text(9, 2), text(23, 3)]
         try:
             with ExitStack() as stack:
                 states = [stack.enter_context(self.temporary_kv(64)) for _ in prompts]

@@ -299,24 +299,24 @@ class Ledger:
 
     # ---- prefetched experts: each is issued once and then used, wasted or failed once
 
-    def prefetch_issued(self, count: int = 1) -> None:
-        """Count prefetched experts whose slot was reserved and whose copy is about to start."""
-        self.counters.prefetch_loads += count
-        self.counters.issued_bytes += count * self._blob_bytes
+    def prefetch_issued(self) -> None:
+        """Count a prefetched expert whose slot was reserved and whose copy is about to start."""
+        self.counters.prefetch_loads += 1
+        self.counters.issued_bytes += self._blob_bytes
 
-    def prefetch_used(self, count: int = 1, late: int = 0) -> None:
-        """Count prefetched experts at their first use; `late` of them were still LOADING."""
-        self.counters.prefetch_used += count
-        self.counters.used_bytes += count * self._blob_bytes
+    def prefetch_used(self, *, late: bool = False) -> None:
+        """Count a prefetched expert at its first use; `late`: it was still LOADING."""
+        self.counters.prefetch_used += 1
+        self.counters.used_bytes += self._blob_bytes
         self.counters.late_bytes += late * self._blob_bytes
 
-    def prefetch_wasted(self, count: int = 1) -> None:
-        """Count prefetched experts that were evicted before use."""
-        self.counters.wasted_bytes += count * self._blob_bytes
+    def prefetch_wasted(self) -> None:
+        """Count a prefetched expert that was evicted before use."""
+        self.counters.wasted_bytes += self._blob_bytes
 
-    def prefetch_failed(self, count: int = 1) -> None:
-        """Count prefetched experts whose copy failed before use."""
-        self.counters.failed_bytes += count * self._blob_bytes
+    def prefetch_failed(self) -> None:
+        """Count a prefetched expert whose copy failed before use."""
+        self.counters.failed_bytes += self._blob_bytes
 
     def prefetch_lost(self) -> None:
         """Count every prefetched expert that was not used yet as failed: the slots are forgotten."""

@@ -126,7 +126,7 @@ class PrefetchAdmission:
         """Learn from the step before, and begin one that drafts K tokens; None: one that reads a prompt."""
         if self._predictions:
             classes = np.concatenate([classes for classes, _ in self._predictions])
-            right = np.concatenate([self._needed[one.layers, one.experts] for _, one in self._predictions])
+            right = np.concatenate([self._needed[experts.layers, experts.experts] for _, experts in self._predictions])
             self.precision.learn(classes, right, 1 if self._steps <= _NEW_STEPS else _STEPS_BETWEEN)
             self._predictions.clear()
             self._needed[:] = False
@@ -167,33 +167,34 @@ class PrefetchAdmission:
         at = np.flatnonzero(absent)
         if not (len(at) and rates.load and rates.layer and (rates.draft_pass or not self._k)):
             return NO_PREFETCHES
-        done = min(int(np.max(passes)) + 1, self._k) if drafting else self._k
-        draft, passed = self._k * rates.draft_pass, done * rates.draft_pass + max(0, layer) * rates.layer
+        passes_over = min(int(np.max(passes)) + 1, self._k) if drafting else self._k
+        draft_end = self._k * rates.draft_pass  # seconds since the step began, as all times here
+        now = passes_over * rates.draft_pass + max(0, layer) * rates.layer
         chances, due = self.precision.rates.ravel()[classes[at]], requests.deadlines[at]
         # worth of each if no other were admitted now: most are not worth it, and need no closer look
-        first = passed if self._first is None else self._first
-        start = np.maximum(passed, first + np.cumsum(self._due) * rates.load)
-        hidden = np.minimum(1.0, (draft + self._layers * rates.layer - start) / rates.load)
-        hidden -= np.where(start + rates.load > draft, rates.busy, 0.0)
+        first = now if self._first is None else self._first
+        start = np.maximum(now, first + np.cumsum(self._due) * rates.load)
+        hidden = np.minimum(1.0, (draft_end + self._layers * rates.layer - start) / rates.load)
+        hidden -= np.where(start + rates.load > draft_end, rates.busy, 0.0)
         worths = hidden[due] - (1 - chances)
-        kept = np.flatnonzero((worths > 0.0) & ~self._admitted[due, requests.experts[at]])
-        if not len(kept):
+        candidates = np.flatnonzero((worths > 0.0) & ~self._admitted[due, requests.experts[at]])
+        if not len(candidates):
             return NO_PREFETCHES
-        kept = kept[np.lexsort((-chances[kept], due[kept]))]
-        chosen, found, count = list[int](), list[float](), 0
-        for i, before, chance in zip(kept.tolist(), start[due[kept]].tolist(), chances[kept].tolist(), strict=True):
+        candidates = candidates[np.lexsort((-chances[candidates], due[candidates]))]
+        admitted_at, admitted_worths = list[int](), list[float]()
+        starts, candidate_chances = start[due[candidates]].tolist(), chances[candidates].tolist()
+        for i, earliest, chance in zip(candidates.tolist(), starts, candidate_chances, strict=True):
             # those that were admitted now are due no later: they run first
-            begin = before + count * rates.load
-            worth = min(1.0, (draft + due.item(i) * rates.layer - begin) / rates.load) - (1 - chance)
-            worth -= rates.busy if begin + rates.load > draft else 0.0
+            begin = earliest + len(admitted_at) * rates.load
+            worth = min(1.0, (draft_end + due.item(i) * rates.layer - begin) / rates.load) - (1 - chance)
+            worth -= rates.busy if begin + rates.load > draft_end else 0.0
             if worth > 0.0:
-                chosen.append(at.item(i))
-                found.append(worth)
-                count += 1
-        if chosen:
+                admitted_at.append(at.item(i))
+                admitted_worths.append(worth)
+        if admitted_at:
             self._first = first
-        admitted = requests.where(np.array(chosen, dtype=np.int64))
+        admitted = requests.where(np.array(admitted_at, dtype=np.int64))
         self._admitted[admitted.deadlines, admitted.experts] = True
         np.add.at(self._due, admitted.deadlines, 1.0)
-        self._saved += rates.load * sum(found)
-        return admitted.with_worth(np.array(found))
+        self._saved += rates.load * sum(admitted_worths)
+        return admitted.with_worth(np.array(admitted_worths))

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spmoe.config import DraftTokens
 from spmoe.predict.costs import OUTLIER, ChangeDetector, CostModel, CostPrior, StepReport, StepSeconds
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)  # values of K that are considered
@@ -64,18 +65,23 @@ _KEPT_OF_OTHER_TEXT = 0.8  # weight of acceptance in earlier requests
 _KEPT_OF_OTHER_RUN = 0.1  # the same in earlier runs
 
 
+def usual_draft_tokens(draft_tokens: DraftTokens) -> int:
+    """Return K, or a usual value for `auto`."""
+    return USUAL if draft_tokens == "auto" else draft_tokens
+
+
 class AcceptanceModel:
     """Acceptance rate of every draft position, given that it is reached, and the share of drafts that exist."""
 
-    def __init__(self, most: int) -> None:
-        self.reached = np.zeros(most)  # drafts that reached each position, decayed
-        self.accepted = np.zeros(most)
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.reached = np.zeros(max_draft_tokens)  # drafts that reached each position, decayed
+        self.accepted = np.zeros(max_draft_tokens)
         self.asked = self.proposed = 0.0
         self.compared = False  # whether drafts are compared with the tokens of plain steps
-        self._run = 0  # tokens of plain steps, up to the last one compared, that one draft would have proposed
-        self._next_is_own = False  # whether the next token is the target's own, after a draft that is right as a whole
+        self._draft_so_far = 0  # right tokens of the draft that would be under way; it is compared with plain steps
+        self._next_is_bonus = False  # whether the next token is a bonus token, after a draft that is right as a whole
         self._change = ChangeDetector()
-        self._positions = np.arange(most)
+        self._positions = np.arange(max_draft_tokens)
         self._rates: np.ndarray | None = None  # None: to be computed from the counts
 
     def learn(self, drafted: int, accepted: float) -> bool:
@@ -103,24 +109,24 @@ class AcceptanceModel:
         self.compared = True
         most, changed = len(self.reached), False
         for match in matches:
-            if self._next_is_own:
-                self._next_is_own = False
+            if self._next_is_bonus:
+                self._next_is_bonus = False
             elif match:
-                self._run += 1
-                if self._run == most:
+                self._draft_so_far += 1
+                if self._draft_so_far == most:
                     changed |= self.learn(most, most)
-                    self._run, self._next_is_own = 0, True
+                    self._draft_so_far, self._next_is_bonus = 0, True
             else:
-                drafted = most if match is False else self._run
-                changed |= self.learn(drafted, self._run)
-                self._run = 0
+                drafted = most if match is False else self._draft_so_far
+                changed |= self.learn(drafted, self._draft_so_far)
+                self._draft_so_far = 0
         return changed
 
     def end_comparison(self) -> None:
         """Count the draft that would be under way: later tokens are not compared."""
-        if self._run:
-            self.learn(self._run, self._run)
-        self._run, self._next_is_own, self.compared = 0, False, False
+        if self._draft_so_far:
+            self.learn(self._draft_so_far, self._draft_so_far)
+        self._draft_so_far, self._next_is_bonus, self.compared = 0, False, False
 
     def forget(self, kept: float) -> None:
         """Reduce the weight of everything counted so far."""
@@ -153,7 +159,7 @@ class Governor:
 
     def __init__(
         self,
-        most: int,
+        max_draft_tokens: int,
         layers: int,
         experts_per_layer: int,
         top_k: int,
@@ -161,22 +167,22 @@ class Governor:
         sequences: int = 1,
     ) -> None:
         # sequences: that run together, all with the same K
-        self.lengths = tuple(k for k in LENGTHS if k <= most)
+        self.lengths = tuple(k for k in LENGTHS if k <= max_draft_tokens)
         self.current = 0
-        self.acceptance = AcceptanceModel(most)
+        self.settled = 0  # the K that is believed to be the best; `current` differs from it during a trial
+        self.acceptance = AcceptanceModel(max_draft_tokens)
         self.costs = CostModel(self.lengths, layers, experts_per_layer, top_k, prior, sequences)
         self._ks = np.array(self.lengths)
         self._index = {k: i for i, k in enumerate(self.lengths)}
         self._reported: StepReport | None = None  # a step that `learn_reported` will learn from
-        self._waiting: list[StepReport] = []  # steps, all alike, that will be learned from together
-        self._settled = 0  # the K that is not a trial
-        self._trial_left = 0  # steps
-        self._steps_at = 0  # steps since K changed
-        self._steps_settled = 0  # steps with the settled K since it was settled on
+        self._pending: list[StepReport] = []  # steps, all alike, that will be learned from together
+        self._trial_steps_left = 0
+        self._steps_with_current = 0  # steps since K changed
+        self._steps_with_settled = 0  # steps with the settled K since it was settled on
         self._budget: float | None = None  # tokens whose time trials may lose; None: nothing is known yet
         self._trial_gap = float(_STEPS_BETWEEN_TRIALS)  # steps between two trials
         self._plain_gap = _STEPS_UNTIL_PLAIN  # steps without plain decoding after which it is tried
-        self._since_plain = 0
+        self._steps_since_plain = 0
         self._first_budget = _FIRST_BUDGET
         self._comparisons = 0  # of the draft with tokens of plain steps, in this request
         self._comparison_seconds = 0.0  # of the last one; 0: not known yet
@@ -198,35 +204,18 @@ class Governor:
 
     def at_most(self, k: int) -> int:
         """Return the largest K of those that are considered, up to this one."""
-        return max((one for one in self.lengths if one <= k), default=0)
+        return max((length for length in self.lengths if length <= k), default=0)
 
-    def cost(self, k: int) -> float:
-        """Return the expected seconds per token with K draft tokens."""
-        return float(self.estimates().costs[self._index[k]])
-
-    def seconds(self, k: int) -> float:
-        """Return the expected seconds of a step with K draft tokens."""
-        return float(self.estimates().seconds[self._index[k]])
-
-    @property
-    def settled(self) -> int:
-        """The K that is believed to be the best; `current` differs from it during a trial."""
-        return self._settled
-
-    def tokens(self, k: int) -> float:
-        """Return the expected tokens of a step with K draft tokens."""
-        return 1 + self.acceptance.proposal_rate * float(np.cumprod(self.acceptance.rates()[:k]).sum())
-
-    def _deviations(self, found: Estimates, other: int) -> np.ndarray:
+    def _deviations(self, estimates: Estimates, other: int) -> np.ndarray:
         """Return the standard deviation of log(cost(K) / cost(other)), for every K."""
-        if (known := found.deviations.get(other)) is not None:
+        if (known := estimates.deviations.get(other)) is not None:
             return known
-        tokens = found.token_gradient - found.token_gradient[other]
+        tokens = estimates.token_gradient - estimates.token_gradient[other]
         rates = self.acceptance.rates()
         variance = (tokens**2) @ self.acceptance.variances(rates)
-        variance = variance + self.costs.ratio_variances(found.steps, other)
-        found.deviations[other] = np.sqrt(np.maximum(variance, 0.0))
-        return found.deviations[other]
+        variance = variance + self.costs.ratio_variances(estimates.steps, other)
+        estimates.deviations[other] = np.sqrt(np.maximum(variance, 0.0))
+        return estimates.deviations[other]
 
     # ---- learning
 
@@ -255,7 +244,7 @@ class Governor:
         self.acceptance.end_comparison()
         self._comparisons, self._comparison_seconds = 0, 0.0
         self.learn_reported()
-        self._waiting.clear()
+        self._pending.clear()
         self.acceptance.forget(_KEPT_OF_OTHER_TEXT)
         self.costs.begin_text()
         self._expect_change()
@@ -268,7 +257,7 @@ class Governor:
         """
         self.learn_reported()
         self._reported = step
-        if self._trial_left == 1 or (not self._trial_left and self._steps_settled < _NEW_STEPS):
+        if self._trial_steps_left == 1 or (not self._trial_steps_left and self._steps_with_settled < _NEW_STEPS):
             self.learn_reported()
 
     def learn_reported(self) -> None:
@@ -280,29 +269,29 @@ class Governor:
     def learn(self, step: StepReport) -> None:
         """Learn from a finished step; may change `current`, unless the step had another K."""
         self.steps += 1
-        self._steps_at += step.k == self.current
-        self._steps_settled += step.k == self._settled
-        self._since_plain = self._since_plain + 1 if step.k else 0
-        if self._waiting and not _alike(step, self._waiting[0]):
+        self._steps_with_current += step.k == self.current
+        self._steps_with_settled += step.k == self.settled
+        self._steps_since_plain = self._steps_since_plain + 1 if step.k else 0
+        if self._pending and not _alike(step, self._pending[0]):
             self._learn_together()
-        self._waiting.append(step)
-        steady = step.k == self.current and not self._trial_left and self._steps_settled > _NEW_STEPS
+        self._pending.append(step)
+        steady = step.k == self.current and not self._trial_steps_left and self._steps_with_settled > _NEW_STEPS
         together = _EFFORT / (_EFFORT_SHARE * max(step.seconds, 1e-9)) if steady else 1.0
-        if len(self._waiting) >= min(together, _MOST_TOGETHER):
+        if len(self._pending) >= min(together, _MOST_TOGETHER):
             self._learn_together()
 
     def _learn_together(self) -> None:
         """Learn from the steps that wait for it, as from one, and choose K."""
-        steps, self._waiting = self._waiting, []
+        steps, self._pending = self._pending, []
         step, weight = _mean_report(steps), float(len(steps))
         if step.k:
             self.acceptance.end_comparison()
-            changes = [self.acceptance.learn(one.drafted, one.accepted) for one in steps]
+            changes = [self.acceptance.learn(report.drafted, report.accepted) for report in steps]
             if any(changes):
                 self._expect_change()
         elif not self.acceptance.compared:
             self.acceptance.forget(_STEP_DECAY**weight)
-        if self.costs.learn(step, weight, first=self._steps_at == 1):
+        if self.costs.learn(step, weight, first=self._steps_with_current == 1):
             self._expect_change()
         if self.costs.known and step.k == self.current:
             self._spend(step, weight)
@@ -319,7 +308,7 @@ class Governor:
         acceptance = self.acceptance
         return {
             "lengths": list(self.lengths),
-            "settled": self._settled,
+            "settled": self.settled,
             "reached": acceptance.reached.tolist(),
             "accepted": acceptance.accepted.tolist(),
             "asked": acceptance.asked,
@@ -349,43 +338,43 @@ class Governor:
         self.acceptance.reached, self.acceptance.accepted = counts
         self.acceptance.asked, self.acceptance.proposed = asked, proposed
         self.acceptance.forget(_KEPT_OF_OTHER_RUN)
-        self.current = self._settled = settled
+        self.current = self.settled = settled
         self._first_budget = 0.5 * _FIRST_BUDGET
         return True
 
     # ---- decision
 
     def _choose(self) -> None:
-        if self._trial_left:
-            self._trial_left -= 1
-            if self._trial_left:
-                found, settled = self.estimates(), self._index[self._settled]
-                if self._deviations_worse(found, self._index[self.current], settled) < _HOPELESS:
+        if self._trial_steps_left:
+            self._trial_steps_left -= 1
+            if self._trial_steps_left:
+                estimates, settled = self.estimates(), self._index[self.settled]
+                if self._deviations_worse(estimates, self._index[self.current], settled) < _HOPELESS:
                     return
-                self._trial_left = 0
-        elif self._steps_at < _MIN_STEPS:
+                self._trial_steps_left = 0
+        elif self._steps_with_current < _MIN_STEPS:
             return
-        found = self.estimates()
-        costs = found.costs
-        near = self._ks <= 2 * self._settled + 2  # much longer drafts are chosen only after a trial
+        estimates = self.estimates()
+        costs = estimates.costs
+        near = self._ks <= 2 * self.settled + 2  # much longer drafts are chosen only after a trial
         allowed = near | (self._ks == self.current)
-        allowed &= costs * (1 + _CAUTION * self._deviations(found, 0)) <= costs[0]
+        allowed &= costs * (1 + _CAUTION * self._deviations(estimates, 0)) <= costs[0]
         safe = np.where(allowed, costs, np.inf)
-        best, settled = int(safe.argmin()), self._index[self._settled]
+        best, settled = int(safe.argmin()), self._index[self.settled]
         if safe[best] < (1 - _MIN_GAIN) * safe[settled]:
             if not settled:
                 self._plain_gap = _STEPS_UNTIL_PLAIN
             settled, self._trial_gap = best, _STEPS_BETWEEN_TRIALS
-            self._steps_settled = 0
-        self._settled = self.lengths[settled]
+            self._steps_with_settled = 0
+        self.settled = self.lengths[settled]
         self.plain_cost = float(costs[0])
         choice = settled
         if self.lengths[settled] == self.current:
-            trial = self._next_trial(found, near | (costs < costs[settled]), settled)
+            trial = self._next_trial(estimates, near | (costs < costs[settled]), settled)
             if trial is not None:
-                choice, self._trial_left = trial, _TRIAL_STEPS
+                choice, self._trial_steps_left = trial, _TRIAL_STEPS
         if self.lengths[choice] != self.current:
-            self.current, self._steps_at = self.lengths[choice], 0
+            self.current, self._steps_with_current = self.lengths[choice], 0
 
     def _spend(self, step: StepReport, weight: float) -> None:
         """Add this step's share to the budget; subtract what it has lost, if it was a trial.
@@ -395,63 +384,65 @@ class Governor:
         """
         if self._budget is None:
             self._budget = self._first_budget
-        found, at, settled = self.estimates(), self._index[self.current], self._index[self._settled]
-        now = float(found.costs[settled])
-        longest = OUTLIER * (1 + step.accepted) * max(float(found.costs[0]), now) * (1 + step.k)
+        estimates, at, settled = self.estimates(), self._index[self.current], self._index[self.settled]
+        now = float(estimates.costs[settled])
+        longest = OUTLIER * (1 + step.accepted) * max(float(estimates.costs[0]), now) * (1 + step.k)
         seconds = min(step.seconds, longest)
         self._budget = min(_MAX_BUDGET, self._budget + TRIAL_SHARE * weight * seconds / now)
-        if self._trial_left:
-            lost = float(found.tokens[at]) * max(0.0, float(found.costs[at]) - now)
+        if self._trial_steps_left:
+            lost = float(estimates.tokens[at]) * max(0.0, float(estimates.costs[at]) - now)
             if step.disturbed:  # the draft has first read the tokens of plain steps
-                lost += max(0.0, seconds - float(found.seconds[at]))
-            if self._trial_left == 1:  # the device waits for what is learned
+                lost += max(0.0, seconds - float(estimates.seconds[at]))
+            if self._trial_steps_left == 1:  # the device waits for what is learned
                 lost += _EFFORT
             self._budget = max(-_MAX_BUDGET, self._budget - lost / now)
 
-    def _next_trial(self, found: Estimates, allowed: np.ndarray, settled: int) -> int | None:
+    def _next_trial(self, estimates: Estimates, allowed: np.ndarray, settled: int) -> int | None:
         """Return the index of the K to try now; None if none is to be tried."""
-        if settled and self._since_plain >= self._plain_gap:  # whatever is believed: nothing may be slower than plain
-            worse = self._deviations_worse(found, 0, settled)
+        if (
+            settled and self._steps_since_plain >= self._plain_gap
+        ):  # whatever is believed: nothing may be slower than plain
+            worse = self._deviations_worse(estimates, 0, settled)
             if worse <= 0.0 or (worse < _CERTAIN and (self._budget or 0.0) > 0.0):  # maybe into debt, paid off later
                 self._plain_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 2 * self._plain_gap)
                 return 0
-        if self._steps_at < self._trial_gap:
+        if self._steps_with_current < self._trial_gap:
             return None
         # without drafts nothing shows that they would be right again: try one even if little is expected of it
-        due = not settled and not self.acceptance.compared and self._steps_at >= _STEPS_WITHOUT_DRAFT
-        if (trial := self._best_trial(found, allowed, settled, due=due)) is None:
+        due = not settled and not self.acceptance.compared and self._steps_with_current >= _STEPS_WITHOUT_DRAFT
+        if (trial := self._best_trial(estimates, allowed, settled, due=due)) is None:
             return None
         self._trial_gap = min(_MAX_STEPS_BETWEEN_TRIALS, 1.5 * self._trial_gap)
         return trial
 
-    def _deviations_worse(self, found: Estimates, i: int, settled: int) -> float:
+    def _deviations_worse(self, estimates: Estimates, i: int, settled: int) -> float:
         """Return by how many standard deviations a K is more expensive than the settled one."""
-        deviation = max(1e-3, float(self._deviations(found, settled)[i]))
-        return math.log(float(found.costs[i]) / float(found.costs[settled])) / deviation
+        deviation = max(1e-3, float(self._deviations(estimates, settled)[i]))
+        return math.log(float(estimates.costs[i]) / float(estimates.costs[settled])) / deviation
 
-    def _best_trial(self, found: Estimates, allowed: np.ndarray, settled: int, *, due: bool) -> int | None:
+    def _best_trial(self, estimates: Estimates, allowed: np.ndarray, settled: int, *, due: bool) -> int | None:
         """Return the index of the K whose trial is worth most; None if no trial is worth its loss, unless one is due.
 
         A trial is worth what is expected to be saved afterwards, if its result changes the choice.
         """
-        costs, now = found.costs, float(found.costs[settled])
-        deviations = self._deviations(found, settled)
+        costs, now = estimates.costs, float(estimates.costs[settled])
+        deviations = self._deviations(estimates, settled)
         best, best_value = None, -math.inf
         for i in np.flatnonzero(allowed).tolist():
-            loss = _TRIAL_STEPS * float(found.tokens[i]) * max(0.0, float(costs[i]) / now - 1) + _EFFORT / now
+            loss = _TRIAL_STEPS * float(estimates.tokens[i]) * max(0.0, float(costs[i]) / now - 1) + _EFFORT / now
             if i == settled or loss > (self._budget or 0.0):
                 continue
             variance = float(deviations[i]) ** 2
-            learned = variance / math.sqrt(variance + self._step_variance(found, i) / _TRIAL_STEPS)
+            learned = variance / math.sqrt(variance + self._step_variance(estimates, i) / _TRIAL_STEPS)
             value = _HORIZON * expected_gain(math.log(float(costs[i]) / now), learned) - loss
             if value > best_value:
                 best, best_value = i, value
         return best if due or best_value > _MIN_TRIAL_GAIN * _HORIZON else None
 
-    def _step_variance(self, found: Estimates, i: int) -> float:
+    def _step_variance(self, estimates: Estimates, i: int) -> float:
         """Return the variance of log cost(K) as one step measures it."""
-        missing = float(found.steps.inputs[i, 1])
-        loads = self.costs.load / float(found.seconds[i])
+        missing = float(estimates.steps.inputs[i, 1])
+        loads = self.costs.load / float(estimates.seconds[i])
         return self.costs.noise + loads**2 * self.costs.dispersion * missing + (0.15 if i else 0.0)
 
 
@@ -484,17 +475,17 @@ class Governors:
             governor.learn_reported()
 
 
-def _alike(one: StepReport, other: StepReport) -> bool:
-    return (one.k, one.drafted, one.disturbed) == (other.k, other.drafted, other.disturbed)
+def _alike(first: StepReport, second: StepReport) -> bool:
+    return (first.k, first.drafted, first.disturbed) == (second.k, second.drafted, second.disturbed)
 
 
 def _mean_report(steps: Sequence[StepReport]) -> StepReport:
     """Return the mean of steps that are alike, without outliers."""
-    usual = OUTLIER * median(one.seconds for one in steps)
-    kept = [one for one in steps if one.seconds <= usual] or steps
+    longest = OUTLIER * median(step.seconds for step in steps)
+    typical = [step for step in steps if step.seconds <= longest] or steps
     accepted, seconds, needed, missing = (
-        sum(values) / len(kept)
-        for values in zip(*((one.accepted, one.seconds, one.needed, one.missing) for one in kept), strict=True)
+        sum(values) / len(typical)
+        for values in zip(*((step.accepted, step.seconds, step.needed, step.missing) for step in typical), strict=True)
     )
     return replace(steps[0], accepted=accepted, seconds=seconds, needed=needed, missing=missing)
 

@@ -46,7 +46,7 @@ class PredictionQuality:
     precision: float  # predicted and needed / predicted
 
 
-PERFECT, NO_PREDICTION = PredictionQuality(1.0, 1.0), PredictionQuality(0.0, 1.0)
+NO_PREDICTION = PredictionQuality(recall=0.0, precision=1.0)
 
 
 @dataclass(frozen=True, slots=True)

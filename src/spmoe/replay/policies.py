@@ -40,8 +40,6 @@ def eviction_of(prefetch: str, eviction: str) -> str:
 class RecordedGates:
     """Gates that answer with the recorded prediction of the current chunk."""
 
-    hidden_size = 0
-
     def __init__(self, layers: int) -> None:
         self.layer_depths: Sequence[int] = range(layers)
         self.depth_count = layers
@@ -103,7 +101,7 @@ class ReplayPolicy:
         self._gates.current = prediction
         depths = prediction.depths
         residual = torch.empty(len(depths), prediction.routing.experts.shape[1], 0)
-        return self._policy.on_chunk(LayerChunk(prediction.stage, depths, self._gates.depth_count, residual))
+        return self._policy.on_chunk(LayerChunk(prediction.stage, depths, residual))
 
     @cached_property
     def _recorded_routing(self) -> dict[int, RecordedRouting]:

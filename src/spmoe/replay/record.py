@@ -70,7 +70,10 @@ class TraceRecorder(PrefetchPolicy):
         if engine.parts.runtime.cuda is not None and engine.parts.runtime.cuda.all_resident:
             raise UsageError("with every expert resident, routing is never read by the host; lower --expert-memory")
         if engine.target.gated and not engine.target.gates_found:
-            raise UsageError("the gates of some layers cannot be called alone, so their predictions cannot be recorded")
+            raise UsageError(
+                "the gates of some layers cannot be called alone, so their predictions cannot be recorded; choose "
+                "another model"
+            )
         self._engine = engine
         self.experts, self.clock = engine.experts, engine.parts.clock
         self.synchronize = engine.parts.runtime.backend.synchronize
@@ -246,11 +249,7 @@ class TraceRecorder(PrefetchPolicy):
     def _record_chunk(self, chunk: LayerChunk, now: float) -> None:
         """Record what the draft's hidden states predict."""
         records = self._records
-        routing = (
-            chunk.routing
-            if chunk.routing is not None
-            else self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
-        )
+        routing = self.routing_of(chunk)
         layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
         if routing is None or not layers:
             return

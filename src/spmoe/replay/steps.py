@@ -153,7 +153,7 @@ class _Planner:
             experts, scores = experts[:, -1:], scores[:, -1:]
         layers, stage = range(low, high), Stage.PREFILL if prompt else Stage.DRAFT
         return ChunkPlan(
-            float(trace.chunk_seconds[chunk]), Prediction(stage, layers, layers, _routing(experts, scores))
+            float(trace.chunk_seconds[chunk]), Prediction(stage, layers, layers, as_routing(experts, scores))
         )
 
     def _forward(self, forward: int, part: tuple[int, int] | None) -> ForwardPlan:
@@ -195,11 +195,11 @@ class _Planner:
                 found.append(None)
                 continue
             at = (np.arange(len(layers)), slice(low, high), np.asarray(layers))
-            routing = _routing(trace.ahead[at], trace.ahead_score[at])
+            routing = as_routing(trace.ahead[at], trace.ahead_score[at])
             found.append(Prediction(Stage.VERIFY, range(layer, layer + 1), layers, routing))
         return found
 
 
-def _routing(experts: np.ndarray, scores: np.ndarray) -> Routing:
-    # both: [layers, rows, top_k]
+def as_routing(experts: np.ndarray, scores: np.ndarray) -> Routing:
+    """Return recorded experts and scores as a policy gets them."""  # both: [layers, rows, top_k]
     return Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))

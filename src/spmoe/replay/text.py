@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from spmoe.errors import UsageError
 from spmoe.observe.ledger import Counters
@@ -23,9 +22,9 @@ from spmoe.replay.engine import ReplayEngine
 from spmoe.replay.eviction import make_replay_eviction
 from spmoe.replay.policies import ReplayPolicy, eviction_of
 from spmoe.replay.replay import ReplayConfig, link_rate, replay_step, slot_count
-from spmoe.replay.steps import ChunkPlan, ForwardPlan, Prediction, StepPlan, plan_steps
+from spmoe.replay.steps import ChunkPlan, ForwardPlan, Prediction, StepPlan, as_routing, plan_steps
 from spmoe.replay.trace import Shape, Trace
-from spmoe.types import DraftOutcome, Routing, Stage
+from spmoe.types import DraftOutcome, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def _chunk(rows: Rows, row: int, times: StepTimes) -> ChunkPlan:
     )  # the row of the last draft token of a recorded step has no pass: the routing itself stands in
     experts = np.where(unknown, rows.routed[row][:, None, :], experts)
     scores = np.where(unknown, 1 / experts.shape[-1], scores)
-    return ChunkPlan(times.draft_pass, Prediction(Stage.DRAFT, layers, layers, _routing(experts, scores)))
+    return ChunkPlan(times.draft_pass, Prediction(Stage.DRAFT, layers, layers, as_routing(experts, scores)))
 
 
 def _forward(rows: Rows, times: StepTimes) -> ForwardPlan:
@@ -223,14 +222,10 @@ def _forward(rows: Rows, times: StepTimes) -> ForwardPlan:
             ahead.append(None)
             continue
         at = (np.arange(len(later)), slice(None), np.asarray(later))
-        routing = _routing(rows.ahead[at], rows.ahead_score[at])
+        routing = as_routing(rows.ahead[at], rows.ahead_score[at])
         ahead.append(Prediction(Stage.VERIFY, range(layer, layer + 1), later, routing))
     per_expert = times.layer * times.expert_share / top_k
     return ForwardPlan(count, [front] * layers, [per_expert] * layers, experts, [[]] * layers, rows.routed, ahead)
-
-
-def _routing(experts: np.ndarray, scores: np.ndarray) -> Routing:
-    return Routing(torch.from_numpy(experts.astype(np.int64)), torch.from_numpy(scores.astype(np.float32)))
 
 
 # ---- decoding
@@ -255,11 +250,6 @@ class DecodedText:
     tokens: int
     seconds: float
     lengths: tuple[int, ...]  # K of every step
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Mean seconds of an output token."""
-        return self.seconds / self.tokens
 
 
 class Chooser:

@@ -19,11 +19,6 @@ from spmoe.replay.replay import ReplayConfig, Replayer, ReplayResult
 _replayer: Replayer  # of a worker process
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def replay_all(
     replayer: Replayer, configs: Sequence[ReplayConfig], workers: int, *, draw: bool
 ) -> Iterator[tuple[ReplayResult, Timeline | None]]:

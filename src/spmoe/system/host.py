@@ -44,9 +44,14 @@ class Memory:
     swap_free: int
 
 
+def allowed_cores() -> int:
+    """Return the number of logical cores that this process may run on, whatever its share of their time is."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def processor(root: Path = _ROOT) -> Processor:
     """Return the processor's name and cores."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = allowed_cores()
     fields = [re.split(r"\s*:\s*", line, maxsplit=1) for line in (_read(root / "proc/cpuinfo") or "").splitlines()]
     values: dict[str, list[str]] = {}
     for pair in fields:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from spmoe.types import Draft, Sequence, VerifyResult
+from spmoe.types import Draft, VerifyResult
 from spmoe.verify.filters import check_not_nan
 
 RowArgmax = tuple[list[float], list[int]]  # largest logit and its token, per row
@@ -28,19 +26,14 @@ def read_argmax(rows: Tensor) -> RowArgmax:
     return largest, [int(token) for token in tokens]
 
 
-class GreedyVerifier:
-    """Accepts draft tokens up to the first that is not the target's argmax.
+def verify_greedy(draft: Draft, argmax: RowArgmax) -> VerifyResult:
+    """Accept draft tokens up to the first that is not the target's argmax.
 
-    `cached_argmax` returns the argmax of logits for which it is already known on the host, otherwise None.
+    `argmax` is that of the target's logits at the last token and at each draft token.
     """
-
-    def __init__(self, cached_argmax: Callable[[Tensor], RowArgmax | None] = lambda logits: None) -> None:
-        self._cached_argmax = cached_argmax
-
-    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        largest, tokens = self._cached_argmax(logits) or read_argmax(argmax_rows(logits))  # [K + 1] each
-        check_not_nan(largest)
-        accepted = 0
-        while accepted < len(draft.tokens) and draft.tokens[accepted] == tokens[accepted]:
-            accepted += 1
-        return VerifyResult(accepted, tokens[accepted])
+    largest, tokens = argmax  # [K + 1] each
+    check_not_nan(largest)
+    accepted = 0
+    while accepted < len(draft.tokens) and draft.tokens[accepted] == tokens[accepted]:
+        accepted += 1
+    return VerifyResult(accepted, tokens[accepted])

@@ -44,17 +44,18 @@ class PositionNoise:
         return torch.from_numpy(generator.standard_exponential(count)).clamp_(min=_SMALLEST)
 
 
-class SamplingVerifier:
-    """Accepts draft tokens up to the first that the target does not draw itself; applies the sampling parameters."""
+def verify_sampled(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    """Accept draft tokens up to the first that the target does not draw itself; apply the sampling parameters.
 
-    def verify(self, sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-        target = probabilities(logits, sequence.sampling)  # [K + 1, vocabulary]
-        check_not_nan(target.sum(dim=-1).tolist())
-        accepted, first = 0, len(sequence.tokens)
-        while True:
-            token = sequence.noise.pick(target[accepted], first + accepted)
-            if accepted == len(draft.tokens) or draft.tokens[accepted] != token:
-                break
-            accepted += 1
-        sequence.noise.forget(first + accepted + 1)
-        return VerifyResult(accepted, token)
+    `logits` are the target's at the last token and at each draft token.
+    """
+    target = probabilities(logits, sequence.sampling)  # [K + 1, vocabulary]
+    check_not_nan(target.sum(dim=-1).tolist())
+    accepted, first = 0, len(sequence.tokens)
+    while True:
+        token = sequence.noise.pick(target[accepted], first + accepted)
+        if accepted == len(draft.tokens) or draft.tokens[accepted] != token:
+            break
+        accepted += 1
+    sequence.noise.forget(first + accepted + 1)
+    return VerifyResult(accepted, token)

@@ -56,10 +56,7 @@ class Adaptive(NextGate):
         return NO_PREFETCHES
 
     def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
-        if chunk.stage is not Stage.VERIFY:
-            return NO_PREFETCHES
-        routing = chunk.routing or self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
-        if routing is None:
+        if chunk.stage is not Stage.VERIFY or (routing := self.routing_of(chunk)) is None:
             return NO_PREFETCHES
         depth, start, found = self.depth, 0, NO_PREFETCHES
         for decoder_layer in chunk.depths:

@@ -37,7 +37,6 @@ class Need(Enum):
 class Gates(Protocol):
     """The target's own pre-FFN norms and routers, callable on any hidden states of its width."""
 
-    hidden_size: int
     layer_depths: Sequence[int]  # the decoder layer of each MoE layer
     depth_count: int  # decoder layers in all
 
@@ -104,11 +103,14 @@ class PrefetchPolicy:
         # residual: [depths, rows, hidden]
         return None
 
-    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
-        """Request experts after a chunk of decoder layers ran; chunks come in order.
+    def routing_of(self, chunk: LayerChunk) -> Routing | None:
+        """Return the routing that the forward has computed for a chunk; compute it if it has not."""
+        if chunk.routing is not None:
+            return chunk.routing
+        return self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
 
-        `chunk.routing` is the result of `predict_routing`, if the model that ran has computed it.
-        """
+    def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
+        """Request experts after a chunk of decoder layers ran; chunks come in order. See `routing_of`."""
         return NO_PREFETCHES
 
     def on_routed(self, layer: int, experts: Sequence[int]) -> PrefetchRequests:

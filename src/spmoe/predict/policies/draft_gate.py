@@ -73,9 +73,7 @@ class DraftGate(PrefetchPolicy):
 
     def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
         layers = [layer for depth in chunk.depths for layer in self._layers_at[depth]]
-        routing = chunk.routing
-        if routing is None:
-            routing = self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
+        routing = self.routing_of(chunk)
         return NO_PREFETCHES if routing is None else requests_from_routing(layers, routing, self.cutoff)
 
 

@@ -58,10 +58,7 @@ class NextGate(PrefetchPolicy):
         return self._gates.route(self._layers(depths), torch.stack([residual[row] for row in rows]))
 
     def on_chunk(self, chunk: LayerChunk) -> PrefetchRequests:
-        if chunk.stage is not Stage.VERIFY:
-            return NO_PREFETCHES
-        routing = chunk.routing or self.predict_routing(chunk.stage, chunk.depths, chunk.residual)
-        if routing is None:
+        if chunk.stage is not Stage.VERIFY or (routing := self.routing_of(chunk)) is None:
             return NO_PREFETCHES
         min_score = even_share(routing.experts.shape[-1]) if self._likely_only else -np.inf
         if len(layers := self._layers(chunk.depths)) == 1:
