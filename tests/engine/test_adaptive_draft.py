@@ -169,7 +169,10 @@ def test_experience_is_kept_for_the_next_run(
         assert llm.generate(PROMPT, params)[0].token_ids == expected
 
 
-def test_statistics_say_which_k_was_used_and_what_it_gained(mixtral_pair: Pair) -> None:
+def test_statistics_say_which_k_was_used_and_what_it_gained(
+    mixtral_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPMOE_HOME", str(tmp_path))  # nothing is learned yet, so it begins with drafts
     with load(mixtral_pair) as llm:
         stats = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))[0].stats
         assert stats.speculation is not None

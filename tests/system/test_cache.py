@@ -83,12 +83,16 @@ def test_every_kind_is_listed_with_its_model(home: Path, model: Path) -> None:
     write_experts(home, origin, QUANTIZED)
     write_profile(home, {"free_slots": 3, "origin": origins})
     write_profile(home, {"model": "/a/model", "threads": 1}, f"threads-{HASH}")
+    for name in (f"governor-{HASH}", f"governor-{HASH}-4"):  # of one sequence, and of four
+        write_profile(home, {"steps": 90, "origin": origins}, name)
     meta = {"format": "spmoe-predictor-1", "origin": json.dumps(origins)}
     write_safetensors(home / "predictors" / f"{HASH}.safetensors", meta)
     (home / "experts" / f".{EXPERT_FILE}.123.partial").write_bytes(b"half")
-    found = {(entry.kind, entry.state, entry.belongs_to) for entry in list_cache()}
-    assert found == {
+    entries = list_cache()
+    assert len(entries) == 8
+    assert {(entry.kind, entry.state, entry.belongs_to) for entry in entries} == {
         (Kind.EXPERTS, State.CURRENT, "owner/mixtral"),
+        (Kind.GOVERNOR, State.CURRENT, "owner/mixtral"),
         (Kind.QUANTIZED_DRAFT, State.CURRENT, "owner/mixtral"),
         (Kind.PROFILE, State.CURRENT, "owner/mixtral"),
         (Kind.PROJECTION, State.CURRENT, "owner/mixtral"),

@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 1 << 30
 # after the dtype: nothing, a quantized draft such as -int4 (matched as a group), or an expert format such as -int4-g128
 _EXPERT_FILE = re.compile(r".+-[0-9a-f]{12}-(?:float32|bfloat16|float16)(?:(-(?:.+-)?int[48])|-[\w-]+)?\.safetensors")
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.partial")  # written by `atomic_write`
-_PROFILE = re.compile(r"(threads-)?[0-9a-f]{20}\.json")
+_PROFILE = re.compile(r"(threads-|governor-)?[0-9a-f]{20}(?:-\d+)?\.json")  # with a number of sequences
 _PREDICTOR = re.compile(r"[0-9a-f]{20}\.safetensors()")
 _NAMES = {EXPERTS: _EXPERT_FILE, PROFILES: _PROFILE, PREDICTORS: _PREDICTOR}
 _FORMATS = {EXPERTS: EXPERTS_FORMAT, PREDICTORS: PREDICTOR_FORMAT}
@@ -45,6 +45,7 @@ class Kind(StrEnum):
     EXPERTS = "experts"
     QUANTIZED_DRAFT = "quantized draft"
     PROFILE = "profile"
+    GOVERNOR = "governor"  # what it has learned of the costs of each K
     THREADS = "threads"  # the measured number of intra-op threads
     PROJECTION = "projection"
     PARTIAL = "partial file"
@@ -63,13 +64,7 @@ class State(StrEnum):
     BEING_WRITTEN = "being written"
 
 
-_KINDS = {  # by folder, and whether the name has the optional part of its pattern
-    (EXPERTS, False): Kind.EXPERTS,
-    (EXPERTS, True): Kind.QUANTIZED_DRAFT,
-    (PROFILES, False): Kind.PROFILE,
-    (PROFILES, True): Kind.THREADS,
-    (PREDICTORS, False): Kind.PROJECTION,
-}
+_PROFILE_KINDS = {None: Kind.PROFILE, "threads-": Kind.THREADS, "governor-": Kind.GOVERNOR}  # by prefix
 PRUNABLE = frozenset({State.STALE, State.MODEL_GONE, State.OLD_FORMAT, State.DAMAGED, State.LEFTOVER})
 
 
@@ -159,8 +154,14 @@ def _read_entry(path: Path, folder: str, found: os.stat_result, states: dict[Ori
         return None
     if state is State.CURRENT:
         state = _state_of(origins, states)
-    variant = bool(named and named[1])
-    return CacheEntry(path, _KINDS[folder, variant], state, size, modified, used, origins)
+    return CacheEntry(path, _kind(folder, named[1] if named else None), state, size, modified, used, origins)
+
+
+def _kind(folder: str, variant: str | None) -> Kind:
+    """Return the purpose of a file; `variant`: the optional part of its name."""
+    if folder == EXPERTS:
+        return Kind.QUANTIZED_DRAFT if variant else Kind.EXPERTS
+    return Kind.PROJECTION if folder == PREDICTORS else _PROFILE_KINDS[variant]
 
 
 Description = tuple[State, tuple[Origin, ...]]
