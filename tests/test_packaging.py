@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "spmoe"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WITH_TORCH = {"triton", "matplotlib"}  # triton comes with torch's CUDA builds; matplotlib with the `report` extra
-# the `serve` and `ray` extras; starlette is fastapi's
-WITH_SERVER = {"fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance", "ray"}
+# the `serve` and `ray` extras; starlette is fastapi's, h11 uvicorn's
+WITH_SERVER = {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "llguidance", "ray"}
 
 
 def normalized(name: str) -> str:

@@ -172,6 +172,11 @@ class ScratchBuffer:
         self._up = torch.empty(MAX_KERNEL_ROWS * top_k * shape.ffn, dtype=shape.dtype, device=device)
         self._partial_sums = torch.empty(sums * top_k * shape.hidden, dtype=torch.float32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._up.nbytes + self._partial_sums.nbytes
+
     def scratch(self, rows: int) -> ExpertScratch:
         """Return uninitialized views for this many rows."""
         shape = self._shape
