@@ -515,6 +515,7 @@ def test_errors_of_templates_show_neither_paths_nor_commands(
     from spmoe.serve import service
 
     monkeypatch.setattr(tiny_llm.llm.get_tokenizer(), "chat_template", template)
+    monkeypatch.setattr("spmoe.models.template_limits.MAX_SECONDS", 1.0)
     monkeypatch.setattr(service, "encode", lambda *given, **options: pytest.fail("the text is encoded"))
     with running(tiny_llm) as server:
         answer = post(server, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")
