@@ -76,6 +76,11 @@ def test_special_tokens_have_no_text() -> None:
     assert run(["a", None, "b", None]) == ["a", "", "b", "", ""]
 
 
+def test_special_tokens_inside_a_character_delay_nothing() -> None:
+    assert run([b"\xe2", None, None, b"\x82", b"\xac", "x"], ["€"]) == ["", "", "", "", "", ""]
+    assert run([b"\xe2", None, None, None, b"\x82", None, b"\xac", "x"]) == [*[""] * 6, "€", "x", ""]
+
+
 def test_prompt_is_context_only() -> None:
     assert run(["c", "d"], prompt=[b"a", b"b"]) == ["c", "d", ""]
     assert run(["c"], prompt=[b"ab"], stop=["bc"]) == ["c", ""], "stop strings that start in the prompt do not count"

@@ -42,11 +42,14 @@ class TextStream:
         self._pushed += 1
         self._ids.append(token)
         waiting = len(self._ids) - self._decoded
+        if waiting > 1 and self._last_has_no_text():
+            self._ids.pop()  # a special token inside a character
+            return ""
         if _MAX_CHARACTER_TOKENS < waiting < self._next_try and self._ends_inside_a_character():
             return ""  # a run of bytes that are no characters: each look at it decodes all of it
         new = self._undecoded()
-        if not new and not self._decode([token]):
-            self._ids.pop()  # a special token: it has no text, here and alone
+        if not new and self._last_has_no_text():
+            self._ids.pop()
         if not new or new.endswith(_REPLACEMENT):
             self._next_try = 2 * waiting
             return ""
@@ -98,6 +101,13 @@ class TextStream:
         while start and (not (text := self._decode([prompt[start]])) or _REPLACEMENT in text):
             start -= 1
         return list(prompt[start:])
+
+    def _last_has_no_text(self) -> bool:
+        """Return whether the last id is a special token: it has no text, here and alone."""
+        if self._decode(self._ids[-1:]):
+            return False
+        end = self._ids[-_CONTEXT_TOKENS:]
+        return self._decode(end) == self._decode(end[:-1])
 
     def _ends_inside_a_character(self) -> bool:
         return self._decode(self._ids[-_MAX_CHARACTER_TOKENS:]).endswith(_REPLACEMENT)
