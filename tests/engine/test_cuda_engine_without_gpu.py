@@ -42,7 +42,7 @@ from fake_cuda_engine import FakeCuda, use_fake_cuda
 
 pytest.importorskip("triton", reason="no triton")
 
-from spmoe import LLM, SamplingParams
+from spmoe import LLM, SamplingParams, types
 from spmoe.backends.base import routed_experts
 from spmoe.backends.cuda import CudaBackend
 from spmoe.backends.cuda_runtime import CopyRange
@@ -1141,6 +1141,21 @@ def test_launched_forwards_count_while_a_kv_cache_grows_in_its_place(
     first = 0 if draft is None else 1  # the draft's KV cache has no place for a draft before the first step
     assert launched_ahead[first:] == expected[first:]
     assert True in launched_ahead[first:]
+
+
+def test_nothing_is_launched_that_a_kv_cache_has_no_place_for(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels drop such rows, and a launched forward counts although its range has grown since."""
+
+    def this_step_only(self: Loop, sequence: types.Sequence) -> tuple[int, int]:
+        least = min(sequence.capacity, len(sequence.tokens) + self.max_draft_tokens + 1)
+        return least, least
+
+    monkeypatch.setattr(Loop, "_kv_sizes", this_step_only)
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "dtype": "float32", "progress": False}
+    with LLM(str(mixtral_pair.target), name_of(mixtral_pair, "good"), max_num_seqs=1, **options) as llm:
+        assert together(llm, [PROMPT]) == [greedy_tokens(mixtral_pair.target, PROMPT, COUNT)]
 
 
 @pytest.mark.parametrize("draft", [None, "good"])

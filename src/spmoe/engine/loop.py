@@ -605,7 +605,9 @@ class Loop:
     def _launch_verify(self, turns: abc.Sequence[Turn], k: int) -> None:
         """Launch the verification of the launched draft, or the next forward of sequences without drafts."""
         caches = [(turn.sequence, self._target_kv[turn.sequence.id]) for turn in turns]
-        if any(len(sequence.tokens) != kv.length + 1 for sequence, kv in caches):
+        lengths = [(len(sequence.tokens), kv) for sequence, kv in caches]
+        # kernels drop rows that the KV cache has no place for, and it does not grow before the next step begins
+        if any(length != kv.length + 1 or length + k > kv.capacity for length, kv in lengths):
             return
         if len(turns) > 1:
             parts = [RaggedPart(sequence.tokens[-1:], kv, 1) for sequence, kv in caches]
