@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_formats import E2M1, decode, e4m3, round_to_bfloat16
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmoe.errors import UsageError
 from spmoe.formats import base
@@ -162,6 +164,44 @@ def weights(shape: tuple[int, int], seed: int, scale: float) -> Tensor:
     weight[:, seed % shape[1]] *= 20
     weight[seed % shape[0], : shape[1] // 2] = 0
     return (weight * scale).bfloat16()
+
+
+class ReciprocalDivision(TorchDispatchMode):
+    """Divide by scalars as CUDA does: multiply by their rounded reciprocals."""
+
+    divisions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            self.divisions += 1
+            return args[0] * (1 / torch.tensor(args[1], dtype=torch.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def test_division_by_reciprocals_is_told_apart() -> None:
+    numbers = torch.arange(1.0, 1000)
+    with ReciprocalDivision() as mode:
+        assert not torch.equal(numbers / 6, base.divide(numbers, 6))
+    assert mode.divisions == 1
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=names)
+def test_conversion_does_not_depend_on_the_device(format: WeightFormat) -> None:
+    weight = weights((64, 384), 3, 1.0)
+    expected = format.quantize(weight)
+    with ReciprocalDivision():
+        found = format.quantize(weight)
+    for name, part in expected.items():
+        assert torch.equal(part.view(torch.uint8), found[name].view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("format", FORMATS, ids=names)
+def test_cuda_converts_to_the_bits_of_the_cpu(format: WeightFormat) -> None:
+    weight = weights((256, 1536), 5, 1.0)
+    for name, part in format.quantize(weight.cuda()).items():
+        assert torch.equal(part.cpu().view(torch.uint8), format.quantize(weight)[name].view(torch.uint8)), name
 
 
 def values_of(format: WeightFormat) -> np.ndarray:

@@ -225,10 +225,15 @@ def by_group(weight: Tensor, scale: Tensor, group: int) -> tuple[Tensor, Tensor]
     return weight.view(*scale.shape, group), scale[..., None]
 
 
+def divide(numbers: Tensor, divisor: float) -> Tensor:
+    """Divide by a number with the same rounding on every device: CUDA multiplies by the reciprocal of a scalar."""
+    return numbers / numbers.new_full((), divisor)
+
+
 def positive_scale(largest: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
     """Return `largest / steps` in a dtype, at least its smallest normal number and finite; 1 for zeros."""
     limits = torch.finfo(dtype)
-    scale = (largest.float() / steps).clamp(limits.tiny, limits.max)
+    scale = divide(largest.float(), steps).clamp(limits.tiny, limits.max)
     return torch.where(largest == 0, 1.0, scale).to(dtype)
 
 

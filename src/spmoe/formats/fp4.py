@@ -17,6 +17,7 @@ from spmoe.formats.base import (
     WeightFormat,
     by_group,
     cat,
+    divide,
     group_count,
     grouped,
     nibble_columns,
@@ -115,7 +116,7 @@ class Nvfp4(WeightFormat):
     def _quantize(self, weight: Tensor, one: Tensor) -> Parts:
         """Convert some outputs, with this scale for the whole matrix."""
         largest = grouped(weight, self.group).abs().amax(dim=-1)
-        scale = (largest / _LARGEST / one).clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
+        scale = (divide(largest, _LARGEST) / one).clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
         steps = spread(scale.float() * one, self.group, weight.shape[1])
         codes = _encode(torch.where(steps == 0, 0.0, weight.float() / steps))
         return {

@@ -15,6 +15,7 @@ from spmoe.formats.base import (
     Parts,
     WeightFormat,
     by_group,
+    divide,
     group_count,
     grouped,
     nibble_columns,
@@ -72,7 +73,7 @@ class Int4(WeightFormat):
         groups, ins = grouped(weight, self.group), weight.shape[1]
         if self.asymmetric:
             low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
-            scale = positive_scale(high / _LARGEST_CODE - low / _LARGEST_CODE, 1, self.scale_dtype)
+            scale = positive_scale(divide(high, _LARGEST_CODE) - divide(low, _LARGEST_CODE), 1, self.scale_dtype)
             zero = (-low / scale.float()).round().clamp(0, _LARGEST_CODE)
             spread_zero: Tensor | int = spread(zero, self.group, ins)
         else:
