@@ -42,7 +42,7 @@ RESIDENCY_CHECKS = ("host", "device")  # who looks up in each layer whether its 
 GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
 DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
 MAX_SPECULATIVE_TOKENS = 64  # largest K
-MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows: up to 16 the kernels are batch-invariant
+MAX_AUTO_DRAFT_TOKENS = 15  # K <= 15 verifies at most 16 rows, which kernels compute in one pass
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

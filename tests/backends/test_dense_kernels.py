@@ -94,7 +94,7 @@ DEFAULT_TILES = [(None, dtype) for dtype in FLOATS]
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_linear_matches_reference(dtype: torch.dtype, n: int, k: int) -> None:
     weight = random_weight(n, k, dtype)
-    for rows, bias in [(1, None), (5, torch.randn(n).to(DEVICE, dtype)), (16, None)]:
+    for rows, bias in [(1, None), (5, torch.randn(n).to(DEVICE, dtype)), (16, None), (35, None)]:
         x = torch.randn(rows, k).to(DEVICE, dtype)
         found, exact = small_batch_linear(x, weight, bias), x.double() @ weight.double().T
         assert found.dtype == dtype
@@ -114,20 +114,20 @@ def test_linear_with_every_tile(dtype: torch.dtype, tile: LinearTile, n: int, k:
 
 @pytest.mark.parametrize(("tile", "dtype"), [*DEFAULT_TILES, *TILES], ids=str)
 def test_linear_is_batch_invariant(dtype: torch.dtype, tile: LinearTile | None) -> None:
-    x, weight = torch.randn(16, 200).to(DEVICE, dtype), torch.randn(9, 200).to(DEVICE, dtype)
+    x, weight = torch.randn(64, 200).to(DEVICE, dtype), torch.randn(9, 200).to(DEVICE, dtype)
     full = small_batch_linear(x, weight, tile=tile)
-    for rows in (1, 5, 8, 9):
+    for rows in (1, 5, 8, 9, 17, 40):
         assert torch.equal(small_batch_linear(x[-rows:], weight, tile=tile), full[-rows:])
 
 
 def test_linear_tiles_do_not_depend_on_rows() -> None:
     for n, k in [(160, 160), (1024, 4096), (4096, 4096), (14336, 4096), (32000, 64), (8, 16)]:
         for dtype in FLOATS:
-            (tile,) = {select_linear_tile(rows, n, k, dtype) for rows in range(1, 17)}
+            (tile,) = {select_linear_tile(rows, n, k, dtype) for rows in range(1, 65)}
             assert tile.block_k >= 16 * tile.num_warps
             assert not (tile.use_dot and dtype == torch.float32)
-    with pytest.raises(ValueError, match="expected 1 to 16 rows, got 17"):
-        select_linear_tile(17, 64, 64, torch.float32)
+    with pytest.raises(ValueError, match="expected 1 to 64 rows, got 65"):
+        select_linear_tile(65, 64, 64, torch.float32)
 
 
 # ---- several linear layers in one launch
@@ -160,7 +160,7 @@ def check_fused(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], t
 @given(
     counts=st.lists(st.integers(1, 20), min_size=1, max_size=4).map(tuple),
     k=st.sampled_from([16, 75, 129, 256, 300]),
-    rows=st.integers(1, 16),
+    rows=st.integers(1, 64),
     dtype=st.sampled_from(FLOATS),
     biased=st.integers(0, 15),
 )
@@ -190,9 +190,9 @@ def test_fused_linears_with_every_tile(
 @pytest.mark.parametrize(("tile", "dtype"), [*DEFAULT_TILES, *TILES], ids=str)
 def test_fused_linears_are_batch_invariant(dtype: torch.dtype, tile: LinearTile | None) -> None:
     weights, biases = random_layers((9, 5), 140, dtype, biased=3)
-    x = torch.randn(16, 140).to(DEVICE, dtype)
+    x = torch.randn(50, 140).to(DEVICE, dtype)
     full = fused_linears(x, weights, biases, tile)
-    for rows in (1, 9):
+    for rows in (1, 9, 33):
         for y, all_rows in zip(fused_linears(x[-rows:], weights, biases, tile), full, strict=True):
             assert torch.equal(y, all_rows[-rows:])
 
@@ -206,9 +206,9 @@ def test_fused_linears_accept_strided_input() -> None:
 def test_fused_tiles_do_not_depend_on_rows() -> None:
     for counts, k in [((2048,) * 3, 2048), ((4096, 1024, 1024), 4096), ((32, 16, 16), 32)]:
         for dtype in FLOATS:
-            assert len({select_fused_tile(rows, counts, k, dtype) for rows in range(1, 17)}) == 1
-    with pytest.raises(ValueError, match="expected 1 to 16 rows, got 17"):
-        select_fused_tile(17, (16, 16), 16, torch.float32)
+            assert len({select_fused_tile(rows, counts, k, dtype) for rows in range(1, 65)}) == 1
+    with pytest.raises(ValueError, match="expected 1 to 64 rows, got 65"):
+        select_fused_tile(65, (16, 16), 16, torch.float32)
 
 
 # ---- gated layers
@@ -223,13 +223,13 @@ def test_gated_linear_matches_reference_and_is_batch_invariant(
     dtype: torch.dtype, n: int, k: int, activation: str
 ) -> None:
     gate, up = (random_weight(n, k, dtype) for _ in range(2))
-    x = torch.randn(16, k).to(DEVICE, dtype)
+    x = torch.randn(36, k).to(DEVICE, dtype)
     full = gated_linear(x, gate, up, activation)
     exact = dense.ACTIVATIONS[activation](x.double() @ gate.double().T) * (x.double() @ up.double().T)
     assert full.dtype == dtype
     assert close(full, dense.gated_linear_plain(x, gate, up, activation))
     assert close(full, exact)
-    for rows in (1, 9):
+    for rows in (1, 9, 20):
         assert torch.equal(gated_linear(x[:rows], gate, up, activation), full[:rows])
 
 

@@ -27,11 +27,12 @@ from spmoe.draft.ngram import NgramDraft
 from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import Generation, combined_output
-from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
+from spmoe.engine.loop import Loop
 from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
 from spmoe.models.kv import KvState
 from spmoe.models.kv_pool import KvPool
+from spmoe.models.ragged import BATCH_ROWS
 from spmoe.models.runner import ModelRunner
 from spmoe.observe.ledger import Counters
 from spmoe.types import Draft, Turn
@@ -1025,7 +1026,7 @@ def test_no_step_has_more_rows_than_results_allow(
     with build(mixtral_pair, max_num_seqs=20) as llm:
         rows.clear()
         assert tokens_of(run_together(llm, PROMPTS * 2)) == expected * 2
-    assert 8 < max(rows) <= MAX_BATCH_ROWS
+    assert 16 < max(rows) <= BATCH_ROWS[-1]
 
 
 # ---- statistics

@@ -223,7 +223,7 @@ def test_weights_of_different_dtypes_are_not_fused(attention: Any, launches: Lau
 
 
 def test_unsupported_inputs_use_the_layers_own_forward(attention: Any, launches: Launches) -> None:
-    many, none = states(17), states(0)
+    many, none = states(65), states(0)
     for name, count in COUNTS.items():
         layer = getattr(attention, name)
         assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias))

@@ -358,13 +358,13 @@ def test_unsupported_inputs_use_the_modules_own_forward() -> None:
     assert replaced(layer)
     assert replaced(gate)
     with torch.inference_mode():
-        many = states(17)
+        many = states(65)
         assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias))
         assert torch.equal(layer(input=many[:2]), functional.linear(many[:2], layer.weight, layer.bias))
         assert layer(many[:0]).shape == (0, 8)
         with pytest.raises(RuntimeError):
             layer(many[:2].half())
-        for given in (many, many.view(1, 17, 32), many[:2].view(1, 2, 32)):
+        for given in (many, many.view(1, 65, 32), many[:2].view(1, 2, 32)):
             assert torch.equal(gate(given)[0], functional.linear(given.view(-1, 32), gate.weight))
         for shape in [(32,), (1, 4, 32), (2, 2, 32)]:
             x = torch.randn(shape, device=DEVICE)

@@ -15,6 +15,7 @@ from spmoe.experts.experts import Experts
 from spmoe.types import PROMPT_ROWS
 
 MAX_KERNEL_ROWS = 64  # rows that a grouped kernel takes at once
+INVARIANT_ROWS = 16  # up to which a row's result in a grouped kernel does not depend on the other rows
 _MAX_KERNEL_PASSES = 8  # of MAX_KERNEL_ROWS rows each
 _PASS_BYTES = 200 * 10**6  # read at 1 TB/s in the 200 us that the host needs to launch one expert's products
 

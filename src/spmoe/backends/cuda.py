@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmoe.backends.base import (
+    INVARIANT_ROWS,
     MAX_KERNEL_ROWS,
     ExpertsForward,
     Gate,
@@ -322,7 +323,8 @@ class CudaExperts:
         eager = recorder.phase is Phase.EAGER
         if kernels.grouped is None or rows > (kernels.row_limit if eager else MAX_KERNEL_ROWS):
             return self._run_plain(kernels, experts, hidden, index, weights)
-        passes = [slice(start, min(start + MAX_KERNEL_ROWS, rows)) for start in range(0, rows, MAX_KERNEL_ROWS)]
+        size = MAX_KERNEL_ROWS if eager else INVARIANT_ROWS  # captured rows are those of any sequences
+        passes = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
         (found, gate), out = kernels.grouped, hidden.new_empty(hidden.shape)
         scratches = [backend.scratch(p.stop - p.start, top_k, found.shape, number) for number, p in enumerate(passes)]
 
@@ -351,7 +353,9 @@ class CudaExperts:
             self._run_followed(backend.residency, index, run, cpu_layer)
             if cpu_layer is not None:
                 values, pairs = cpu_layer.results
-                place_results(values, pairs, 0, scratches[0].partial_sums, backend.residency.computed)
+                for part, scratch in zip(passes, scratches, strict=True):
+                    first = part.start * top_k
+                    place_results(values, pairs, first, scratch.partial_sums, backend.residency.computed)
         else:
             if recorder.phase is Phase.WARMUP:
                 with backend.resync_on_failure():

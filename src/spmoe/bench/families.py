@@ -101,8 +101,8 @@ class MostlyRightDrafter(Drafter):
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
         self._inner.launch(sequence, k, observers)
 
-    def prepare(self, k: int, observers: Observers) -> None:
-        self._inner.prepare(k, observers)
+    def prepare(self, k: int, max_num_seqs: int, observers: Observers) -> None:
+        self._inner.prepare(k, max_num_seqs, observers)
 
     def rewind(self, lengths: Mapping[int, int]) -> None:
         self._inner.rewind(lengths)

@@ -96,8 +96,8 @@ class Drafter:
     def launch(self, sequence: types.Sequence, k: int, observers: Observers) -> None:
         """Launch the next draft on the device, if it can run there without the host."""
 
-    def prepare(self, k: int, observers: Observers) -> None:
-        """Capture the forwards of greedy drafts of up to K tokens."""
+    def prepare(self, k: int, max_num_seqs: int, observers: Observers) -> None:
+        """Capture the forwards of greedy drafts of up to K tokens, for one and for several sequences."""
 
     def kv_cache(self, sequence_id: int) -> KvState | None:
         """Return its own KV cache of a sequence, if it has one."""

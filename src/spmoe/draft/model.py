@@ -93,7 +93,7 @@ class DraftModel(Drafter):
         if launcher is not None:
             self._run_ahead.launch_draft(sequence.id, len(sequence.tokens), k, launcher)
 
-    def prepare(self, k: int, observers: Observers) -> None:
+    def prepare(self, k: int, max_num_seqs: int, observers: Observers) -> None:
         first, later = (self._observer(types.Stage.DRAFT, observers, chunks) for chunks in (FIRST_PASS_CHUNKS, 1))
         for pending in (1, 2) if k else ():  # the newest token and, if the whole last draft was accepted, its last
             self.runner.prepare_greedy(pending, *self._greedy_passes(k, observers))
@@ -102,8 +102,9 @@ class DraftModel(Drafter):
             self.runner.prepare(1, 1, later)
         for rows in CATCH_UP_ROWS if k else ():
             self.runner.prepare(rows, rows, None)
-        for observer in (first, later) if k else ():
-            self.runner.prepare_batches(observer)
+        if k:  # each sequence has one or two pending tokens, then one
+            self.runner.prepare_batches(2 * max_num_seqs, first)
+            self.runner.prepare_batches(max_num_seqs, later)
 
     def num_comparable(self, sequence: types.Sequence) -> int:
         kv = self._states.get(sequence.id)

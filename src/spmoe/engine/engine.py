@@ -19,7 +19,7 @@ from spmoe.backends.devices import limit_memory
 from spmoe.config import EngineConfig, Size
 from spmoe.draft.base import Drafter
 from spmoe.draft.none import NoDraft
-from spmoe.engine.loop import MAX_BATCH_ROWS, Loop
+from spmoe.engine.loop import Loop
 from spmoe.engine.parts import EngineParts, LearnedState
 from spmoe.engine.prefetching import Prefetching, make_prefetching
 from spmoe.engine.profiling import (
@@ -339,6 +339,7 @@ class Engine:
             parts.clock,
             config.max_draft_tokens if drafter.proposes else 0,
             config.prefill_chunk,
+            config.max_num_seqs,
             parts.target_kv,
             rates,
             governors,
@@ -362,7 +363,7 @@ class Engine:
         def make_governor(sequences: int) -> Governor:
             path = file if sequences == 1 else file.with_stem(f"{file.stem}-{sequences}")
             if path not in learned.governors:
-                most = min(config.max_draft_tokens, MAX_BATCH_ROWS // sequences - 1)
+                most = min(config.max_draft_tokens, self.target.max_batch_rows // sequences - 1)
                 known = prior if sequences == 1 else None  # of one row
                 learned.governors[path] = Governor(most, *shape, known, sequences)
                 read_governor(path, learned.governors[path])

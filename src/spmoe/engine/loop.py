@@ -16,7 +16,7 @@ from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
 from spmoe.models.kv_pool import KvPool, kv_sizes
-from spmoe.models.ragged import BATCH_ROWS, RaggedPart
+from spmoe.models.ragged import RaggedPart
 from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
 from spmoe.observe.clock import Clock
@@ -39,8 +39,6 @@ from spmoe.types import (
 from spmoe.verify.greedy import verify_greedy
 from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.sampling import verify_sampled
-
-MAX_BATCH_ROWS = BATCH_ROWS[-1]  # that several sequences verify in one step
 
 
 class PolicyObservers:
@@ -137,6 +135,7 @@ class Loop:
         clock: Clock,
         max_draft_tokens: int,
         prefill_chunk: int,
+        max_num_seqs: int,
         target_kv: MutableMapping[int, KvState],
         rates: Rates,
         governors: Governors | None = None,
@@ -153,6 +152,7 @@ class Loop:
         self._experts = experts
         self._clock = clock
         self.prefill_chunk = prefill_chunk
+        self._max_num_seqs = max_num_seqs
         self._target_kv = target_kv  # the target's KV caches by sequence id; a drafter may share them
         self._add_notice = add_notice
         self._failed_launches: dict[int, Exception] = {}  # of the next draft, by sequence id
@@ -265,11 +265,13 @@ class Loop:
     def captures(self) -> list[Callable[[], None]]:
         """Return the calls that `prepare` makes, so that a caller can report progress between them."""
         observer, plain = self._target_observer(), self._step_observer(0)
+        most_rows = min(self.target.max_batch_rows, self._max_num_seqs * (self.max_draft_tokens + 1))
         lengths = range(self.max_draft_tokens + 1) if self.governor is None else self.governor.lengths
         return [
             *(partial(self.target.prepare, k + 1, k + 1, observer if k else plain) for k in lengths),
-            *(partial(self.target.prepare_batches, each) for each in (observer, plain)),
-            partial(self.drafter.prepare, self.max_draft_tokens, self._observers),
+            partial(self.target.prepare_batches, most_rows, observer),
+            partial(self.target.prepare_batches, self._max_num_seqs, plain),
+            partial(self.drafter.prepare, self.max_draft_tokens, self._max_num_seqs, self._observers),
         ]
 
     def undo_step(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
@@ -431,7 +433,7 @@ class Loop:
         drafting = [turn for turn in turns if turn.sequence.drafts]
         if not drafting or not self._have_read(turns):
             return 0
-        most = self.max_draft_tokens if len(turns) == 1 else MAX_BATCH_ROWS // len(turns) - 1
+        most = self.max_draft_tokens if len(turns) == 1 else self.target.max_batch_rows // len(turns) - 1
         if most < 1:
             return 0
         governor = self.governors.of(len(turns)) if self.governors is not None else None
@@ -484,7 +486,7 @@ class Loop:
             computed=counters.cpu_experts - before.computed,
         )
         self.rates.learn(report, len(self.target.moe))
-        if self.governors is None or 2 * len(finished) > MAX_BATCH_ROWS:  # there is no K to choose
+        if self.governors is None or 2 * len(finished) > self.target.max_batch_rows:  # there is no K to choose
             return
         governor = self.governors.of(len(finished))
         governor.report(report)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from spmoe.engine.engine import Engine
-from spmoe.engine.loop import MAX_BATCH_ROWS
 from spmoe.errors import reason
 from spmoe.types import Sequence, Turn
 
@@ -140,7 +139,7 @@ class Scheduler:
             self._read = self._read + unread if unread else 0
             if unread and engine.read_prompt(sequence):
                 return False
-        companions = [*islice(self._companions(entry), MAX_BATCH_ROWS - 1)]
+        companions = [*islice(self._companions(entry), engine.target.max_batch_rows - 1)]
         batch = [one for one in (entry, *companions) if self._make_place(one)]
         batch = [one for one in batch if one.sequence.id in self._running]  # not preempted for a later one
         if entry not in batch:

@@ -19,7 +19,8 @@ from spmoe.backends.base import kernel_activation
 from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
 
-_ROWS = 16  # rows of the random inputs, and the most rows that fused linear layers and routers take
+_ROWS = 16  # rows of the random inputs
+_MAX_ROWS = 64  # that fused linear layers and routers take
 _SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.001, 1.0, 0.1)  # of the random inputs
 
 Forward = Callable[[Tensor], Any]
@@ -84,7 +85,7 @@ def _fused_projections(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]
                 return []
     except Exception:  # the kernel does not run on this device
         return []
-    return [(layer, _with_fallback(layer, _ROWS, group.forward_of(number))) for number, layer in enumerate(layers)]
+    return [(layer, _with_fallback(layer, _MAX_ROWS, group.forward_of(number))) for number, layer in enumerate(layers)]
 
 
 def _is_plain(weight: Any) -> bool:
@@ -129,7 +130,7 @@ def _linear(module: nn.Linear) -> Callable[..., Any] | None:
     states = _states(module.weight)
     if not _linear_matches(module, states, forward(states), forward(states[:1])):
         return None
-    return _with_fallback(module, _ROWS, forward)
+    return _with_fallback(module, _MAX_ROWS, forward)
 
 
 def _linear_matches(module: nn.Linear, states: Tensor, found: Tensor, first_alone: Tensor) -> bool:
@@ -164,7 +165,7 @@ def _gated(module: Any) -> Callable[..., Any] | None:
     # the whole module must be exactly these steps, so that an MLP that does more keeps its own forward
     if not torch.equal(module.forward(states), down.forward(own)):
         return None
-    return _with_fallback(module, _ROWS, forward, lambda: gate.weight)
+    return _with_fallback(module, _MAX_ROWS, forward, lambda: gate.weight)
 
 
 def _gated_float64(x: Tensor, gate: Tensor, up: Tensor, activation: Forward) -> Tensor:
@@ -192,7 +193,7 @@ def _router(module: Any) -> Callable[..., Any] | None:
         return None
     variants = _router_variants(module, expected)
     forward = next((variant for variant in variants if _same_routing(variant, states, expected, module.weight)), None)
-    return forward and _with_fallback(module, _ROWS, forward, flat=True)
+    return forward and _with_fallback(module, _MAX_ROWS, forward, flat=True)
 
 
 def _router_variants(module: Any, expected: tuple[Tensor, ...]) -> Iterator[Forward]:

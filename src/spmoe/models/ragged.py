@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from spmoe.models.kv import KvState
 from spmoe.models.longrope import rotary_modules
 
-BATCH_ROWS = (2, 4, 8, 16)  # of captured forwards of several sequences; results do not depend on others up to the last
+BATCH_ROWS = (2, 4, 8, 16, 32, 48, 64)  # of captured forwards of several sequences
 _PREFIX = "spmoe-ragged-"  # of attention implementations, before the name of the one that runs each sequence
 _SHARED_ARGUMENTS = {"position_ids", "cache_position", "s_aux"}  # tensors that attention may get beside its inputs
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from spmoe.backends.base import INVARIANT_ROWS
 from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models import attention
 from spmoe.models.fusion import fuse
@@ -83,6 +84,15 @@ class ModelRunner:
     def captures(self) -> bool:
         """Whether forwards of few rows are captured and replayed."""
         return self._graphs is not None
+
+    @property
+    def max_batch_rows(self) -> int:
+        """Most rows of several sequences in one forward, such that no sequence's text depends on the others.
+
+        Kernels are batch-invariant in captured forwards. In eager ones, 16-bit types round by the number of rows.
+        """
+        invariant = self.captures or self.model.device.type == "cpu" or self.model.dtype == torch.float32
+        return BATCH_ROWS[-1] if invariant else INVARIANT_ROWS
 
     @property
     def resident_bytes(self) -> int:
@@ -290,11 +300,12 @@ class ModelRunner:
         if self._graphs is not None and rows <= self._captured_rows:
             self._graphs.prepare(rows, num_logits, observer)
 
-    def prepare_batches(self, observer: LayerObserver | None) -> None:
-        """Capture the forwards of several sequences."""
+    def prepare_batches(self, most_rows: int, observer: LayerObserver | None) -> None:
+        """Capture the forwards of several sequences with up to so many rows."""
         if self._graphs is not None and self.batches:
-            for rows in BATCH_ROWS:
-                self._graphs.prepare_batch(rows, observer)
+            for rows, fewer in zip(BATCH_ROWS, (1, *BATCH_ROWS), strict=False):
+                if fewer < most_rows:
+                    self._graphs.prepare_batch(rows, observer)
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> None:
         """Capture the forwards of a greedy draft."""

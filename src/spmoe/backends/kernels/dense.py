@@ -1,8 +1,9 @@
-"""RMSNorm, linear layers, gated MLP layers and routers for 1 to 16 rows: memory-bound Triton kernels.
+"""RMSNorm, linear layers, gated MLP layers and routers for 1 to 64 rows: memory-bound Triton kernels.
 
 Every kernel is batch-invariant: tiles, and so the order of additions, depend on the weights' shape only. A row's result
-is bit-equal whichever other rows (up to 16 in all) are in the batch. Each `*_plain` function is the PyTorch reference
-of the kernel of that name.
+is bit-equal whichever other rows (up to 64 in all) are in the batch. A program computes a tile of outputs for up to 16
+rows; programs that share a tile of weights are neighbours, so it is read from memory once. Each `*_plain` function is
+the PyTorch reference of the kernel of that name.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,7 +19,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from torch.nn import functional
 
-MAX_ROWS = 16
+MAX_ROWS = 64
+_DOT_ROWS = 16  # rows that one program multiplies with tensor cores
 MAX_EXPERTS = 512
 MAX_NORM_SIZE = 16384
 _FMA_ROWS = 8  # rows that one program of `_fma_tile` has registers for
@@ -68,7 +70,7 @@ def supports_device(device: torch.device) -> bool:
 
 
 def select_linear_tile(rows: int, n: int, k: int, dtype: torch.dtype) -> LinearTile:
-    """Select the tile of a linear layer by its shape; equal for 1 to 16 rows.
+    """Select the tile of a linear layer by its shape; equal for any number of rows.
 
     The tiles for 16-bit types are the fastest of a sweep on an H200.
     """
@@ -122,6 +124,17 @@ def _check_rows(rows: int) -> None:
         raise ValueError(f"expected 1 to {MAX_ROWS} rows, got {rows}")
 
 
+def _dot_groups(rows: int) -> tuple[int, int]:
+    """Divide rows among programs that use tensor cores; return the number of groups and the rows of each."""
+    return triton.cdiv(rows, _DOT_ROWS), 8 if rows <= 8 else _DOT_ROWS
+
+
+def _fma_groups(rows: int) -> tuple[int, int]:
+    """Divide rows among programs that use FMA; return the number of groups and the rows of each."""
+    groups = triton.cdiv(rows, _FMA_ROWS)
+    return groups, triton.cdiv(rows, groups)
+
+
 def _clamp_block_k(tile: LinearTile, k: int, minimum: int) -> LinearTile:
     """Shrink `block_k` to the input size, but not below `minimum`."""
     return tile._replace(block_k=max(minimum, min(tile.block_k, triton.next_power_of_2(k))))
@@ -172,7 +185,7 @@ def small_batch_linear(
     out: Tensor | None = None,  # [rows, n]
     tile: LinearTile | None = None,
 ) -> Tensor:
-    """Apply a linear layer to up to 16 rows with float32 accumulation."""
+    """Apply a linear layer to up to 64 rows with float32 accumulation."""
     (rows, k), n = x.shape, weight.shape[0]
     tile = tile or select_linear_tile(rows, n, k, x.dtype)
     out = x.new_empty(rows, n) if out is None else out
@@ -182,12 +195,13 @@ def small_batch_linear(
     }  # fmt: skip
     tiles, args = triton.cdiv(n, tile.block_n), (x.contiguous(), weight, weight if bias is None else bias, out, rows)
     if tile.use_dot:
-        _dot_kernel[(tiles,)](
-            *args, **sizes, ROWS=8 if rows <= 8 else 16, K_PARTS=tile.num_warps, BLOCK_K=tile.block_k // tile.num_warps
+        groups, each = _dot_groups(rows)
+        _dot_kernel[(tiles * groups,)](
+            *args, groups, **sizes, ROWS=each, K_PARTS=tile.num_warps, BLOCK_K=tile.block_k // tile.num_warps
         )
     else:
-        groups = triton.cdiv(rows, _FMA_ROWS)
-        _fma_kernel[(tiles, groups)](*args, **sizes, ROWS=triton.cdiv(rows, groups), BLOCK_K=tile.block_k)
+        groups, each = _fma_groups(rows)
+        _fma_kernel[(tiles * groups,)](*args, groups, **sizes, ROWS=each, BLOCK_K=tile.block_k)
     return out
 
 
@@ -198,35 +212,35 @@ def small_batch_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 @triton.jit(do_not_specialize=["rows"])
 def _fma_kernel(
-    x, weight, bias, out, rows, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, bias, out, rows, groups, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
-    _fma_tile(x, weight, bias, out, tl.program_id(0), rows, N, N, EVEN, K, BIAS, ROWS, BLOCK_N, BLOCK_K, STAGES)
+    tile, row = tl.program_id(0) // groups, tl.program_id(0) % groups * ROWS
+    _fma_tile(x, weight, bias, out, tile, row, rows, N, N, EVEN, K, BIAS, ROWS, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _dot_kernel(
-    x, weight, bias, out, rows, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, bias, out, rows, groups, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     K_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (K_PARTS * BLOCK_K) == 0
-    _dot_tile(
-        x, weight, bias, out, tl.program_id(0), rows, N, N, EVEN, K, BIAS, ROWS, K_PARTS, BLOCK_N, BLOCK_K, STAGES
-    )
+    tile, row = tl.program_id(0) // groups, tl.program_id(0) % groups * ROWS
+    _dot_tile(x, weight, bias, out, tile, row, rows, N, N, EVEN, K, BIAS, ROWS, K_PARTS, BLOCK_N, BLOCK_K, STAGES)
 
 
-# `_fma_tile` and `_dot_tile` compute one tile of outputs for all rows of a program.
+# `_fma_tile` and `_dot_tile` compute one tile of outputs for `ROWS` rows from `row` on.
 # weight: [n_count, K], bias: [bias_count], out: [rows, n_count]; EVEN: tiles divide `n_count` and K without remainder
 
 
 @triton.jit
 def _fma_tile(
-    x, weight, bias, out, tile, rows, n_count, bias_count, EVEN: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, bias, out, tile, row, rows, n_count, bias_count, EVEN: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Accumulate each of the `BLOCK_K` inputs separately with FMA; add the accumulators once, at the end."""
-    first, row = tile.to(tl.int64) * BLOCK_N, tl.program_id(1) * ROWS
+    first = tile.to(tl.int64) * BLOCK_N
     j, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + j
     weight_ptrs = weight + first * K + (j[:, None] * K + k[None, :])
@@ -250,11 +264,12 @@ def _fma_tile(
 
 @triton.jit
 def _dot_tile(
-    x, weight, bias, out, tile, rows, n_count, bias_count, EVEN: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, K_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, bias, out, tile, row, rows, n_count, bias_count, EVEN: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, K_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply with tensor cores; each of the `K_PARTS` warps accumulates its own `BLOCK_K` inputs per iteration."""
-    first, m = tile.to(tl.int64) * BLOCK_N, tl.arange(0, ROWS)
+    first, m = tile.to(tl.int64) * BLOCK_N, row + tl.arange(0, ROWS)
     part, j, k = tl.arange(0, K_PARTS)[:, None, None] * BLOCK_K, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + j
     weight_ptrs = weight + first * K + (part + j[None, :, None] * K + k[None, None, :])  # [K_PARTS, BLOCK_N, BLOCK_K]
@@ -286,7 +301,7 @@ def fused_linears(
     biases: Sequence[Tensor | None],  # per layer [n]
     tile: LinearTile | None = None,
 ) -> list[Tensor]:  # per layer [rows, n]
-    """Apply several linear layers to up to 16 rows in one launch, where each alone would not fill the device."""
+    """Apply several linear layers to up to 64 rows in one launch, where each alone would not fill the device."""
     (rows, k), counts = x.shape, tuple(len(weight) for weight in weights)
     tile = tile or select_fused_tile(rows, counts, k, x.dtype)
     outs = [x.new_empty(rows, n) for n in counts]
@@ -302,14 +317,16 @@ def fused_linears(
         (tuple(weights), tuple(bias_pointers), tuple(outs)),
     )
     if tile.use_dot:
-        _fused_dot_kernel[(tiles,)](
-            x.contiguous(), *pointers, rows, **sizes, ROWS=8 if rows <= 8 else 16, K_PARTS=tile.num_warps,
+        groups, each = _dot_groups(rows)
+        _fused_dot_kernel[(tiles * groups,)](
+            x.contiguous(), *pointers, rows, groups, **sizes, ROWS=each, K_PARTS=tile.num_warps,
             BLOCK_K=tile.block_k // tile.num_warps,
         )  # fmt: skip
     else:
-        groups = triton.cdiv(rows, _FMA_ROWS)
-        each = triton.cdiv(rows, groups)
-        _fused_fma_kernel[(tiles, groups)](x.contiguous(), *pointers, rows, **sizes, ROWS=each, BLOCK_K=tile.block_k)
+        groups, each = _fma_groups(rows)
+        _fused_fma_kernel[(tiles * groups,)](
+            x.contiguous(), *pointers, rows, groups, **sizes, ROWS=each, BLOCK_K=tile.block_k
+        )
     return outs
 
 
@@ -336,26 +353,28 @@ def _layer_of_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_fma_kernel(
-    x, weights, biases, outs, rows, COUNTS: tl.constexpr, BIAS_COUNTS: tl.constexpr, EVEN: tl.constexpr,
+    x, weights, biases, outs, rows, groups, COUNTS: tl.constexpr, BIAS_COUNTS: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     weight, bias, out, tile, n, b = _layer_of_tile(
-        tl.program_id(0), weights, biases, outs, COUNTS, BIAS_COUNTS, BLOCK_N
+        tl.program_id(0) // groups, weights, biases, outs, COUNTS, BIAS_COUNTS, BLOCK_N
     )
-    _fma_tile(x, weight, bias, out, tile, rows, n, b, EVEN, K, BIAS, ROWS, BLOCK_N, BLOCK_K, STAGES)
+    row = tl.program_id(0) % groups * ROWS
+    _fma_tile(x, weight, bias, out, tile, row, rows, n, b, EVEN, K, BIAS, ROWS, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_dot_kernel(
-    x, weights, biases, outs, rows, COUNTS: tl.constexpr, BIAS_COUNTS: tl.constexpr, EVEN: tl.constexpr,
+    x, weights, biases, outs, rows, groups, COUNTS: tl.constexpr, BIAS_COUNTS: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, K_PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     weight, bias, out, tile, n, b = _layer_of_tile(
-        tl.program_id(0), weights, biases, outs, COUNTS, BIAS_COUNTS, BLOCK_N
+        tl.program_id(0) // groups, weights, biases, outs, COUNTS, BIAS_COUNTS, BLOCK_N
     )
-    _dot_tile(x, weight, bias, out, tile, rows, n, b, EVEN, K, BIAS, ROWS, K_PARTS, BLOCK_N, BLOCK_K, STAGES)
+    row = tl.program_id(0) % groups * ROWS
+    _dot_tile(x, weight, bias, out, tile, row, rows, n, b, EVEN, K, BIAS, ROWS, K_PARTS, BLOCK_N, BLOCK_K, STAGES)
 
 
 # ---- gated MLP layers
@@ -368,13 +387,14 @@ def gated_linear(
     activation: str,
     tile: LinearTile | None = None,
 ) -> Tensor:  # [rows, n]
-    """Compute `activation(gate(x)) * up(x)` of up to 16 rows, with the roundings of separate PyTorch operations."""
+    """Compute `activation(gate(x)) * up(x)` of up to 64 rows, with the roundings of separate PyTorch operations."""
     (rows, k), n = x.shape, gate.shape[0]
     tile = tile or select_gated_tile(rows, n, k, x.dtype)
     out, x = x.new_empty(rows, n), x.contiguous()
     k_parts = tile.num_warps if tile.use_dot else 1
-    _gated_kernel[(triton.cdiv(n, tile.block_n),)](
-        x, gate, up, out, rows, N=n, K=k, ROWS=8 if rows <= 8 and tile.use_dot else 16, K_PARTS=k_parts,
+    groups, each = _dot_groups(rows)
+    _gated_kernel[(triton.cdiv(n, tile.block_n) * groups,)](
+        x, gate, up, out, rows, groups, N=n, K=k, ROWS=each if tile.use_dot else _DOT_ROWS, K_PARTS=k_parts,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k // k_parts, STAGES=tile.num_stages, ACTIVATION=activation,
         num_warps=tile.num_warps,
     )  # fmt: skip
@@ -388,11 +408,12 @@ def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
-    x, gate, up, out, rows, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, K_PARTS: tl.constexpr,
+    x, gate, up, out, rows, groups, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, K_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (K_PARTS * BLOCK_K) == 0
-    first, m = tl.program_id(0).to(tl.int64) * BLOCK_N, tl.arange(0, ROWS)
+    first = (tl.program_id(0) // groups).to(tl.int64) * BLOCK_N
+    m = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
     part, j, k = tl.arange(0, K_PARTS)[:, None, None] * BLOCK_K, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + j
     offsets = first * K + (part + j[None, :, None] * K + k[None, None, :])  # [K_PARTS, BLOCK_N, BLOCK_K]

@@ -20,7 +20,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from spmoe.backends.base import MAX_KERNEL_ROWS, Gate
+from spmoe.backends.base import INVARIANT_ROWS, MAX_KERNEL_ROWS, Gate
 from spmoe.backends.kernels.dense import ACTIVATIONS, activate
 from spmoe.backends.kernels.packed import FOUR_BITS, SlotMatrix, multiply, slot_matrix
 from spmoe.formats.bf16_packed import BLOCK as PACKED_BLOCK
@@ -95,7 +95,7 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
     hidden, ffn, kind, dtype = shape
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up, down = (32, 32, 4, 3), (32, 32, 4, 3)
-    elif rows > 16:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
+    elif rows > INVARIANT_ROWS:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
         up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
     elif kind in FOUR_BITS:
         up, down = (32, 256, 2, 3), (64, 256, 2, 3)
@@ -110,7 +110,7 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
         splits *= 2
     if kind == "bf16-packed":
         up_k = down_k = PACKED_BLOCK
-        if rows <= 16 and dtype.itemsize == 2:
+        if rows <= INVARIANT_ROWS and dtype.itemsize == 2:
             up, down = (16, up_k, 2, 3), (32, down_k, 2, 3)
         else:
             up, down = (32, up_k, 4, 4), (32, down_k, 4, 4)
@@ -167,7 +167,7 @@ class ScratchBuffer:
     def __init__(self, top_k: int, shape: ExpertShape, device: torch.device | str) -> None:
         self._top_k = top_k
         self._shape = shape
-        limits = (16, MAX_KERNEL_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
+        limits = (INVARIANT_ROWS, MAX_KERNEL_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
         sums = max(rows * select_expert_tiles(rows, shape, top_k).splits for rows in limits)
         self._up = torch.empty(MAX_KERNEL_ROWS * top_k * shape.ffn, dtype=shape.dtype, device=device)
         self._partial_sums = torch.empty(sums * top_k * shape.hidden, dtype=torch.float32, device=device)
