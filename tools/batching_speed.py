@@ -15,6 +15,8 @@ import sys
 import time
 from typing import NamedTuple
 
+from engines import EngineSequence
+
 from spmoe import LLM, SamplingParams
 from spmoe.errors import SpmoeError
 from spmoe.models.shipped import sample_text
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--shape", help="sizes to widen the model to; CUDA only")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--expert-memory", default="25%", help="slots, as a share of all experts")
+    parser.add_argument("--expert-memory", default="25%", help="slots, as shares of all experts")
     parser.add_argument("--link-gbps", type=float)
     parser.add_argument("-k", default="auto")
     parser.add_argument("--tokens", type=int, default=64)
@@ -49,22 +51,25 @@ def main() -> None:
     options = parser.parse_args()
     numbers = [int(number) for number in options.requests.split(",")]
     try:
-        with LLM(
-            options.model,
-            options.draft,
-            num_speculative_tokens=options.k if options.k == "auto" else int(options.k),
-            expert_memory=options.expert_memory,
-            shape=options.shape,
-            device=options.device,
-            dtype=options.dtype,
-            link_gbps=options.link_gbps,
-            max_num_seqs=max(numbers),
-            enable_prefix_caching=False,
-            progress=False,
-        ) as llm:
-            report(measure(llm, numbers, options.tokens, options.rounds))
-            for notice in llm.notices:
-                print(f"note: {notice}", file=sys.stderr)
+        with EngineSequence() as engines:
+            for memory in options.expert_memory.split(","):
+                print(f"{memory} of slots")
+                with engines.build(
+                    options.model,
+                    options.draft,
+                    num_speculative_tokens=options.k if options.k == "auto" else int(options.k),
+                    expert_memory=memory,
+                    shape=options.shape,
+                    device=options.device,
+                    dtype=options.dtype,
+                    link_gbps=options.link_gbps,
+                    max_num_seqs=max(numbers),
+                    enable_prefix_caching=False,
+                    progress=False,
+                ) as llm:
+                    report(measure(llm, numbers, options.tokens, options.rounds))
+                    for notice in llm.notices:
+                        print(f"note: {notice}", file=sys.stderr)
     except SpmoeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -103,7 +108,7 @@ def measure(llm: LLM, numbers: list[int], tokens: int, rounds: int) -> dict[int,
 def report(found: dict[int, list[Round]]) -> None:
     """Print the medians, and the spread of the total speed."""
     names = f"{'requests':>8} {'tokens/s':>9} {'(least to most)':>18} {'speed-up':>8} {'TPOT ms':>8} {'TTFT ms':>8}"
-    print(f"{names}  MB/token")
+    print(f"{names}  MB/token", flush=True)
     first = statistics.median(one.tokens_per_second for one in next(iter(found.values())))
     for number, rounds in found.items():
         speeds = [one.tokens_per_second for one in rounds]

@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
+from engines import EngineSequence
+
 from spmoe import LLM, SamplingParams
 from spmoe.config import ONE_BY_ONE
 from spmoe.engine.outputs import RequestOutput
@@ -45,18 +47,19 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2)
     options = parser.parse_args()
     try:
-        for share in options.expert_memory.split(","):
-            print(json.dumps(measure(options, share)), flush=True)
+        with EngineSequence() as engines:
+            for share in options.expert_memory.split(","):
+                print(json.dumps(measure(engines, options, share)), flush=True)
     except SpmoeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def measure(options: argparse.Namespace, share: str) -> dict[str, object]:
+def measure(engines: EngineSequence, options: argparse.Namespace, share: str) -> dict[str, object]:
     """Run all requests with this share of slots."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["SPMOE_HOME"] = home  # nothing is known of earlier runs
-        with LLM(
+        with engines.build(
             options.model,
             options.draft,
             num_speculative_tokens="auto",

@@ -7,7 +7,8 @@ The target runs the same tokens again and again, so the experts that they need a
 a step; `to resident` divides it by that with every expert resident; `host CPU` is the processor time of the process
 per second; `misses` are the experts that a step had to load all the same, since its rows need more than there are slots
 for. Without them, one expert of the middle layer is dropped before each step: `miss us` is what a step takes longer,
-and `copy us` the part of it that the link needs for the expert.
+and `copy us` the part of it that the link needs for the expert. `TPOT ms` is that of a request of 64 tokens after an
+equal one, with so many rows per step, and draft-gate prefetching if there is a draft; there, experts are missing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from spmoe import LLM
+from engines import EngineSequence
+
+from spmoe import LLM, SamplingParams
 from spmoe.errors import SpmoeError
 from spmoe.models.kv import KvState
+from spmoe.models.shipped import sample_text
 from spmoe.types import ExpertKey, PrefetchRequests
 
 POSITION = 64  # of the step's first token
+TOKENS = 64  # of a request
 CHECKS = ("host", "device")
 
 
@@ -36,6 +42,7 @@ class Speed(NamedTuple):
     misses: float  # experts that a step loads
     miss: float | None  # seconds that a step takes longer; None: there are misses, or no expert can be dropped
     copy: float | None  # seconds
+    tpot: float = 0.0  # seconds per token of a request
 
 
 def main() -> None:
@@ -57,25 +64,28 @@ def main() -> None:
     engines = [("100%", "host")]
     engines += [(memory, c) for memory in options.expert_memory.split(",") for c in options.residency_check.split(",")]
     head = f"{'slots':>6} {'check':>6} {'rows':>4} {'step ms':>8} {'to resident':>11} {'host CPU':>8} {'misses':>6}"
-    print(f"{head}  miss us  copy us")
+    print(f"{head}  miss us  copy us  TPOT ms")
     resident: dict[int, float] = {}
     try:
-        for memory, check in engines:
-            with build(options, memory, check, max(rows)) as llm:
-                for notice in llm.notices:
-                    print(f"note: {notice}", file=sys.stderr)
-                for count in rows:
-                    speed = measure(llm, count, options.steps)
-                    resident.setdefault(count, speed.step)
-                    report(memory, check, count, speed, resident[count])
+        with EngineSequence() as sequence:
+            for memory, check in engines:
+                with build(sequence, options, memory, check, max(rows)) as llm:
+                    for notice in llm.notices:
+                        print(f"note: {notice}", file=sys.stderr)
+                    for count in rows:
+                        speed = measure(llm, count, options.steps)._replace(tpot=decode(llm, count - 1))
+                        resident.setdefault(count, speed.step)
+                        report(memory, check, count, speed, resident[count])
     except SpmoeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def build(options: argparse.Namespace, memory: str, check: str, rows: int) -> LLM:
+def build(
+    sequence: EngineSequence, options: argparse.Namespace, memory: str, check: str, rows: int
+) -> AbstractContextManager[LLM]:
     """Build an engine that captures forwards of up to so many rows."""
-    return LLM(
+    return sequence.build(
         options.model,
         options.draft,
         num_speculative_tokens=rows - 1 if options.draft != "none" else 0,
@@ -85,8 +95,9 @@ def build(options: argparse.Namespace, memory: str, check: str, rows: int) -> LL
         dtype=options.dtype,
         load_format=options.load_format,
         expert_format=options.expert_format,
-        residency_check=check,  # type: ignore[arg-type]
+        residency_check=check,
         prefetch="on-demand",
+        enable_prefix_caching=False,
         progress=False,
     )
 
@@ -119,6 +130,20 @@ def _measure(llm: LLM, rows: int, steps: int) -> Speed:
             drop(llm, key)
             copies.append(timed(llm, lambda: list(llm.engine.experts.access.use(key.layer, [key.expert]))))
         return Speed(usual, cpu / wall, misses, statistics.median(longer), statistics.median(copies))
+
+
+def decode(llm: LLM, k: int) -> float:
+    """Return the seconds per token of a request with K draft tokens per step."""
+    if k and not llm.engine.parts.drafter.proposes:
+        return 0.0
+    llm._thread.call(
+        lambda: llm.engine.reconfigure(num_speculative_tokens=k, prefetch="draft-gate" if k else "on-demand")
+    )
+    llm._thread.call(llm.engine.loop.prepare)
+    vocabulary = llm.engine.target.vocab_size
+    prompt = [token % vocabulary for token in llm.get_tokenizer()(sample_text())["input_ids"][:POSITION]]
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+    return [llm.generate([prompt], params)[0].stats.tpot_seconds or 0.0 for _ in range(2)][-1]
 
 
 def step(llm: LLM, kv: KvState, tokens: list[int]) -> tuple[float, list[list[int]]]:
@@ -160,7 +185,8 @@ def report(memory: str, check: str, rows: int, speed: Speed, resident: float) ->
     miss, copy = (f"{1e6 * one:8.0f}" if one is not None else f"{'':8}" for one in (speed.miss, speed.copy))
     print(
         f"{memory:>6} {check:>6} {rows:4} {1e3 * speed.step:8.3f} {speed.step / resident:11.2f} {speed.cpu:8.2f} "
-        f"{speed.misses:6.1f} {miss} {copy}"
+        f"{speed.misses:6.1f} {miss} {copy} {1e3 * speed.tpot:8.2f}",
+        flush=True,
     )
 
 

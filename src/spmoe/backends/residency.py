@@ -73,7 +73,7 @@ from spmoe.experts.transfer import DeviceEvent
 from spmoe.interpreter import let_others_run
 
 _NEVER_WAIT = 2**62  # as the last aborted ticket: no layer waits
-_POLL_SECONDS = 1e-5  # between two looks at the device while no expert is missing
+_POLL_SECONDS = 4e-5  # between two looks at the device while no expert is missing
 _MAX_TOP_K = 16
 _REPORT_SECONDS = 60.0  # longest wait for a layer of a device that is busy
 _TRIAL_SECONDS = 10.0
