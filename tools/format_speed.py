@@ -5,8 +5,8 @@
 
 Each format and budget has an engine of its own, which decodes the same prompt plainly, after a short one that does
 not count. The experts of a format are loaded for its first budget; they stay in host memory for the others, so only the
-first `load` says how long loading takes. `host` is the memory of all experts there, `GPU` the most that was taken, `plan` what
-was planned for. `gain` is the speed relative to the first format at the same memory. MB per token, hits and
+first `load` says how long loading takes. `host` is the memory of all experts there, `GPU` the most that was taken and `plan`
+what was planned for. `gain` is the speed relative to the first format at the same memory. MB per token, hits and
 `link`, the share of the time in which the link is busy at the measured rate of pinned copies, are those of decoding,
 without the prompt. `text` says whether all tokens are those of the first format.
 """
