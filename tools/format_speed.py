@@ -3,10 +3,10 @@
     python tools/format_speed.py mixtral-8x7b --load-format dummy --device cuda --expert-memory 25%
     python tools/format_speed.py qwen3-30b-a3b --load-format dummy --device cuda --expert-memory 8GiB,16GiB,24GiB
 
-Each format and budget has an engine of its own, which decodes the same prompt plainly, after a short one that does
-not count. The experts of a format are loaded for its first budget; they stay in host memory for the others, so only the
-first `load` says how long loading takes. `host` is the memory of all experts there, `GPU` the most that was taken and `plan`
-what was planned for. `gain` is the speed relative to the first format at the same memory. MB per token, hits and
+Each format and budget has an engine of its own, which decodes the same prompt plainly, after a short one that does not
+count. The experts of a format are loaded for its first budget; they stay in host memory for the others, so only the
+first `load` says how long loading takes. `host` is the memory of all experts there, `GPU` the most that was taken, and
+`plan` what was planned for. `gain` is the speed relative to the first format at the same memory. MB per token, hits and
 `link`, the share of the time in which the link is busy at the measured rate of pinned copies, are those of decoding,
 without the prompt. `text` says whether all tokens are those of the first format.
 """
@@ -24,6 +24,7 @@ from engines import EngineSequence
 
 from spmoe import SamplingParams
 from spmoe.backends.devices import link_bandwidth
+from spmoe.config import ONE_BY_ONE
 from spmoe.errors import SpmoeError
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
@@ -91,8 +92,8 @@ def measure(engines: EngineSequence, options: argparse.Namespace, memory: str, n
         dtype=options.dtype,
         load_format=options.load_format,
         expert_format=name,
-        enable_prefix_caching=False,
         progress=False,
+        **ONE_BY_ONE,
     ) as llm:
         load = time.perf_counter() - started
         ids = (llm.get_tokenizer()(PROMPT)["input_ids"] * options.prompt_len)[: options.prompt_len]

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from engines import EngineSequence
 
 from spmoe import LLM, SamplingParams
+from spmoe.config import ONE_BY_ONE
 from spmoe.errors import SpmoeError
 from spmoe.models.kv import KvState
 from spmoe.models.shipped import sample_text
@@ -97,8 +98,8 @@ def build(
         expert_format=options.expert_format,
         residency_check=check,
         prefetch="on-demand",
-        enable_prefix_caching=False,
         progress=False,
+        **ONE_BY_ONE,
     )
 
 
