@@ -682,10 +682,14 @@ def test_a_failed_launch_costs_one_sequence_its_drafts(
 ) -> None:
     """It fails once, at the end of the first sequence's prompt; its next step is shared."""
     with build(mixtral_pair) as llm:
+        generations = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:4]]
         drafter, failed = llm.engine.parts.drafter, list[int]()
         recover, recovered = Engine.recover, list[int]()
 
         def launch(sequence: TokenSequence, k: int, observers: Any) -> None:
+            if not failed:
+                for generation in generations[1:]:
+                    generation.start()
             if not failed or sequence.id == failed[0]:
                 failed.append(sequence.id)
                 raise RuntimeError("injected")
@@ -696,7 +700,7 @@ def test_a_failed_launch_costs_one_sequence_its_drafts(
 
         monkeypatch.setattr(drafter, "launch", launch)
         monkeypatch.setattr(Engine, "recover", noted)
-        outputs = run_together(llm, PROMPTS[:4])
+        outputs = [generation.run() for generation in generations]
         assert tokens_of(outputs) == expected[:4]
         assert [one.stats.counters.drafted > 0 for one in outputs] == [False, True, True, True]
         assert len(failed) == 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,29 @@ from spmoe.types import PROMPT_ROWS
 
 MAX_KERNEL_ROWS = 64  # rows that a grouped kernel takes at once
 INVARIANT_ROWS = 16  # up to which a row's result in a grouped kernel does not depend on the other rows
+
+_segments: ContextVar[Sequence[int]] = ContextVar("segments", default=())
+
+
+@contextmanager
+def segmented(rows: Sequence[int]) -> Iterator[None]:
+    """State that a forward inside has so many rows of each of several sequences, one after the other."""
+    token = _segments.set(rows)
+    try:
+        yield
+    finally:
+        _segments.reset(token)
+
+
+def row_segments(rows: int) -> list[int]:
+    """Return the rows of each sequence in an input of the forward that runs, if it has the rows of all of them.
+
+    Products of many rows round by their number. Computed segment by segment, they give each sequence the result that it
+    has alone.
+    """
+    return [*found] if sum(found := _segments.get()) == rows and len(found) > 1 else [rows]
+
+
 _MAX_KERNEL_PASSES = 8  # of MAX_KERNEL_ROWS rows each
 _PASS_BYTES = 200 * 10**6  # read at 1 TB/s in the 200 us that the host needs to launch one expert's products
 

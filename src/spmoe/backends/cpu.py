@@ -37,22 +37,10 @@ class CpuBackend:
     def run_experts(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, batches: Iterable[ExpertBatch]
     ) -> Tensor:
-        rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
-        contributions = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
+        total = ExpertSum(self, experts, hidden, index, weights)
         for batch in batches:
-            if (done := batch.computed) is not None:
-                rows, choice = done.rows.to(hidden.device), done.positions.to(hidden.device)
-                contributions[rank[rows, choice], rows] = done.values.to(hidden.device, contributions.dtype)
-                continue
-            for expert, tensors in zip(batch.experts, batch.weights, strict=True):
-                choice, rows = torch.where((index == expert).T)  # rows in eager's order, should a product depend on it
-                out = self.compute_expert(experts, tensors, hidden[rows])
-                out = out * weights[rows, choice, None]
-                contributions[rank[rows, choice], rows] = out.to(contributions.dtype)
-        total = torch.zeros_like(hidden)
-        for contribution in contributions:
-            total += contribution
-        return total
+            total.add(batch)
+        return total.finish()
 
     def compute_expert(self, experts: Any, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return one expert's feed-forward, given the fields of its slot."""  # x: [rows, hidden] -> [rows, hidden]
@@ -67,6 +55,44 @@ class CpuBackend:
             if self._format.is_packed:
                 tensors = self._format.dequantize(tensors)
         return run_expert(experts, tensors, x)
+
+
+class ExpertSum:
+    """Weighted sum of each row's routed experts, which arrive in any order and are added by expert number."""
+
+    def __init__(
+        self, arithmetic: CpuBackend, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> None:
+        # hidden: [rows, hidden], index and weights: [rows, top_k]
+        self._arithmetic = arithmetic
+        self._experts = experts
+        self._hidden = hidden
+        self._index = index
+        self._weights = weights
+        self._rank = index.argsort(dim=-1).argsort(dim=-1)  # [rows, top_k], place of each choice by expert number
+        self._contributions = hidden.new_zeros(index.shape[-1], *hidden.shape)  # [top_k, rows, hidden]
+
+    def add(self, batch: ExpertBatch) -> None:
+        """Compute the experts of a batch for the rows that are routed to them."""
+        if (done := batch.computed) is not None:
+            device = self._hidden.device
+            self._place(done.rows.to(device), done.positions.to(device), done.values.to(device))
+            return
+        for expert, tensors in zip(batch.experts, batch.weights, strict=True):
+            choice, rows = torch.where((self._index == expert).T)  # rows in eager's order: a product may depend on it
+            if len(rows):
+                out = self._arithmetic.compute_expert(self._experts, tensors, self._hidden[rows])
+                self._place(rows, choice, out * self._weights[rows, choice, None])
+
+    def finish(self) -> Tensor:
+        """Return the sum."""  # [rows, hidden]
+        total = torch.zeros_like(self._hidden)
+        for contribution in self._contributions:
+            total += contribution
+        return total
+
+    def _place(self, rows: Tensor, choice: Tensor, values: Tensor) -> None:
+        self._contributions[self._rank[rows, choice], rows] = values.to(self._contributions.dtype)
 
 
 def expert_shapes(experts: Any) -> dict[str, tuple[int, ...]]:

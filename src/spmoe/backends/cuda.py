@@ -22,8 +22,9 @@ from spmoe.backends.base import (
     kernel_gate,
     kernel_row_limit,
     routed_experts,
+    row_segments,
 )
-from spmoe.backends.cpu import CpuBackend, expert_shapes
+from spmoe.backends.cpu import CpuBackend, ExpertSum, expert_shapes
 from spmoe.backends.cpu_experts import CapturedCpuLayer, CpuExperts, CpuRows
 from spmoe.backends.cuda_memory import DeviceSlots, HostStore
 from spmoe.backends.cuda_runtime import CopyRange, CudaRuntime
@@ -303,6 +304,35 @@ def _no_cpu_rows() -> None:
     """Return nothing: there is no CPU path."""
 
 
+class GroupedSum:
+    """Weighted sum of the routed experts of one sequence's rows, by grouped kernels."""
+
+    def __init__(
+        self, table: Tensor, experts: SlotExperts, gate: Gate, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> None:
+        # table: [experts] int32, slots of the expert batch that runs; hidden: [rows, hidden], index: [rows, top_k]
+        self._table = table
+        self._experts = experts
+        self._gate = gate
+        self._out = torch.empty_like(hidden)
+        self._passes = []
+        for rows in torch.arange(len(hidden)).split(MAX_KERNEL_ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            buffer = ScratchBuffer(index.shape[1], experts.shape, hidden.device, len(rows))
+            self._passes.append((hidden[part], index[part], weights[part], buffer.scratch(len(rows)), self._out[part]))
+
+    def run(self) -> None:
+        """Launch the experts of a batch."""
+        for hidden, index, weights, scratch, _ in self._passes:
+            run_expert_batch(hidden, index, weights, self._table, self._experts, self._gate, scratch)
+
+    def finish(self) -> Tensor:
+        """Launch the sum of all pairs."""  # [rows, hidden]
+        for _, _, _, scratch, out in self._passes:
+            reduce_experts(scratch, out)
+        return self._out
+
+
 class CudaExperts:
     """Forward of one layer's experts. In a captured forward, the host's part runs between two graphs."""
 
@@ -321,6 +351,8 @@ class CudaExperts:
         kernels, (rows, top_k) = self._kernels, index.shape
         backend, recorder = self._backend, self._backend.recorder
         eager = recorder.phase is Phase.EAGER
+        if eager and rows > INVARIANT_ROWS and len(segments := row_segments(rows)) > 1 and not backend.all_resident:
+            return self._run_segments(kernels, experts, hidden, index, weights, segments)
         if kernels.grouped is None or rows > (kernels.row_limit if eager else MAX_KERNEL_ROWS):
             return self._run_plain(kernels, experts, hidden, index, weights)
         size = MAX_KERNEL_ROWS if eager else INVARIANT_ROWS  # captured rows are those of any sequences
@@ -375,6 +407,42 @@ class CudaExperts:
         for part, scratch in zip(passes, scratches, strict=True):
             reduce_experts(scratch, out[part])
         return out
+
+    def _run_segments(
+        self,
+        kernels: LayerKernels,
+        experts: nn.Module,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        segments: list[int],
+    ) -> Tensor:
+        """Run the rows of several sequences, each as it would run alone. Experts are moved once for all of them."""
+        backend = self._backend
+        sums: list[GroupedSum | ExpertSum] = []
+        for part in zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True):
+            if kernels.grouped is not None and len(part[0]) <= kernels.row_limit:
+                sums.append(GroupedSum(backend.batch_slots, *kernels.grouped, *part))
+            else:
+                arithmetic = backend.dense if backend.format.is_packed else backend.plain
+                sums.append(ExpertSum(arithmetic, experts, *part))
+        grouped = [one for one in sums if isinstance(one, GroupedSum)]
+        plain = [one for one in sums if isinstance(one, ExpertSum)]
+        needed, shares = self._wait_for_router(index)
+        with (
+            closing(self._access.use(self._layer, needed, shares=shares)) as batches,
+            backend.resync_on_failure(),
+        ):
+            for batch in batches:
+                if grouped:
+                    backend.post_batch(batch)
+                    backend.take_batch()
+                for one in grouped:
+                    one.run()
+                for other in plain:
+                    for dense in backend.dequantized([batch], kernels) if backend.format.is_packed else [batch]:
+                        other.add(dense)
+        return torch.cat([one.finish() for one in sums])
 
     def _run_plain(
         self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor

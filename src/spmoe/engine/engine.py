@@ -183,6 +183,11 @@ class Engine:
         """Give a sequence's KV caches place for its next step; return False if there is not enough."""
         return self.loop.reserve_kv(sequence)
 
+    def take_kv(self, sequence: Sequence) -> None:
+        """Give a sequence whose prompt is read next the target's KV cache."""
+        with self._guarded([sequence]):
+            self.loop.take_kv(sequence)
+
     def preempt(self, sequence: Sequence) -> None:
         """Free the place of a sequence's KV caches until `resume`."""
         with self._guarded([sequence]):

@@ -264,7 +264,7 @@ class EngineThread:
             self._stop(message)
         elif isinstance(message, _Call):
             message.run()
-        else:
+        elif message.advance():  # its first step, which takes no time: all that wait are known before one of them runs
             self._jobs.append(message)
         self._message = None
         return bool(self._jobs)

@@ -168,7 +168,7 @@ class Loop:
     def step(self, turns: abc.Sequence[Turn]) -> list[list[int]]:
         """Draft, predict, prefetch, verify, accept, account; return the new tokens of each sequence.
 
-        Several sequences may run together if `can_join` is true for each of them.
+        Several sequences may run together if `can_join` is true for each of them, or `can_read_together` for all.
         """
         self._experts.run_ahead.keep_only([turn.sequence.id for turn in turns])
         for turn in turns:
@@ -204,6 +204,14 @@ class Loop:
     def can_join(self, sequence: Sequence) -> bool:
         """Return whether a sequence's next step may run together with those of other sequences."""
         return self.target.batches and self.has_read(sequence)
+
+    def can_read_together(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """Return whether the prompts of these sequences, which are not read yet, can be read in one forward."""
+        return self.target.reads_together and not any(sequence.has_output for sequence in sequences)
+
+    def take_kv(self, sequence: Sequence) -> None:
+        """Give a sequence whose prompt is read next the target's KV cache."""
+        self._kv_of(sequence)
 
     def num_unread(self, sequence: Sequence) -> int:
         """Return the number of prompt tokens that a sequence's next turn reads; 0 once its prompt was read."""
@@ -505,10 +513,12 @@ class Loop:
         """Run the target over the tokens it has not read; return logits at the last token and each draft token."""
         if len(turns) == 1:
             return [self._verify_one(turns[0].sequence, drafts[0].tokens)]
-        parts = []
+        have_read, parts = self._have_read(turns), []
         for turn, draft in zip(turns, drafts, strict=True):
-            kv = self._target_kv[turn.sequence.id]
+            kv = self._kv_of(turn.sequence)
             parts.append(RaggedPart(turn.sequence.tokens[kv.length :] + draft.tokens, kv, len(draft.tokens) + 1))
+        if not have_read:
+            return self.target.read_batch(parts, self._target_observer())
         return self.target.run_batch(parts, self._step_observer(max(len(draft.tokens) for draft in drafts)))
 
     def _verify_one(self, sequence: Sequence, draft_tokens: list[int]) -> ForwardResult:

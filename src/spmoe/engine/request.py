@@ -78,6 +78,8 @@ class Request:
         self._raw_logprobs = sequence.logprobs
         self._speculation = sequence.speculation
         try:
+            self._scheduler.register(sequence, self._max_new_tokens)
+            yield None
             while self.finish_reason == INTERRUPTED and not self.stopped:
                 new = self._scheduler.next_tokens(sequence, self._max_new_tokens - len(self.token_ids))
                 if new is None:

@@ -3,7 +3,7 @@
 Requests advance in turns, on the engine's thread. The first one of a round runs a step of all sequences that can run
 together; the others find their tokens here when it is their turn. So sequences join and leave between two steps, and a
 request that ends, or is cancelled, has computed at most one step too many. Between two steps, at most one chunk of
-prompt tokens is read, in order of arrival.
+prompt tokens is read, in order of arrival. Short prompts that wait are read in one forward, which moves experts once.
 
 Sequences take KV memory as they grow. If it runs out, the youngest is preempted: its KV cache goes to host memory, and
 it resumes, with all of its tokens, as soon as there is place again.
@@ -20,11 +20,12 @@ from spmoe.errors import reason
 from spmoe.types import Sequence, Turn
 
 _MAX_FAILURES = 8  # in a row, of steps of several sequences; then sequences run in turns
+_SHARED_PREFIX = 32  # tokens from which on two prompts are read one after the other, and the later one reuses them
 
 
 @dataclass(slots=True)
-class _Running:
-    """A sequence that was admitted."""
+class _Entry:
+    """A sequence that waits or runs."""
 
     sequence: Sequence
     max_new_tokens: int  # of its next step
@@ -38,9 +39,9 @@ class Scheduler:
     def __init__(self, engine: Engine, max_num_seqs: int) -> None:
         self._engine = engine
         self._max_num_seqs = max_num_seqs
-        self._waiting: dict[int, Sequence] = {}  # by sequence id, in order of arrival
-        self._running: dict[int, _Running] = {}
-        self._preempted: dict[int, _Running] = {}
+        self._waiting: dict[int, _Entry] = {}  # by sequence id, in order of arrival
+        self._running: dict[int, _Entry] = {}
+        self._preempted: dict[int, _Entry] = {}
         self.preemptions = 0  # so far
         self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
         self._read = 0  # tokens of prompts since the last step of a sequence whose prompt was read
@@ -56,12 +57,16 @@ class Scheduler:
         """Number of sequences that wait until others end, preempted ones included."""
         return len(self._waiting) + len(self._preempted)
 
+    def register(self, sequence: Sequence, max_new_tokens: int) -> None:
+        """Let a sequence wait for its first step, which may add at most so many tokens."""
+        self._waiting[sequence.id] = _Entry(sequence, max_new_tokens)
+
     def next_tokens(self, sequence: Sequence, max_new_tokens: int) -> list[int] | None:
-        """Return the next tokens of a sequence, at most so many; None if it has to wait for its next turn.
+        """Return the next tokens of a registered sequence, at most so many; None if it has to wait for its next turn.
 
         An error concerns this sequence alone.
         """
-        entry = self._preempted.get(sequence.id) or self._admit(sequence, max_new_tokens)
+        entry = self._preempted.get(sequence.id) or self._running.get(sequence.id) or self._admit(sequence)
         if entry is None:
             return None
         if not entry.new and not (self._resume(entry) and self._step(entry)):
@@ -77,20 +82,23 @@ class Scheduler:
         if admitted is not None:
             self._engine.release(sequence)
 
-    def _admit(self, sequence: Sequence, max_new_tokens: int) -> _Running | None:
-        """Return a sequence's entry; None while it has to wait."""
-        if (entry := self._running.get(sequence.id)) is not None:
-            return entry
-        self._waiting.setdefault(sequence.id, sequence)
-        if self._preempted or self.running >= self._max_num_seqs:
+    def _admit(self, sequence: Sequence) -> _Entry | None:
+        """Let a sequence that waits run; return None while it has to wait."""
+        if not self._has_free_place:
             return None
         if not (self._may_read(sequence, self._engine.loop.num_unread(sequence)) and self._is_next(sequence)):
             return None
         self._overtakes = 0 if sequence.id == next(iter(self._waiting)) else self._overtakes + 1
-        del self._waiting[sequence.id]
+        return self._start(sequence)
+
+    @property
+    def _has_free_place(self) -> bool:
+        return not self._preempted and self.running < self._max_num_seqs
+
+    def _start(self, sequence: Sequence) -> _Entry:
         if self._running:
             self._engine.note_batching()
-        entry = self._running[sequence.id] = _Running(sequence, max_new_tokens)
+        entry = self._running[sequence.id] = self._waiting.pop(sequence.id)
         return entry
 
     def _is_next(self, sequence: Sequence) -> bool:
@@ -101,11 +109,11 @@ class Scheduler:
         """
         candidates = 1 if self._overtakes >= self._max_num_seqs else self._max_num_seqs  # few: each has its turn often
         for one in islice(self._waiting.values(), candidates):
-            if not self._running or self._engine.reserve_kv(one):
-                return one is sequence
+            if not self._running or self._engine.reserve_kv(one.sequence):
+                return one.sequence is sequence
         return False
 
-    def _resume(self, entry: _Running) -> bool:
+    def _resume(self, entry: _Entry) -> bool:
         """Let a preempted sequence run again if there is place; return whether it runs. The oldest one goes first."""
         number = entry.sequence.id
         if number in self._running:
@@ -116,7 +124,7 @@ class Scheduler:
         self._running[number] = self._preempted.pop(number)
         return True
 
-    def _make_place(self, entry: _Running) -> bool:
+    def _make_place(self, entry: _Entry) -> bool:
         """Give a sequence KV memory for its next step; preempt the youngest ones for it. Return whether it runs."""
         while entry.sequence.id in self._running and not self._engine.reserve_kv(entry.sequence):
             if self.running == 1:
@@ -127,11 +135,12 @@ class Scheduler:
             self.preemptions += 1
         return entry.sequence.id in self._running
 
-    def _step(self, entry: _Running) -> bool:
+    def _step(self, entry: _Entry) -> bool:
         """Run a step of a sequence and of all others that can join; return False if it has no new tokens yet."""
         engine, sequence = self._engine, entry.sequence
         if not self._make_place(entry):
             return False
+        unread = 0
         if self._max_num_seqs > 1:
             # between the chunks of a prompt others run and join, and requests can be cancelled
             if (unread := engine.loop.num_unread(sequence)) and not self._may_read(sequence, unread):
@@ -139,7 +148,8 @@ class Scheduler:
             self._read = self._read + unread if unread else 0
             if unread and engine.read_prompt(sequence):
                 return False
-        companions = [*islice(self._companions(entry), engine.target.max_batch_rows - 1)]
+        others = self._readers(entry, unread) if unread else self._companions(entry)
+        companions = [*islice(others, engine.target.max_batch_rows - 1)]
         batch = [one for one in (entry, *companions) if self._make_place(one)]
         batch = [one for one in batch if one.sequence.id in self._running]  # not preempted for a later one
         if entry not in batch:
@@ -149,7 +159,7 @@ class Scheduler:
             lengths = [len(one.sequence.tokens) for one in batch]
             try:
                 self._run(batch)
-                self._failures = 0
+                self._failures = self._failures if unread else 0
                 return True
             except Exception as error:  # of one sequence, or of all: each one tries alone, and fails alone
                 engine.undo_step([one.sequence for one in batch], lengths)
@@ -180,7 +190,34 @@ class Scheduler:
             return True
         return not any(loop.has_read(one.sequence) for one in self._running.values())
 
-    def _companions(self, entry: _Running) -> Iterator[_Running]:
+    def _readers(self, entry: _Entry, unread: int) -> Iterator[_Entry]:
+        """Admit and yield the next sequences that wait, as long as their prompts can be read together with this one.
+
+        Prompts that share a prefix are read one after the other, so that the later one need not read it.
+        """
+        loop, found = self._engine.loop, [entry.sequence]
+        if self._waiting and self._has_free_place and not entry.alone:
+            self._engine.take_kv(entry.sequence)  # so that place is counted for one after the other
+        while self._waiting and self._has_free_place and not entry.alone:
+            one = next(iter(self._waiting.values())).sequence
+            count = loop.num_unread(one)
+            if unread + count > loop.prefill_chunk or not loop.can_read_together([*found, one]):
+                return
+            if self._engine.config.enable_prefix_caching and any(_share_prefix(one, other) for other in found):
+                return
+            if not self._engine.reserve_kv(one):
+                return
+            try:
+                self._engine.take_kv(one)
+            except Exception:  # it concerns that sequence alone, which meets it in its own turn
+                return
+            unread += count
+            self._read += count
+            self._overtakes = 0
+            found.append(one)
+            yield self._start(one)
+
+    def _companions(self, entry: _Entry) -> Iterator[_Entry]:
         """Yield the sequences that can run together with this one."""
         can_join = self._engine.loop.can_join
         if entry.alone or not can_join(entry.sequence):
@@ -189,9 +226,13 @@ class Scheduler:
             if other is not entry and not other.new and not other.alone and can_join(other.sequence):
                 yield other
 
-    def _run(self, batch: list[_Running]) -> None:
+    def _run(self, batch: list[_Entry]) -> None:
         others_join = self.waiting > 0 and self.running < self._max_num_seqs
         repeats = len(batch) == len(self._running) and not others_join  # else others run, or are read, before the next
         turns = [Turn(one.sequence, one.max_new_tokens, repeats) for one in batch]
         for one, new in zip(batch, self._engine.step(turns), strict=True):
             one.new = new
+
+
+def _share_prefix(sequence: Sequence, other: Sequence) -> bool:
+    return sequence.tokens[:_SHARED_PREFIX] == other.tokens[:_SHARED_PREFIX]

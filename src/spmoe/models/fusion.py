@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
-from spmoe.backends.base import kernel_activation
+from spmoe.backends.base import kernel_activation, row_segments
 from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
 
@@ -85,7 +86,10 @@ def _fused_projections(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]
                 return []
     except Exception:  # the kernel does not run on this device
         return []
-    return [(layer, _with_fallback(layer, _MAX_ROWS, group.forward_of(number))) for number, layer in enumerate(layers)]
+    return [
+        (layer, _with_fallback(layer, _MAX_ROWS, group.forward_of(number), segment=partial(group.single, number)))
+        for number, layer in enumerate(layers)
+    ]
 
 
 def _is_plain(weight: Any) -> bool:
@@ -252,21 +256,41 @@ def _close(found: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
 
 
 def _with_fallback(
-    module: Any, max_rows: float, fused: Forward, weight_of: Callable[[], Tensor] | None = None, flat: bool = False
+    module: Any,
+    max_rows: float,
+    fused: Forward,
+    weight_of: Callable[[], Tensor] | None = None,
+    flat: bool = False,
+    segment: Forward | None = None,
 ) -> Callable[..., Any]:
     """Return a forward that uses the kernel for plain tensors of few rows, else the module's own forward.
 
-    The kernel was verified only for inputs of the weight's dtype and device; `flat` requires [rows, k].
+    The kernel was verified only for inputs of the weight's dtype and device; `flat` requires [rows, k]. Many rows of
+    several sequences are computed one sequence after the other, with `segment` in place of `fused`.
     """
     own, weight_of = module.forward, weight_of or (lambda: cast(Tensor, module.weight))
 
+    def few(x: Tensor, kernel: Forward) -> Any:
+        weight = weight_of()
+        same_kind = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
+        few_rows = 0 < x.numel() <= max_rows * x.shape[-1] and (x.ndim == 2 or not flat)
+        return kernel(x) if same_kind and few_rows and not is_functorch_wrapped_tensor(x) else own(x)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-            (x,), weight = args, weight_of()
-            same_kind = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1] == weight.shape[-1]
-            few_rows = 0 < x.numel() <= max_rows * x.shape[-1] and (x.ndim == 2 or not flat)
-            if same_kind and few_rows and not is_functorch_wrapped_tensor(x):
-                return fused(x)
-        return own(*args, **kwargs)
+        if len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
+            return own(*args, **kwargs)
+        (x,) = args
+        if x.numel() > max_rows * x.shape[-1] and x.ndim > 1:
+            rows = row_segments(x.numel() // x.shape[-1])
+            if len(rows) > 1 and x.shape[-2] == sum(rows):
+                return _joined([few(part, segment or fused) for part in torch.split(x, rows, dim=-2)])
+        return few(x, fused)
 
     return forward
+
+
+def _joined(results: list[Any]) -> Any:
+    """Join the results of a module for the rows of several sequences: tensors, or tuples of tensors."""
+    if isinstance(results[0], tuple):
+        return tuple(_joined(list(parts)) for parts in zip(*results, strict=True))
+    return torch.cat(results, dim=-2)

@@ -86,6 +86,14 @@ class ModelRunner:
         return self._graphs is not None
 
     @property
+    def reads_together(self) -> bool:
+        """Whether `read_batch` works, such that no sequence's text depends on the others.
+
+        Products with cached keys of all sequences, joined, would round by the number of rows.
+        """
+        return self.batches and not self._joins_kv and self.inspection.resumes
+
+    @property
     def max_batch_rows(self) -> int:
         """Most rows of several sequences in one forward, such that no sequence's text depends on the others.
 
@@ -194,6 +202,10 @@ class ModelRunner:
         """Append tokens to several sequences in one forward; requires `batches`. Captured if it has few rows."""
         if (graphs := self._usable_batch_graphs(parts)) is not None:
             return list[ForwardResult](graphs.forward_batch(parts, observer))
+        return self._run_ragged(parts, observer)
+
+    def read_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> list[ForwardResult]:
+        """Append the prompts of several sequences in one forward; requires `reads_together`. It is never captured."""
         return self._run_ragged(parts, observer)
 
     def launch_batch(self, parts: Sequence[RaggedPart], observer: LayerObserver | None) -> None:

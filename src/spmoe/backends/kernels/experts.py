@@ -162,14 +162,16 @@ class ExpertScratch:
 
 
 class ScratchBuffer:
-    """Fixed allocation that holds one `ExpertScratch` of up to 64 rows; its address never changes."""
+    """Fixed allocation that holds one `ExpertScratch` of up to so many rows; its address never changes."""
 
-    def __init__(self, top_k: int, shape: ExpertShape, device: torch.device | str) -> None:
+    def __init__(
+        self, top_k: int, shape: ExpertShape, device: torch.device | str, max_rows: int = MAX_KERNEL_ROWS
+    ) -> None:
         self._top_k = top_k
         self._shape = shape
-        limits = (INVARIANT_ROWS, MAX_KERNEL_ROWS)  # tiles, and so splits, are equal for all rows up to each of these
+        limits = (min(INVARIANT_ROWS, max_rows), max_rows)  # tiles, and so splits, are equal up to the first, and above
         sums = max(rows * select_expert_tiles(rows, shape, top_k).splits for rows in limits)
-        self._up = torch.empty(MAX_KERNEL_ROWS * top_k * shape.ffn, dtype=shape.dtype, device=device)
+        self._up = torch.empty(max_rows * top_k * shape.ffn, dtype=shape.dtype, device=device)
         self._partial_sums = torch.empty(sums * top_k * shape.hidden, dtype=torch.float32, device=device)
 
     @property
