@@ -132,7 +132,7 @@ def run_assembly(text: str, **registers: int) -> list[int]:
         return registers[operand] if operand in registers else int(operand, 0)
 
     for line in re.sub(r"^{|}$|\.reg[^;]*;", "", text.strip()).split(";"):
-        if not line.strip() or line.lstrip().startswith(("@", "setp")):
+        if not line.strip() or line.lstrip().startswith(("@", "setp", "mad.wide")):  # of raw groups
             continue
         name, operands = line.split(maxsplit=1)
         target, *sources = (operand.strip() for operand in operands.split(","))

@@ -229,7 +229,7 @@ def _bf16_packed_assembly() -> str:
             f"prmt.b32 t, {low}, 0, {two_bytes}; and.b32 v, {code}, {mask}; mad.lo.s32 v, v, {factor}, $7;",
             f"lop3.b32 ${number}, t, 0x807F807F, v, 0xEA;",
         ]
-    lines.append("@raw mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
+    lines.append("mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
     return " ".join(lines)
 
 
