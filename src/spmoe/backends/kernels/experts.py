@@ -94,7 +94,7 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
         raise ValueError(f"expected 1 to {MAX_KERNEL_ROWS} rows, got {rows}")
     hidden, ffn, kind, dtype = shape
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
-        up, down = (32, 32, 4, 3), (32, 32, 4, 3)
+        up = down = (32, 64 if kind in FOUR_BITS else 32, 4, 3)
     elif rows > 16:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
         up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
     elif kind in FOUR_BITS:
@@ -114,7 +114,7 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
             up, down = (16, up_k, 2, 3), (32, down_k, 2, 3)
         else:
             up, down = (32, up_k, 4, 4), (32, down_k, 4, 4)
-    elif kind == "dense" or dtype.itemsize > 2:
+    elif kind == "dense" or (dtype.itemsize > 2 and kind not in FOUR_BITS):
         up_k, down_k = _fit_block(up[1], hidden), _fit_block(down[1], ffn)
     else:
         up_k, down_k = _cover_block(up[1], hidden, 1), _cover_block(down[1], ffn, splits)
@@ -144,9 +144,10 @@ def _fit_block(block: int, size: int) -> int:
 def _cover_block(block: int, size: int, splits: int) -> int:
     """Shrink a block to the size, and halve it down to 64 until the last one of each split is nearly full.
 
-    Packed weights need long rows of a tile: a masked last block costs less than blocks that divide the size.
+    Packed weights need long rows of a tile: a masked last block costs less than blocks that divide the size. Four
+    products of 4-bit weights need 16 inputs each.
     """
-    block = min(block, max(32, triton.next_power_of_2(size)))
+    block = min(block, max(64, triton.next_power_of_2(size)))
     while block > 64 and triton.cdiv(size, block * splits) * block * splits > 1.1 * size:
         block //= 2
     return block
