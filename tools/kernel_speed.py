@@ -5,7 +5,9 @@
 
 Prints, per model and format, microseconds per layer, bytes of the active experts per second, and the share of the
 device's bandwidth, which a large copy measures. Every layer has experts of its own, so that caches hold none of them.
-With --sweep, other tiles are tried too, and the fastest ones are printed.
+With --sweep, other tiles are tried too, and the fastest ones are printed: up to 24 variants, which take about a second
+each to compile, per model, format and number of rows. Tiles of packed weights keep results independent of the batch:
+two warps at most, or for `bf16-packed` any number.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from spmoe.backends.devices import memory_bandwidth
 from spmoe.backends.kernels.experts import (
     ExpertScratch,
     ExpertTile,
+    ExpertTiles,
     ScratchBuffer,
     SlotExperts,
     reduce_experts,
@@ -39,11 +42,28 @@ TRIES = 5
 FORMATS = (
     "bfloat16,bf16-packed,fp8-block128,fp8-channel,int8-channel,int8-g128,int4-g128,int4-g32,int4-asym-g128,mxfp4,nvfp4"
 )
-TILES = [  # outputs, inputs, warps, stages
-    (block_n, block_k, warps, stages)
-    for block_n, warps in ((16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
-    for block_k, stages in ((128, 3), (128, 4), (128, 6), (256, 3), (256, 4), (512, 3))
-]
+TILES = {  # rows of the matrix (`gate_up` has two for an output), inputs, warps, stages, and a limit of registers
+    "dense": [
+        (rows, inputs, warps, stages)
+        for rows, warps in ((32, 4), (64, 4), (128, 8))
+        for inputs, stages in ((128, 3), (128, 6), (256, 3))
+    ],
+    "bf16-packed": [
+        (rows, 128, warps, stages)
+        for rows, warps in ((32, 1), (32, 2), (64, 2), (64, 4))
+        for stages in ((2, 3, 4) if warps == 2 else (3,))
+    ],
+    "quantized": [
+        (32, 256, 2, 3), (32, 256, 2, 4), (32, 256, 1, 3), (64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 3),
+        (64, 256, 2, 3, 128), (64, 256, 2, 3, 144), (64, 256, 2, 4, 168), (128, 128, 2, 4),
+    ],
+}  # fmt: skip
+SPLITS = (
+    1,
+    2,
+    4,
+    8,
+)  # of the inputs of `down`; sums of `bf16-packed` have the order of bfloat16, so it keeps its splits
 
 
 class Model(NamedTuple):
@@ -135,29 +155,32 @@ def replay_seconds(run: Callable[[], None]) -> float:
     return min(times)
 
 
-def fits(name: str, tile: tuple[int, int, int, int]) -> bool:
-    """Return whether a tile can be used for a format."""
-    return name != "bf16-packed" or tile[1] == 128
-
-
 def sweep(layers: Layers, name: str) -> list[str]:
-    """Try other tiles, of one kernel at a time, and return a line for each of the fastest."""
-    lines = []
-    for kernel in ("up", "down"):
-        found = []
-        for tile in TILES:
-            if not fits(name, tile):
-                continue
-            tiles = replace(layers.scratch.tiles, **{kernel: ExpertTile(*tile)})
-            try:
-                found.append((layers.seconds(replace(layers.scratch, tiles=tiles)), tile))
-            except Exception as error:  # too large for the device
-                print(f"    {kernel} {tile}: {type(error).__name__}", file=sys.stderr)
-                torch.cuda.synchronize()
-        found.sort()
-        best = ", ".join(f"{tile} {seconds * 1e6:.1f}" for seconds, tile in found[:4])
-        lines.append(f"    {kernel}: {best} us")
+    """Try other tiles, of one kernel at a time, then other splits; return a line for each with the fastest."""
+    scratch, lines = layers.scratch, []
+    kind = "dense" if name in ("bfloat16", "float16") else name if name == "bf16-packed" else "quantized"
+    for kernel, rows in (("up", 2), ("down", 1)):
+        tiles = [ExpertTile(tile[0] // rows, *tile[1:]) for tile in TILES[kind]]
+        variants = [(str(tuple(tile)), replace(scratch.tiles, **{kernel: tile})) for tile in tiles]
+        lines.append(f"    {kernel}: {fastest(layers, variants)} us")
+    if kind == "quantized":
+        variants = [(f"x{splits}", replace(scratch.tiles, splits=splits)) for splits in SPLITS]
+        lines.append(f"    splits: {fastest(layers, variants)} us")
     return lines
+
+
+def fastest(layers: Layers, variants: list[tuple[str, ExpertTiles]]) -> str:
+    """Run a layer with each of these tiles and return the names and times of the fastest."""
+    found, sums = [], layers.scratch.partial_sums
+    for variant, tiles in variants:
+        partial_sums = sums.new_empty(tiles.splits, *sums.shape[1:])
+        try:
+            seconds = layers.seconds(replace(layers.scratch, tiles=tiles, partial_sums=partial_sums))
+            found.append((seconds, variant))
+        except Exception as error:  # too large for the device
+            print(f"    {variant}: {type(error).__name__}", file=sys.stderr)
+            torch.cuda.synchronize()
+    return ", ".join(f"{variant} {seconds * 1e6:.1f}" for seconds, variant in sorted(found)[:5])
 
 
 def main() -> None:

@@ -323,8 +323,8 @@ def test_biases_and_clamped_gates(gate: str, name: str) -> None:
 
 
 def test_bias_is_added_once_however_inputs_are_split() -> None:
-    tiles = ExpertTiles(ExpertTile(32, 32, 2, 2), ExpertTile(16, 32, 4, 3), 3)
-    layer = Layer(torch.float32, 3, 2, 4, 48, 96, "mxfp4", bias=True)
+    tiles = ExpertTiles(ExpertTile(32, 64, 2, 2), ExpertTile(16, 64, 4, 3), 3)
+    layer = Layer(torch.float32, 3, 2, 4, 48, 192, "mxfp4", bias=True)
     scratch = layer.scratch(tiles)
     layer.run(scratch)
     assert close(layer.out(scratch), layer.reference(), torch.float32)
@@ -333,8 +333,8 @@ def test_bias_is_added_once_however_inputs_are_split() -> None:
 @pytest.mark.parametrize("name", ["int4-asym-g32", "int8-g32", "mxfp4"])
 def test_scales_after_the_last_group_are_not_read(name: str) -> None:
     """The last tile of a split may lie wholly after the inputs; whatever follows the scales must not become NaN."""
-    tiles = ExpertTiles(ExpertTile(32, 32, 2, 2), ExpertTile(16, 32, 4, 3), 3)
-    layer = Layer(torch.float16, 2, 2, 3, 48, 160, name)  # splits of 64 inputs: the last tile starts at 160
+    tiles = ExpertTiles(ExpertTile(32, 64, 2, 2), ExpertTile(16, 64, 4, 3), 3)
+    layer = Layer(torch.float16, 2, 2, 3, 48, 320, name)  # splits of 128 inputs: the last tile starts at 320
     used = torch.zeros(layer.slots.shape[1], dtype=torch.bool)
     for field in layer.format.layout(layer.shapes).fields:
         used[field.offset : field.offset + field.nbytes] = True
@@ -342,6 +342,31 @@ def test_scales_after_the_last_group_are_not_read(name: str) -> None:
     scratch = layer.scratch(tiles)
     layer.run(scratch)
     assert close(layer.out(scratch), layer.reference(), torch.float16)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_large_scales_change_the_instructions_and_no_result(name: str, dtype: torch.dtype) -> None:
+    """One large scale, of zeros, makes the kernels compute tiles of other outputs again, without a folded factor."""
+    layer = Layer(dtype, 3, 2, 4, 512, 1024, name)
+    layout = layer.format.layout(layer.shapes)
+    expected = None
+    for large in (False, True):
+        for slot in layer.slots:
+            for matrix in ("gate_up_proj", "down_proj"):
+                parts = layer.format.parts(layout.views(slot), matrix)
+                parts["codes"][:8] = 0
+                if large and name == "mxfp4":
+                    parts["scale"][:8] = 254
+                elif large:
+                    parts["global_scale"][:8] = 2.0**100
+        scratch = layer.scratch()
+        layer.run(scratch)
+        out = layer.out(scratch)
+        assert bool(out.isfinite().all())
+        expected = out if expected is None else expected
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("name", ["int4-g64", "mxfp4", "fp8-channel", "bf16-packed"])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from kernel_helpers import DEVICE, FLOATS, KERNEL_MARKS, dtypes, needs_cuda, prepare_kernel_test
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -132,9 +134,13 @@ def run_assembly(text: str, **registers: int) -> list[int]:
         return registers[operand] if operand in registers else int(operand, 0)
 
     for line in re.sub(r"^{|}$|\.reg[^;]*;", "", text.strip()).split(";"):
-        if not line.strip() or line.lstrip().startswith(("@", "setp")):
+        if not line.strip() or line.lstrip().startswith(("@", "setp", "mad.wide")):  # of raw groups
             continue
         name, operands = line.split(maxsplit=1)
+        if name == "mov.b64":  # {low, high} of a register of 64 bits
+            low, high, source = re.findall(r"[$\w]+", operands)
+            registers[low], registers[high] = value(source) & 0xFFFFFFFF, value(source) >> 32
+            continue
         target, *sources = (operand.strip() for operand in operands.split(","))
         a, *rest = (value(source) for source in sources)
         if name == "prmt.b32":
@@ -199,8 +205,53 @@ def test_assembly_decodes_every_nibble(kind: str, dtype: torch.dtype) -> None:
     for first in range(256):
         data = [first, (first * 7 + 3) % 256, 255 - first, (first + 128) % 256]
         outs = run_assembly(text, r4=int.from_bytes(bytes(data), "little"))
-        expected = [values[byte & 15] for byte in data] + [values[byte >> 4] for byte in data]
+        words = data[0] | data[1] << 8, data[2] | data[3] << 8
+        expected = [values[word >> 4 * place & 15] for place in range(4) for word in words]
         assert (halves(outs, dtype).double() * unit - offset).tolist() == expected
+
+
+def test_assembly_separates_four_inputs() -> None:
+    outs = run_assembly(packed._UNZIP_QUADS.value, r4=0x0003000200010000, r5=0x0007000600050004)
+    assert outs == [0x00040000, 0x00050001, 0x00060002, 0x00070003]
+
+
+def test_assembly_widens_two_numbers() -> None:
+    numbers = torch.tensor([-3.0, 2.0**-127]).bfloat16()
+    outs = run_assembly(packed._WIDEN.value, r2=word_of(numbers))[:2]
+    words = torch.tensor([word - (word >> 31 << 32) for word in outs], dtype=torch.int32)
+    assert torch.equal(words.view(torch.float32), numbers.float())
+
+
+@triton.jit
+def _decode_kernel(codes, zeros, out, KIND: tl.constexpr, DTYPE: tl.constexpr) -> None:
+    i = tl.arange(0, 256)
+    scale = packed._decode_scale(tl.load(codes + i)[:, None], zeros, i, KIND, True, DTYPE, False, False)
+    tl.store(out + i[:, None], scale.to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_scales_with_a_factor_multiply_every_code_exactly(kind: str, dtype: torch.dtype) -> None:
+    """All scales that the kernels' first try is for; larger ones make it compute the tile again without a factor."""
+    short, factor = ("BFLOAT16", 2.0**126) if dtype == torch.bfloat16 else ("FLOAT16", 2.0**14)
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
+    limits = torch.full((256,), 2.0**-8 * (1 - 2.0**-24), device=DEVICE)
+    found, narrow = torch.empty(256, device=DEVICE), tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    _decode_kernel[(1,)](codes, limits, found, KIND=kind, DTYPE=narrow)
+    if kind == "mxfp4":
+        exact = 2.0 ** (torch.arange(128).double() - 127)
+    else:
+        exact = (codes.view(torch.float8_e4m3fn).float() * limits).cpu().double()
+        exact = torch.where(exact.isnan(), 0.0, exact)
+        found = torch.where(found.isnan(), 0.0, found)
+    scale = found.cpu().double()[: len(exact)]
+    assert torch.equal(scale, exact * factor), "finite, and exact"
+    outs = run_assembly(getattr(packed, f"_E2M1_{short}").value, r4=0xFBEA_7362)
+    fields, values = halves(outs, dtype).double(), [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
+    for place, (low, high) in enumerate(((0x2, 0xA), (0x6, 0xE), (0x3, 0xB), (0x7, 0xF))):
+        for half, code in enumerate((low, high)):
+            product = (fields[2 * place + half] * scale).float().to(dtype)
+            assert torch.equal(product, (values[code] * exact).float().to(dtype))
 
 
 @needs_cuda
@@ -213,8 +264,16 @@ def test_dequantized_weights_of_real_sizes(name: str, dtype: torch.dtype) -> Non
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_groups_that_are_no_power_of_two_have_no_kernel() -> None:
-    experts, shapes = ExpertFormat(Int8(24), torch.float32), {"gate_up_proj": (8, 96), "down_proj": (48, 72)}
+@pytest.mark.parametrize(
+    ("format", "shapes"),
+    [
+        (Int8(24), {"gate_up_proj": (8, 96), "down_proj": (48, 72)}),  # groups that are no power of two
+        (Int4(32, False), {"gate_up_proj": (8, 18), "down_proj": (18, 22)}),  # rows that are no multiple of four
+    ],
+    ids=["groups", "rows"],
+)
+def test_matrices_of_odd_sizes_have_no_kernel(format: WeightFormat, shapes: dict[str, tuple[int, int]]) -> None:
+    experts = ExpertFormat(format, torch.float32)
     slots = make_slots(experts, shapes)
     assert all(slot_matrix(slots, experts, shapes, name) is None for name in shapes)
     assert slot_experts(slot_matrices(slots, experts, shapes), shapes) is None

@@ -79,6 +79,8 @@ def slot_matrix(slots: Tensor, format: ExpertFormat, shapes: Shapes, name: str) 
     group = 0 if weights.group >= matrix.ins else weights.group
     if params.transposed or weights.kind not in _PARTS or (group and (group < _MIN_GROUP or group & (group - 1))):
         return None
+    if weights.kind in FOUR_BITS and matrix.ins % 4:
+        return None
     offsets, dtypes = dict(matrix.offsets), _part_dtypes(weights)
     parts = [_part(slots, offsets[part], dtypes[part]) for part in _PARTS[weights.kind] if part in offsets]
     if weights.kind == "bf16-packed":
@@ -125,8 +127,7 @@ def _part_dtypes(weights: KernelWeights) -> dict[str, torch.dtype]:
         return dict.fromkeys(_PARTS["bf16-packed"], torch.int32)
     weight = {"fp8": torch.uint8, "int8": torch.int8}.get(weights.kind) or torch_dtype(weights.weight_dtype or "uint8")
     scale = torch.uint8 if weights.kind == "nvfp4" else torch_dtype(weights.scale_dtype or "uint8")
-    codes = {"codes": torch.uint8, "zero": torch.uint8}
-    return {**codes, "weight": weight, "scale": scale, "global_scale": torch.float32}
+    return {"codes": torch.int16, "zero": torch.uint8, "weight": weight, "scale": scale, "global_scale": torch.float32}
 
 
 @cache
@@ -177,27 +178,25 @@ def _e8m0(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(codes, KIND: tl.constexpr):
-    """Return the values of the low and of the high nibbles in float32: from 0 to 15, or e2m1."""
-    bits = codes.to(tl.int32) & 0xFF
+def _nibble(codes, PLACE: tl.constexpr, KIND: tl.constexpr):
+    """Return the values of one nibble of each 16-bit word in float32: from 0 to 15, or e2m1."""
+    bits = codes.to(tl.int32) >> 4 * PLACE
     if KIND == "int4":
-        low = ((bits & 0x0F) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        high = ((bits & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True) * 0.0625 - 524288.0
+        value = (bits & 0x0F).to(tl.float32)
     else:  # sign, exponent and mantissa move to their places in a float32, whose bias is 126 larger
-        low = (((bits << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-        high = (((bits << 24) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return low, high
+        value = (((bits << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    return value
+
+
+# Assembly for 4-bit codes gets two 16-bit words in one register ($4), and writes nibble i of both to $i. So codes need
+# no byte permutation: they are in the right halves already.
 
 
 def _int4_assembly(magic: str) -> str:
-    """Return code that writes the nibbles of four bytes ($4) to the mantissas of 16-bit numbers: low ones to $0, $1."""
-    lines = ["{ .reg .b32 t, u;"]
-    for number, two_bytes in enumerate(("0x4140", "0x4342")):  # bytes become the lower bytes of halves
-        lines += [
-            f"prmt.b32 t, $4, 0, {two_bytes}; shr.u32 u, t, 4;",
-            f"lop3.b32 ${number}, t, 0x000F000F, {magic}, 0xEA; lop3.b32 ${number + 2}, u, 0x000F000F, {magic}, 0xEA;",
-        ]  # 0xEA: (a & b) | c
-    return " ".join([*lines, "}"])
+    """Return code that writes the nibbles to the mantissas of 16-bit numbers."""
+    lines = [f"lop3.b32 $0, $4, 0x000F000F, {magic}, 0xEA;"]  # 0xEA: (a & b) | c
+    lines += [f"shr.u32 t, $4, {4 * i}; lop3.b32 ${i}, t, 0x000F000F, {magic}, 0xEA;" for i in range(1, 4)]
+    return " ".join(["{ .reg .b32 t;", *lines, "}"])
 
 
 def _int8_assembly() -> str:
@@ -229,36 +228,35 @@ def _bf16_packed_assembly() -> str:
             f"prmt.b32 t, {low}, 0, {two_bytes}; and.b32 v, {code}, {mask}; mad.lo.s32 v, v, {factor}, $7;",
             f"lop3.b32 ${number}, t, 0x807F807F, v, 0xEA;",
         ]
-    lines.append("@raw mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
+    lines.append("mad.wide.u32 place, $4, 16, $8; @raw ld.global.v4.b32 {$0, $1, $2, $3}, [place]; }")
     return " ".join(lines)
 
 
 def _e2m1_bfloat16_assembly() -> str:
-    """Return code that moves the e2m1 nibbles of four bytes ($4) to the fields of bfloat16 numbers: low ones to $0, $1.
+    """Return code that moves e2m1 nibbles to the fields of bfloat16 numbers: sign to bit 15, the others to bits 6 to 8.
 
     A product writes a nibble to two places, from which a mask takes the sign, and exponent and mantissa. Products and
-    masks run beside each other on different units.
+    masks run beside each other on different units. The sign of nibble 3 is in its place.
     """
-    lines = ["{ .reg .b32 t, u;"]
-    for number, two_bytes in enumerate(("0x4140", "0x4342")):  # bytes become the lower bytes of halves
-        lines.append(f"prmt.b32 t, $4, 0, {two_bytes};")
-        for place, mask, factor in ((number, "0x000F000F", 64 + 4096), (number + 2, "0x00F000F0", 4 + 256)):
-            lines.append(f"and.b32 u, t, {mask}; mul.lo.s32 u, u, {factor}; and.b32 ${place}, u, 0x81C081C0;")
-    return " ".join([*lines, "}"])
+    lines = ["{ .reg .b32 t, u; shr.u32 u, $4, 6;"]
+    sources = (("$4", "0x000F000F", 64 + 4096), ("$4", "0x00F000F0", 4 + 256), ("u", "0x003C003C", 16 + 1024))
+    for number, (source, mask, factor) in enumerate(sources):
+        lines.append(f"and.b32 t, {source}, {mask}; mul.lo.s32 t, t, {factor}; and.b32 ${number}, t, 0x81C081C0;")
+    return " ".join([*lines, "and.b32 t, u, 0x01C001C0; lop3.b32 $3, $4, 0x80008000, t, 0xEA; }"])
 
 
 def _e2m1_float16_assembly() -> str:
-    """Return code that does the same for float16 numbers."""
-    lines = ["{ .reg .b32 t, u, v;"]
-    for number, two_bytes in enumerate(("0x1404", "0x3424")):  # bytes become the higher bytes of halves
+    """Return code that moves e2m1 nibbles to the fields of float16 numbers: sign to bit 15, the others to bits 9 to 11.
+
+    These are so near that the two places of a product would overlap. The sign of nibble 3 is in its place.
+    """
+    lines = ["{ .reg .b32 t, u;"]
+    for number in range(3):
         lines += [
-            f"prmt.b32 t, $4, 0, {two_bytes};",
-            "shl.b32 u, t, 4; and.b32 u, u, 0x80008000; shl.b32 v, t, 1;",
-            f"lop3.b32 ${number}, v, 0x0E000E00, u, 0xEA;",
-            "and.b32 u, t, 0x80008000; shr.u32 v, t, 3;",
-            f"lop3.b32 ${number + 2}, v, 0x0E000E00, u, 0xEA;",
+            f"shl.b32 t, $4, {9 - 4 * number}; and.b32 t, t, 0x0E000E00; shl.b32 u, $4, {12 - 4 * number};",
+            f"lop3.b32 ${number}, u, 0x80008000, t, 0xEA;",
         ]
-    return " ".join([*lines, "}"])
+    return " ".join([*lines, "shr.u32 t, $4, 3; and.b32 t, t, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, t, 0xEA; }"])
 
 
 _INT8_BFLOAT16 = tl.constexpr(_int8_assembly())
@@ -272,6 +270,13 @@ _INT4_FLOAT16 = tl.constexpr(_int4_assembly("0x64006400"))  # 1024 + code
 _BF16_PACKED = tl.constexpr(_bf16_packed_assembly())
 _E2M1_BFLOAT16 = tl.constexpr(_e2m1_bfloat16_assembly())  # value / 2^126
 _E2M1_FLOAT16 = tl.constexpr(_e2m1_float16_assembly())  # value / 2^14
+_BFLOAT16_FACTOR = tl.constexpr(2.0**126)  # of e2m1 values to the numbers with their fields
+_FLOAT16_FACTOR = tl.constexpr(2.0**14)
+_WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")  # two bfloat16 numbers to float32
+_UNZIP_QUADS = tl.constexpr(
+    "{ .reg .b32 a, b, c, d; mov.b64 {a, b}, $4; mov.b64 {c, d}, $5;"
+    " prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; prmt.b32 $2, b, d, 0x5410; prmt.b32 $3, b, d, 0x7632; }"
+)
 
 
 @triton.jit
@@ -289,55 +294,53 @@ def _dequantize_int8(codes, scale):
 
 
 @triton.jit
-def _nibbles_16(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Compute `_nibbles` in a 16-bit dtype, two nibbles per instruction; `int4` codes get an offset of 128 or 1024."""
-    if tl.bfloat16 == DTYPE:
+def _nibbles(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the four nibbles of each 16-bit word.
+
+    In a 16-bit dtype, two nibbles per instruction; then `int4` codes have an offset of 128 or 1024, and e2m1 values are
+    divided by `_BFLOAT16_FACTOR` or `_FLOAT16_FACTOR`. Without assembly, values in float32.
+    """
+    if ASM and tl.bfloat16 == DTYPE:
         TEXT: tl.constexpr = _INT4_BFLOAT16 if KIND == "int4" else _E2M1_BFLOAT16
-        low, high = tl.inline_asm_elementwise(
-            TEXT, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-        if KIND != "int4":
-            low, high = low * 8.507059173023462e37, high * 8.507059173023462e37  # 2^126
-    else:
+        n_0, n_1, n_2, n_3 = tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    elif ASM and tl.float16 == DTYPE:
         CODE: tl.constexpr = _INT4_FLOAT16 if KIND == "int4" else _E2M1_FLOAT16
-        low, high = tl.inline_asm_elementwise(
-            CODE, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
-        if KIND != "int4":
-            low, high = low * 16384.0, high * 16384.0  # 2^14
-    return low, high
+        n_0, n_1, n_2, n_3 = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        n_0, n_1 = _nibble(codes, 0, KIND), _nibble(codes, 1, KIND)
+        n_2, n_3 = _nibble(codes, 2, KIND), _nibble(codes, 3, KIND)
+    return n_0, n_1, n_2, n_3
 
 
 @triton.jit
-def _dequantize_nibbles(
-    codes, scale, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
-):
-    """Return the weights of the low and of the high nibbles.
+def _dequantize_nibble(
+    value, scale, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr, FOLDED: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of one of the `_nibbles`.
 
-    `scale` is float32, or already of DTYPE if a product in DTYPE is rounded as one in float32 would be.
+    `scale` is float32, or already of DTYPE if a product in DTYPE is rounded as one in float32 would be. FOLDED: it
+    includes the factor of `_nibbles`.
     """
-    if ASM and tl.float32 != DTYPE:
-        low, high = _nibbles_16(codes, KIND, DTYPE)
-        OFFSET: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
-        if KIND == "int4":  # small integers: exact in 16 bits
-            if ASYMMETRIC:
-                offset = (zero + OFFSET).to(DTYPE)
-                low, high = low - offset, high - offset
-            else:
-                low, high = low - (OFFSET + 8.0), high - (OFFSET + 8.0)
-        if scale.dtype == DTYPE:
-            low, high = low * scale, high * scale
-        else:
-            low, high = (low.to(tl.float32) * scale).to(DTYPE), (high.to(tl.float32) * scale).to(DTYPE)
+    HALF: tl.constexpr = ASM and tl.float32 != DTYPE
+    if KIND == "int4":  # small integers: exact in 16 bits
+        OFFSET: tl.constexpr = 0.0 if not HALF else 128.0 if tl.bfloat16 == DTYPE else 1024.0
+        value = value - ((zero + OFFSET).to(value.dtype) if ASYMMETRIC else OFFSET + 8.0)
+    elif HALF and not FOLDED:
+        value = value * (_BFLOAT16_FACTOR if tl.bfloat16 == DTYPE else _FLOAT16_FACTOR)
+    if scale.dtype == DTYPE:
+        weight = value * scale
     else:
-        low, high = _nibbles(codes, KIND)
-        if KIND == "int4":
-            if ASYMMETRIC:
-                low, high = low - zero, high - zero
-            else:
-                low, high = low - 8.0, high - 8.0
-        low, high = (low * scale).to(DTYPE), (high * scale).to(DTYPE)
-    return low, high
+        if HALF and tl.bfloat16 == DTYPE:
+            value = tl.inline_asm_elementwise(_WIDEN, "=&r,=r,r", [value], dtype=tl.float32, is_pure=True, pack=2)
+        weight = (value.to(tl.float32) * scale).to(DTYPE)
+    return weight
 
 
 # ---- tiles of weights
@@ -365,27 +368,41 @@ def _spread(scale, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _load_scale(
-    scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
+    scales, n, start, exists, K: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    MASKED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of outputs `n` and of the groups from input `start` on: [outputs, groups]."""
+    """Load the codes of the scales of outputs `n` and of the groups from input `start` on; GUARDED: if `exists`."""
+    # -> [outputs, groups]
     COLUMNS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
     g = tl.arange(0, GROUPS)[None, :]
     offsets = (n // GROUP_ROWS)[:, None] * COLUMNS + g
     if GROUP:
         offsets += start // GROUP
     if MASKED and GROUP:  # also a tile of one group: all of its inputs may lie after the last one
-        scale = tl.load(scales + offsets, mask=start + g * GROUP < K, other=0)
+        scale = tl.load(scales + offsets, mask=exists & (start // GROUP + g < COLUMNS), other=0)
     else:
-        scale = tl.load(scales + offsets)
+        scale = tl.load(scales + offsets, mask=exists, other=0) if GUARDED else tl.load(scales + offsets)
+    return scale
+
+
+@triton.jit
+def _decode_scale(
+    scale, zeros, n, KIND: tl.constexpr, FOLDED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of these codes; FOLDED: times the factor of `_nibbles`, for scales of which none is large."""
     # in 16 bits where products are rounded as in float32: those with powers of two in bfloat16, and those of integers
     # with scales of the same dtype, since 8 bits and 8 or 11 bits make exact products in float32
-    if KIND == "mxfp4":
+    if KIND == "mxfp4" and FOLDED and tl.bfloat16 == DTYPE:
+        scale = (scale.to(tl.int32) * 128 + 0x3F00).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^(code - 1)
+    elif KIND == "mxfp4":
         scale = _e8m0(scale, DTYPE if ASM else tl.float32)
     elif KIND == "nvfp4":
         scale = _e4m3(scale, FP8) * tl.load(zeros + n)[:, None]
     elif not ((KIND == "int4" or KIND == "int8") and scale.dtype == DTYPE and ASM):
         scale = _to_float32(scale)
+    if FOLDED and not (KIND == "mxfp4" and tl.bfloat16 == DTYPE):
+        scale = scale.to(tl.float32) * (_BFLOAT16_FACTOR if tl.bfloat16 == DTYPE else _FLOAT16_FACTOR)
     return scale
 
 
@@ -416,7 +433,8 @@ def _load_tile(
     if KIND == "dense":
         tile = codes.to(DTYPE)
     else:
-        scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
+        scale = _load_scale(scales, n, start, True, K, GROUP, GROUP_ROWS, GROUPS, MASKED, False)
+        scale = _decode_scale(scale, zeros, n, KIND, False, DTYPE, ASM, FP8)
         scale = _spread(scale, GROUPS, BLOCK_K // GROUPS, BLOCK_N)
         if KIND == "fp8":
             tile = (_e4m3(codes, FP8) * scale).to(DTYPE)
@@ -428,24 +446,29 @@ def _load_tile(
 
 
 @triton.jit
-def _load_nibbles(
-    weights, scales, zeros, n, start, KIND: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr,
+def _load_codes(weights, n, start, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """Load 4-bit codes of outputs `n` and BLOCK_K inputs from `start` on, four in a word."""
+    # -> [BLOCK_N, BLOCK_K // 4] int16
+    quad = start // 4 + tl.arange(0, BLOCK_K // 4)
+    ptrs = weights + n[:, None] * (K // 4) + quad[None, :]
+    return tl.load(ptrs, mask=(quad < K // 4)[None, :], other=0) if MASKED else tl.load(ptrs)
+
+
+@triton.jit
+def _dequantize_codes(
+    codes, scale, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, FOLDED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load 4-bit weights of outputs `n` and BLOCK_K inputs from `start` on: those of even, and of odd inputs."""
-    # -> 2 x [BLOCK_N, BLOCK_K // 2]
-    GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
-    SIZE: tl.constexpr = BLOCK_K // GROUPS // 2  # bytes of a group in the tile
-    byte = start // 2 + tl.arange(0, BLOCK_K // 2)
-    ptrs = weights + n[:, None] * (K // 2) + byte[None, :]
-    codes = tl.load(ptrs, mask=(byte < K // 2)[None, :], other=0) if MASKED else tl.load(ptrs)
-    scale = _load_scale(scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, GROUPS, MASKED, DTYPE, ASM, FP8)
-    scale = _spread(scale, GROUPS, SIZE, BLOCK_N)
-    zero = scale
-    if ASYMMETRIC:
-        zero = _spread(_load_zero(zeros, n, start, K, GROUP, GROUPS), GROUPS, SIZE, BLOCK_N)
-    return _dequantize_nibbles(codes, scale, zero, KIND, ASYMMETRIC, DTYPE, ASM)
+    """Return the weights of these codes, whose groups have SIZE words: those of every fourth input."""
+    # codes: [BLOCK_N, GROUPS * SIZE] int16, scale, zero: [BLOCK_N, GROUPS] -> 4 x [BLOCK_N, GROUPS * SIZE]
+    scale, zero = _spread(scale, GROUPS, SIZE, BLOCK_N), _spread(zero, GROUPS, SIZE, BLOCK_N)
+    n_0, n_1, n_2, n_3 = _nibbles(codes, KIND, DTYPE, ASM)
+    return (
+        _dequantize_nibble(n_0, scale, zero, KIND, ASYMMETRIC, FOLDED, DTYPE, ASM),
+        _dequantize_nibble(n_1, scale, zero, KIND, ASYMMETRIC, FOLDED, DTYPE, ASM),
+        _dequantize_nibble(n_2, scale, zero, KIND, ASYMMETRIC, FOLDED, DTYPE, ASM),
+        _dequantize_nibble(n_3, scale, zero, KIND, ASYMMETRIC, FOLDED, DTYPE, ASM),
+    )
 
 
 @triton.jit
@@ -527,16 +550,68 @@ def _load_input_columns(x, rows, valid, k, K: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def _load_input_pairs(x, rows, valid, pair, K: tl.constexpr, MASKED: tl.constexpr):
-    """Load the even and the odd inputs of these pairs, of all rows: 2 x [pairs, rows]."""
+def _load_input_quads(x, rows, valid, quad, K: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr):
+    """Load the four inputs of each of these quads, of all rows: 4 x [quads, rows]."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     if tl.float32 == DTYPE:
-        even = _load_input_columns(x, rows, valid, 2 * pair, K, MASKED)
-        odd = _load_input_columns(x, rows, valid, 2 * pair + 1, K, MASKED)
-    else:  # words of two inputs: neighbours are copied together
-        words = _load_input_columns(x.to(tl.pointer_type(tl.int32)), rows // 2, valid, pair, K // 2, MASKED)
-        even, odd = _half(words, False, DTYPE), _half(words, True, DTYPE)
-    return even, odd
+        x_0 = _load_input_columns(x, rows, valid, 4 * quad, K, MASKED)
+        x_1 = _load_input_columns(x, rows, valid, 4 * quad + 1, K, MASKED)
+        x_2 = _load_input_columns(x, rows, valid, 4 * quad + 2, K, MASKED)
+        x_3 = _load_input_columns(x, rows, valid, 4 * quad + 3, K, MASKED)
+    else:  # words of four inputs: neighbours are copied together
+        words = _load_input_columns(x.to(tl.pointer_type(tl.int64)), rows // 4, valid, quad, K // 4, MASKED)
+        if ASM:
+            x_0, x_1, x_2, x_3 = tl.inline_asm_elementwise(
+                _UNZIP_QUADS, "=&r,=&r,=&r,=&r,l,l", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+            x_0, x_1 = x_0.to(DTYPE, bitcast=True), x_1.to(DTYPE, bitcast=True)
+            x_2, x_3 = x_2.to(DTYPE, bitcast=True), x_3.to(DTYPE, bitcast=True)
+        else:
+            x_0, x_1 = _half(words, False, DTYPE), _half(words, True, DTYPE)
+            x_2, x_3 = _half(words >> 32, False, DTYPE), _half(words >> 32, True, DTYPE)
+    return x_0, x_1, x_2, x_3
+
+
+@triton.jit
+def _multiply_codes(
+    x, rows, valid, weights, scales, zeros, n, first,
+    KIND: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, ASYMMETRIC: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, FOLDED: tl.constexpr, ASM: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply 4-bit weights with rows of `x`; FOLDED: with the factor of `_nibbles` in scales.
+
+    Also return the bits that any code of a scale has, if FOLDED for `mxfp4`. STAGES: of the loop; None: of the launch.
+    """
+    # -> [BLOCK_N, ROWS] float32, [BLOCK_N, groups] int32
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
+    columns, seen = tl.zeros((BLOCK_N, ROWS), tl.float32), tl.zeros((BLOCK_N, GROUPS), tl.int32)
+    code = _load_scale(scales, n, first, True, K, GROUP, GROUP_ROWS, GROUPS, MASKED, False)
+    scale = _decode_scale(code, zeros, n, KIND, FOLDED, DTYPE, ASM, FP8)
+    for step in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+        start = first + step
+        if FOLDED and KIND == "mxfp4":
+            seen |= code.to(tl.int32)
+        # Triton copies scales to shared memory ahead only if rows of them have multiples of four bytes. So those of the
+        # next step are loaded to registers here, and used after the products.
+        code = _load_scale(
+            scales, n, start + BLOCK_K, step + BLOCK_K < SIZE, K, GROUP, GROUP_ROWS, GROUPS, MASKED, True
+        )
+        zero = _load_zero(zeros, n, start, K, GROUP, GROUPS) if ASYMMETRIC else scale
+        quad = start // 4 + tl.arange(0, BLOCK_K // 4)
+        x_0, x_1, x_2, x_3 = _load_input_quads(x, rows, valid, quad, K, MASKED, ASM)
+        codes = _load_codes(weights, n, start, K, BLOCK_K, MASKED)
+        w_0, w_1, w_2, w_3 = _dequantize_codes(
+            codes, scale, zero, KIND, ASYMMETRIC, BLOCK_N, GROUPS, BLOCK_K // 4 // GROUPS, FOLDED, DTYPE, ASM
+        )
+        columns = tl.dot(w_0, x_0, columns, input_precision="ieee")
+        columns = tl.dot(w_1, x_1, columns, input_precision="ieee")
+        columns = tl.dot(w_2, x_2, columns, input_precision="ieee")
+        columns = tl.dot(w_3, x_3, columns, input_precision="ieee")
+        scale = _decode_scale(code, zeros, n, KIND, FOLDED, DTYPE, ASM, FP8)
+    return columns, seen
 
 
 @triton.jit
@@ -583,26 +658,32 @@ def multiply(
             inputs = _load_inputs(x, rows, valid, KB * BLOCK_K + tl.arange(0, BLOCK_K), K, True)
             tile = _load_tail(weights, n, K, TAIL, BLOCK_K, inputs.dtype)
             total = tl.dot(inputs, tile, total, input_precision="ieee")
-    else:  # weights first: then a product needs as few as eight rows
+    elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":  # weights first: eight rows are enough for a product
+        # e2m1 weights are cheaper if a factor is part of their scales. It is, unless scales are found to be so large
+        # that the factor overflows, which no real model has; then the tile is computed again.
+        FOLDED: tl.constexpr = KIND != "int4" and ASM and tl.float32 != DTYPE
+        columns, seen = _multiply_codes(
+            x, rows, valid, weights, scales, zeros, n, first, KIND, K, SIZE, MASKED, GROUP, GROUP_ROWS, ASYMMETRIC,
+            ROWS, BLOCK_N, BLOCK_K, FOLDED, ASM, FP8, None,
+        )  # fmt: skip
+        if FOLDED:
+            # scales of 2 and more; one of nvfp4 is at most 448 times its global scale
+            is_large = tl.max(seen) >= 128 if KIND == "mxfp4" else tl.max(tl.abs(tl.load(zeros + n))) >= 0.00390625
+            if is_large:
+                columns, seen = _multiply_codes(
+                    x, rows, valid, weights, scales, zeros, n, first, KIND, K, SIZE, MASKED, GROUP, GROUP_ROWS,
+                    ASYMMETRIC, ROWS, BLOCK_N, BLOCK_K, False, ASM, FP8, 1,
+                )  # fmt: skip
+        total = tl.trans(columns)
+    else:
         columns = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for step in range(0, SIZE, BLOCK_K):
             start = first + step
-            if KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
-                pair = start // 2 + tl.arange(0, BLOCK_K // 2)
-                even, odd = _load_input_pairs(x, rows, valid, pair, K, MASKED)
-                low, high = _load_nibbles(
-                    weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K, MASKED,
-                    DTYPE, ASM, FP8,
-                )  # fmt: skip
-                columns = tl.dot(low, even, columns, input_precision="ieee")
-                columns = tl.dot(high, odd, columns, input_precision="ieee")
-            else:
-                inputs = _load_input_columns(x, rows, valid, start + tl.arange(0, BLOCK_K), K, MASKED)
-                tile = _load_tile(
-                    weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, MASKED, DTYPE, ASM,
-                    FP8,
-                )  # fmt: skip
-                columns = tl.dot(tile, inputs, columns, input_precision="ieee")
+            inputs = _load_input_columns(x, rows, valid, start + tl.arange(0, BLOCK_K), K, MASKED)
+            tile = _load_tile(
+                weights, scales, zeros, n, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, MASKED, DTYPE, ASM, FP8,
+            )  # fmt: skip
+            columns = tl.dot(tile, inputs, columns, input_precision="ieee")
         total = tl.trans(columns)
     return total
 
@@ -644,11 +725,16 @@ def _dequantize_kernel(
         _store_planes(out, word_2, n, start, 4, N, K)
         _store_planes(out, word_3, n, start, 6, N, K)
     elif KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
-        low, high = _load_nibbles(
-            weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, ASYMMETRIC, BLOCK_N, BLOCK_K,
-            K % BLOCK_K != 0, DTYPE, ASM, FP8,
-        )  # fmt: skip
-        tl.store(ptrs, tl.interleave(low, high), mask=mask)
+        MASKED: tl.constexpr = K % BLOCK_K != 0
+        GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= BLOCK_K else BLOCK_K // GROUP
+        codes = _load_codes(weights, inside, start, K, BLOCK_K, MASKED)
+        scale = _load_scale(scales, inside, start, True, K, GROUP, GROUP_ROWS, GROUPS, MASKED, False)
+        scale = _decode_scale(scale, zeros, inside, KIND, False, DTYPE, ASM, FP8)
+        zero = _load_zero(zeros, inside, start, K, GROUP, GROUPS) if ASYMMETRIC else scale
+        w_0, w_1, w_2, w_3 = _dequantize_codes(
+            codes, scale, zero, KIND, ASYMMETRIC, BLOCK_N, GROUPS, BLOCK_K // 4 // GROUPS, False, DTYPE, ASM
+        )
+        tl.store(ptrs, tl.interleave(tl.interleave(w_0, w_2), tl.interleave(w_1, w_3)), mask=mask)
     else:
         tile = _load_tile(
             weights, scales, zeros, inside, start, KIND, K, GROUP, GROUP_ROWS, BLOCK_N, BLOCK_K, K % BLOCK_K != 0,
