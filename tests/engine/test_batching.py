@@ -1033,6 +1033,95 @@ def test_no_step_has_more_rows_than_results_allow(
     assert 16 < max(rows) <= BATCH_ROWS[-1]
 
 
+# ---- prompts that are read together
+
+
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return the list of forwards that read several prompts, each with the lengths of these, as it grows."""
+    reads: list[list[int]] = []
+    read_batch = ModelRunner.read_batch
+
+    def noted(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        reads.append([len(part.tokens) for part in parts])
+        return read_batch(self, parts, *args)
+
+    monkeypatch.setattr(ModelRunner, "read_batch", noted)
+    return reads
+
+
+def test_short_prompts_that_wait_are_read_together(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, loads = noted_reads(monkeypatch), list[int]()
+    for together in (False, True):
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr(Loop, "can_read_together", lambda self, sequences: False)
+            with build(mixtral_pair, None, expert_memory="25%", prefill_chunk=64, num_speculative_tokens=0) as llm:
+                outputs = run_together(llm, PROMPTS[:6], replace(GREEDY, max_tokens=1))
+                assert tokens_of(outputs) == [tokens[:1] for tokens in expected[:6]]
+                loads.append(llm.engine.counters.demand_loads)
+                assert_idle(llm)
+    assert reads == [list(LENGTHS[:6])]
+    assert loads[1] < 0.5 * loads[0]
+
+
+def test_prompts_are_read_together_up_to_one_chunk(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = noted_reads(monkeypatch)
+    with build(mixtral_pair, prefill_chunk=20) as llm:
+        assert tokens_of(run_together(llm, PROMPTS)) == expected
+        assert_idle(llm)
+    assert all(sum(lengths) <= 20 and len(lengths) > 1 for lengths in reads)
+    assert [4, 1] in reads, "the third one is longer than a chunk"
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_prompts_with_a_common_prefix_are_read_one_after_the_other(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, reuses: bool
+) -> None:
+    reads = noted_reads(monkeypatch)
+    prompts = [[(3 * place) % 250 for place in range(40)] + [number] for number in range(3)]
+    with build(mixtral_pair, prefill_chunk=256, enable_prefix_caching=reuses) as llm:
+        found = run_together(llm, prompts)
+        assert [one.stats.cached_tokens for one in found] == ([0, 40, 40] if reuses else [0, 0, 0])
+        assert reads == ([] if reuses else [[41, 41, 41]])
+        model = reference(mixtral_pair.target)
+        assert tokens_of(found) == [greedy(model, prompt, COUNT) for prompt in prompts]
+        assert_idle(llm)
+
+
+def test_prompts_are_read_together_only_as_far_as_kv_memory_goes(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Place is counted for one after the other, before any of them is read."""
+    reads = noted_reads(monkeypatch)
+    with build(mixtral_pair, prefill_chunk=64) as llm:
+        limit_kv(llm, 70, monkeypatch)
+        assert tokens_of(run_together(llm, PROMPTS[:6])) == expected[:6]
+        assert_idle(llm)
+    assert reads
+    assert all(len(lengths) < 6 for lengths in reads)
+
+
+def test_prompts_that_cannot_be_read_together_are_read_alone(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_batch, failed = ModelRunner.read_batch, list[int]()
+
+    def failing(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        read_batch(self, parts, *args)
+        failed.append(len(parts))
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(ModelRunner, "read_batch", failing)
+    with build(mixtral_pair, prefill_chunk=64) as llm:
+        assert tokens_of(run_together(llm, PROMPTS[:4])) == expected[:4]
+        assert failed == [4]
+        assert_idle(llm)
+
+
 # ---- statistics
 
 

@@ -66,7 +66,7 @@ from spmoe.models.experts_seam import attach
 from spmoe.models.fusion import fuse
 from spmoe.models.kv import KvArena, KvState
 from spmoe.models.kv_pool import KvPool
-from spmoe.models.runner import EagerResult
+from spmoe.models.runner import EagerResult, ModelRunner
 from spmoe.models.target import Target
 from spmoe.observe.ledger import Counters
 from spmoe.predict.governor import LENGTHS, Governor
@@ -1056,6 +1056,42 @@ def test_requests_together_have_the_text_of_lone_ones(
         assert together(llm, prompts[1:2]) == expected[1:2]
         assert cuda.recorder.replayed > before
         assert llm.notices == notices
+
+
+@pytest.mark.parametrize("expert_format", ["bfloat16", "int4-g32"])
+@pytest.mark.parametrize("memory", [memory_for(2), "100%"])
+@pytest.mark.parametrize("lengths", [(20, 9, 30), (70, 20, 5, 90)])
+def test_prompts_that_are_read_together_have_the_bits_of_lone_ones(
+    cuda: FakeCuda,
+    mixtral_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    expert_format: str,
+    memory: Any,
+    lengths: tuple[int, ...],
+) -> None:
+    """Products of many rows round by their number, so each sequence has products of its own."""
+    read, read_batch = list[int](), ModelRunner.read_batch
+
+    def noted(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        read.append(len(parts))
+        return read_batch(self, parts, *args)
+
+    monkeypatch.setattr(ModelRunner, "read_batch", noted)
+    monkeypatch.setattr("spmoe.backends.base._PASS_BYTES", 0)  # prompts of more than 64 rows run expert by expert
+    prompts = [[(7 * place + 31 * number) % 250 for place in range(length)] for number, length in enumerate(lengths)]
+    options: dict[str, Any] = {"expert_memory": memory, "expert_format": expert_format, "prefill_chunk": 256}
+    with LLM(
+        str(mixtral_pair.target), None, dtype="bfloat16", enable_prefix_caching=False, progress=False, **options
+    ) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
+        alone = [llm.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+        assert not read
+        generations = [llm.stream(prompt, params) for prompt in prompts]
+        llm._thread.call(lambda: [generation.start() for generation in generations])
+        found = [generation.run().outputs[0] for generation in generations]
+    assert max(read) == len(prompts)
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert [one.cumulative_logprob for one in found] == [one.cumulative_logprob for one in alone]
 
 
 @pytest.mark.parametrize("draft", [None, "good", "self:int4"])

@@ -348,11 +348,20 @@ class CudaExperts:
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if self._kernels is None:
             self._kernels = self._backend.inspect(experts)
-        kernels, (rows, top_k) = self._kernels, index.shape
-        backend, recorder = self._backend, self._backend.recorder
+        segments = row_segments(len(index))
+        if len(segments) == 1 or len(index) <= INVARIANT_ROWS or self._backend.recorder.phase is not Phase.EAGER:
+            return self._run_rows(self._kernels, experts, hidden, index, weights)
+        parts = [*zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True)]
+        if self._backend.all_resident:
+            return torch.cat([self._run_rows(self._kernels, experts, *part) for part in parts])
+        return self._run_segments(self._kernels, experts, index, parts)
+
+    def _run_rows(
+        self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Run rows that may be computed together."""
+        backend, recorder, (rows, top_k) = self._backend, self._backend.recorder, index.shape
         eager = recorder.phase is Phase.EAGER
-        if eager and rows > INVARIANT_ROWS and len(segments := row_segments(rows)) > 1 and not backend.all_resident:
-            return self._run_segments(kernels, experts, hidden, index, weights, segments)
         if kernels.grouped is None or rows > (kernels.row_limit if eager else MAX_KERNEL_ROWS):
             return self._run_plain(kernels, experts, hidden, index, weights)
         size = MAX_KERNEL_ROWS if eager else INVARIANT_ROWS  # captured rows are those of any sequences
@@ -412,15 +421,13 @@ class CudaExperts:
         self,
         kernels: LayerKernels,
         experts: nn.Module,
-        hidden: Tensor,
         index: Tensor,
-        weights: Tensor,
-        segments: list[int],
+        parts: list[tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
         """Run the rows of several sequences, each as it would run alone. Experts are moved once for all of them."""
-        backend = self._backend
-        sums: list[GroupedSum | ExpertSum] = []
-        for part in zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True):
+        # parts: hidden states, index and weights of each sequence
+        backend, sums = self._backend, list[GroupedSum | ExpertSum]()
+        for part in parts:
             if kernels.grouped is not None and len(part[0]) <= kernels.row_limit:
                 sums.append(GroupedSum(backend.batch_slots, *kernels.grouped, *part))
             else:
