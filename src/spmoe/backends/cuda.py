@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -315,21 +315,28 @@ class GroupedSum:
         self._experts = experts
         self._gate = gate
         self._out = torch.empty_like(hidden)
-        self._passes = []
-        for rows in torch.arange(len(hidden)).split(MAX_KERNEL_ROWS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            buffer = ScratchBuffer(index.shape[1], experts.shape, hidden.device, len(rows))
-            self._passes.append((hidden[part], index[part], weights[part], buffer.scratch(len(rows)), self._out[part]))
+        self._passes: list[tuple[slice, Tensor, Tensor, Tensor, ExpertScratch]] = []
+        for start in range(0, len(hidden), MAX_KERNEL_ROWS):
+            rows = slice(start, min(start + MAX_KERNEL_ROWS, len(hidden)))
+            count = rows.stop - start
+            scratch = ScratchBuffer(index.shape[1], experts.shape, hidden.device, count).scratch(count)
+            self._passes.append((rows, hidden[rows], index[rows], weights[rows], scratch))
 
-    def run(self) -> None:
-        """Launch the experts of a batch."""
-        for hidden, index, weights, scratch, _ in self._passes:
-            run_expert_batch(hidden, index, weights, self._table, self._experts, self._gate, scratch)
+    def add(self, batch: ExpertBatch) -> None:
+        """Launch the experts of the batch that is in the table, or place the results that the CPU has computed."""
+        for rows, hidden, index, weights, scratch in self._passes:
+            if batch.computed is None:
+                run_expert_batch(hidden, index, weights, self._table, self._experts, self._gate, scratch)
+                continue
+            done = batch.computed.between(rows.start, rows.stop)
+            pairs = (done.rows * index.shape[1] + done.positions).to(hidden.device)
+            scratch.partial_sums[:, pairs] = 0.0
+            scratch.partial_sums[0, pairs] = done.values.to(hidden.device)
 
     def finish(self) -> Tensor:
         """Launch the sum of all pairs."""  # [rows, hidden]
-        for _, _, _, scratch, out in self._passes:
-            reduce_experts(scratch, out)
+        for rows, _, _, _, scratch in self._passes:
+            reduce_experts(scratch, self._out[rows])
         return self._out
 
 
@@ -351,10 +358,10 @@ class CudaExperts:
         segments = row_segments(len(index))
         if len(segments) == 1 or len(index) <= INVARIANT_ROWS or self._backend.recorder.phase is not Phase.EAGER:
             return self._run_rows(self._kernels, experts, hidden, index, weights)
-        parts = [*zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True)]
         if self._backend.all_resident:
+            parts = zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True)
             return torch.cat([self._run_rows(self._kernels, experts, *part) for part in parts])
-        return self._run_segments(self._kernels, experts, index, parts)
+        return self._run_segments(self._kernels, experts, hidden, index, weights, segments)
 
     def _run_rows(
         self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
@@ -421,35 +428,41 @@ class CudaExperts:
         self,
         kernels: LayerKernels,
         experts: nn.Module,
+        hidden: Tensor,
         index: Tensor,
-        parts: list[tuple[Tensor, Tensor, Tensor]],
+        weights: Tensor,
+        segments: list[int],
     ) -> Tensor:
         """Run the rows of several sequences, each as it would run alone. Experts are moved once for all of them."""
-        # parts: hidden states, index and weights of each sequence
-        backend, sums = self._backend, list[GroupedSum | ExpertSum]()
-        for part in parts:
+        backend, sums, start = self._backend, list[tuple[int, int, GroupedSum | ExpertSum]](), 0
+        for part in zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True):
+            stop = start + len(part[0])
             if kernels.grouped is not None and len(part[0]) <= kernels.row_limit:
-                sums.append(GroupedSum(backend.batch_slots, *kernels.grouped, *part))
+                sums.append((start, stop, GroupedSum(backend.batch_slots, *kernels.grouped, *part)))
             else:
                 arithmetic = backend.dense if backend.format.is_packed else backend.plain
-                sums.append(ExpertSum(arithmetic, experts, *part))
-        grouped = [one for one in sums if isinstance(one, GroupedSum)]
-        plain = [one for one in sums if isinstance(one, ExpertSum)]
+                sums.append((start, stop, ExpertSum(arithmetic, experts, *part)))
+            start = stop
         needed, shares = self._wait_for_router(index)
+        on_cpu = self._cpu_rows(experts, hidden, weights, index)
         with (
-            closing(self._access.use(self._layer, needed, shares=shares)) as batches,
+            closing(self._access.use(self._layer, needed, shares=shares, on_cpu=on_cpu)) as batches,
             backend.resync_on_failure(),
         ):
             for batch in batches:
-                if grouped:
-                    backend.post_batch(batch)
-                    backend.take_batch()
-                for one in grouped:
-                    one.run()
-                for other in plain:
-                    for dense in backend.dequantized([batch], kernels) if backend.format.is_packed else [batch]:
-                        other.add(dense)
-        return torch.cat([one.finish() for one in sums])
+                if (done := batch.computed) is not None:
+                    for first, last, one in sums:
+                        one.add(replace(batch, computed=done.between(first, last)))
+                    continue
+                backend.post_batch(batch)
+                backend.take_batch()
+                for _, _, one in sums:
+                    if isinstance(one, ExpertSum) and backend.format.is_packed:
+                        for dense in backend.dequantized([batch], kernels):
+                            one.add(dense)
+                    else:
+                        one.add(batch)
+        return torch.cat([one.finish() for _, _, one in sums])
 
     def _run_plain(
         self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor

@@ -39,6 +39,11 @@ class ComputedRows:
     positions: Tensor  # [results] int64, in the row's top-k
     values: Tensor  # [results, hidden] float32
 
+    def between(self, start: int, stop: int) -> ComputedRows:
+        """Return the results of these rows, whose numbers then begin at 0."""
+        inside = (self.rows >= start) & (self.rows < stop)
+        return ComputedRows(self.rows[inside] - start, self.positions[inside], self.values[inside])
+
 
 class CpuLayer(Protocol):
     """One layer's routed experts and hidden states, as the CPU computes them."""
