@@ -38,7 +38,7 @@ RANDOM_WEIGHTS_NOTE = (
     "rates, acceptance and predictions are not those of the trained model"
 )
 VERIFY_EXPERTS = ("once", "sample", "always")  # reads of an expert from disk that are compared with its checksum
-RESIDENCY_CHECKS = ("host", "device")  # who looks up in each layer whether its experts are in slots
+RESIDENCY_CHECKS = ("auto", "host", "device")  # who looks up in each layer whether its experts are in slots
 GENERATION_CONFIGS = ("auto", "none")  # auto: sampling defaults come from the model's generation_config.json
 DEFAULT_MAX_TOKENS = 256  # of a request that says nothing else, in Python and on the command line
 MAX_SPECULATIVE_TOKENS = 64  # largest K
@@ -529,7 +529,7 @@ class EngineConfig:
     # CUDA: threads that compute missing experts on the CPU while others move; auto: of most cores
     cpu_experts: Annotated[CpuThreads, PlainValidator(parse_cpu_experts)] = "off"
     # CUDA: who looks up in each layer whether its experts are in slots: the host, or the device inside one graph
-    residency_check: Annotated[str, _one_of(lambda: RESIDENCY_CHECKS)] = "host"
+    residency_check: Annotated[str, _one_of(lambda: RESIDENCY_CHECKS)] = "auto"
     batching: Switch = True  # submit copies that are ready together in one call; off for measuring
     overlap: Switch = True  # overlap copies with compute; off for measuring
     enforce_eager: Switch = False  # no CUDA graphs

@@ -34,7 +34,7 @@ class Workload:
     prompts: str
     expert_format: str = "auto"
     cpu_experts: CpuThreads = "off"
-    residency_check: str = "host"
+    residency_check: str = "auto"
 
     @property
     def engine_options(self) -> dict[str, Any]:

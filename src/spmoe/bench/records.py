@@ -29,7 +29,7 @@ from spmoe.formats.layout import dtype_name
 from spmoe.models.shipped import shipped_pair
 from spmoe.observe.ledger import Counters
 
-_USUAL = {"expert_format": "auto", "cpu_experts": "off", "residency_check": "host"}  # named if they are others
+_USUAL = {"expert_format": "auto", "cpu_experts": "off", "residency_check": "auto"}  # named if they are others
 _MAY_DIFFER = ("command", "scenario_text")  # labels that do not identify a workload
 
 # ---- records

@@ -169,7 +169,7 @@ class Matrix(BaseModel):
     shapes: OneOrMore[OptionalText] = (None,)
     expert_formats: OneOrMore[Format] = ("auto",)
     cpu_experts: OneOrMore[CpuExperts] = ("off",)
-    residency_checks: OneOrMore[ResidencyCheck] = ("host",)
+    residency_checks: OneOrMore[ResidencyCheck] = ("auto",)
     links: OneOrMore[Link] = (None,)  # GB/s to emulate; None: the machine's own link
     prompts: OneOrMore[Located] = (SAMPLE,)
     # one configuration for each combination of these

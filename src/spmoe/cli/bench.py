@@ -89,7 +89,8 @@ def bench(
         str | None, typer.Option(help="CUDA: off, auto or numbers of threads, separated by commas; see spmoe run.")
     ] = None,
     residency_check: Annotated[
-        str | None, typer.Option(help="CUDA: host, device or both, separated by commas; see spmoe run.")
+        str | None,
+        typer.Option(help="CUDA: auto, host or device, or several of them, separated by commas; see spmoe run."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     link_gbps: Annotated[

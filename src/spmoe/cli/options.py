@@ -133,10 +133,10 @@ def _engine(
     residency_check: Annotated[
         str,
         typer.Option(
-            help="CUDA: who looks up in each layer whether its experts are in slots: host, or device (experimental: "
-            "the whole forward is one graph, which waits for the host only if an expert is missing)."
+            help="CUDA: who looks up in each layer whether its experts are in slots: host, or device (a whole forward "
+            "is one graph, which waits for the host only if an expert is missing); auto: device, if it works here."
         ),
-    ] = "host",
+    ] = "auto",
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="CUDA: capture no CUDA graphs, for debugging.")
     ] = False,

@@ -75,7 +75,7 @@ class LLM:
         pin_memory: bool = True,
         verify_experts: Literal["once", "sample", "always"] = "once",
         cpu_experts: int | Literal["off", "auto"] = "off",
-        residency_check: Literal["host", "device"] = "host",
+        residency_check: Literal["auto", "host", "device"] = "auto",
         batching: bool = True,
         overlap: bool = True,
         enforce_eager: bool = False,

@@ -75,7 +75,7 @@ def profile_settings(
         "threads": engine_threads(config, checkpoint, draft),
         **asdict(inputs),
         **({"cpu_experts": config.cpu_experts} if config.cpu_experts != "off" else {}),
-        **({"residency_check": "device"} if config.residency_check == "device" else {}),
+        **({"residency_check": config.residency_check} if config.residency_check != "auto" else {}),
         **({"lengths": "auto"} if config.num_speculative_tokens == "auto" else {}),
     }
 

@@ -210,7 +210,10 @@ def _cuda_runtime(
 def make_residency(
     config: EngineConfig, models: LoadedModels, slot_count: int, transfer: CudaTransfer, notices: list[str]
 ) -> CudaResidency | None:
-    """Return the residency check on the device if it was asked for and works here; else None, with a notice."""
+    """Return the residency check on the device, unless the host is to do it or it does not work here.
+
+    A notice says why it does not, if it was asked for.
+    """
     if config.residency_check == "host" or slot_count >= models.spec.count:
         return None
     others = {
@@ -218,14 +221,18 @@ def make_residency(
         "--enforce-eager": config.enforce_eager,
         "--no-overlap": not config.overlap,
     }
+    asked = config.residency_check == "device"
     if given := [name for name, is_given in others.items() if is_given]:
-        notices.append(f"--residency-check device has no effect with {given[0]}")
+        notices += [f"--residency-check device has no effect with {given[0]}"] if asked else []
         return None
     from spmoe.backends.residency import CudaResidency
 
     residency = CudaResidency(models.spec.experts, slot_count, models.device, transfer)
     if (failure := residency.try_out()) is not None:
-        notices.append(f"--residency-check device does not work here ({failure}); the host checks instead")
+        log.info("the device cannot look experts up (%s); the host does", failure)
+        notices += (
+            [f"--residency-check device does not work here ({failure}); the host checks instead"] if asked else []
+        )
         return None
     return residency
 
