@@ -56,11 +56,11 @@ class Context:
         """Append the new rows to the cache."""
         attention.append_kv(self.keys, self.values, self.new_keys, self.new_values, self.ranges)
 
-    def attend(self, window: int | None = None) -> Tensor:
+    def attend(self, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """Run the kernel."""
-        return attention.decode_attention(self.query, self.keys, self.values, self.ranges, self.scaling, window)
+        return attention.decode_attention(self.query, self.keys, self.values, self.ranges, self.scaling, window, sinks)
 
-    def reference(self, window: int | None = None) -> Tensor:
+    def reference(self, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """Compute attention in float64, row by row and head by head."""
         query, keys, values = (t.double() for t in (self.query, self.keys[:, :, START:], self.values[:, :, START:]))
         (_, heads, rows, _), start = query.shape, int(self.ranges[1])
@@ -70,8 +70,10 @@ class Context:
             visible = slice(0 if window is None else max(0, end - window), end)
             for head in range(heads):
                 kv = head * keys.shape[1] // heads
-                share = (keys[0, kv, visible] @ query[0, head, row] * self.scaling).softmax(0)
-                out[0, row, head] = share @ values[0, kv, visible]
+                scores = keys[0, kv, visible] @ query[0, head, row] * self.scaling
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                out[0, row, head] = scores.softmax(0)[: end - visible.start] @ values[0, kv, visible]
         return out
 
 
@@ -118,6 +120,24 @@ def check_attention(context: Context, window: int | None) -> None:
     assert out.shape == plain.shape == want.shape
     assert close(out, want)
     assert close(plain, want)
+
+
+@pytest.mark.parametrize("shift", [-30.0, 0.0, 3.0, 8.0])
+@pytest.mark.parametrize(("length", "window"), [(0, None), (1, None), (500, None), (500, 3)])
+@dtypes
+def test_attention_with_sinks(dtype: torch.dtype, length: int, window: int | None, shift: float) -> None:
+    """The score of a sink may be far below or far above all others."""
+    context = Context(dtype, 5, length, 6, 2, 32, 32)
+    context.append()
+    sinks = (torch.randn(6) + shift).to(DEVICE, dtype)
+    out, want = context.attend(window, sinks), context.reference(window, sinks)
+    plain = attention.decode_attention_plain(
+        context.query, context.keys, context.values, context.ranges, context.scaling, window, sinks
+    )
+    assert close(out, want)
+    assert close(plain, want)
+    if shift == 3.0:
+        assert not close(out, context.reference(window))
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 600])

@@ -290,6 +290,23 @@ def test_packed_gpt_oss_runs_in_the_kernels(
     assert calls == {"mxfp4"} | ({"int4-asym-g32"} if draft else set())
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe_swa", "mimo_v2_flash"])
+@pytest.mark.parametrize("expert_memory", ["50%", "100%"])
+def test_attention_sinks_are_captured(cuda: FakeCuda, tmp_path: Path, family: str, expert_memory: str) -> None:
+    """Prompts longer and shorter than a sliding window, alone and together."""
+    families.save(families.tiny_model(family), tmp_path)
+    model, prompts = reference(tmp_path), [list(range(2, 2 + count)) for count in (9, 40, 23)]
+    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "expert_memory": expert_memory, "prefill_chunk": 16}
+    with LLM(str(tmp_path), "ngram", dtype="float32", progress=False, **options) as llm:
+        assert llm.engine.target.captures
+        assert not [notice for notice in llm.notices if "CUDA graphs" in notice]
+        before = cuda.recorder.replayed
+        assert [together(llm, [prompt])[0] for prompt in prompts] == expected
+        assert together(llm, prompts) == expected
+        assert cuda.recorder.replayed > before
+
+
 def test_target_and_its_quantized_self_have_separate_graphs(cuda: FakeCuda, mixtral_pair: Pair) -> None:
     with LLM(str(mixtral_pair.target), "self:int4", dtype="float32", progress=False, num_speculative_tokens=2) as llm:
         llm.generate(PROMPT, GREEDY)

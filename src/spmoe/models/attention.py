@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "spmoe"
 _SUPPORTED_ARGUMENTS = {"position_ids", "cache_position"}
+_SINK_DIMENSIONS = 8  # two are used; fast implementations need multiples of eight
 _ranges: Tensor | None = None  # set while a forward is captured
 
 
@@ -62,6 +63,7 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,  # [heads], scores of attention sinks
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, rows, heads, value dim]
     unsupported = {k for k, v in kwargs.items() if isinstance(v, (Tensor, float)) and k not in _SUPPORTED_ARGUMENTS}
@@ -71,15 +73,40 @@ def _attend(
     if _ranges is not None:
         from spmoe.backends.kernels.attention import decode_attention
 
-        return decode_attention(query, key, value, _ranges, scaling, sliding_window), None
+        return decode_attention(query, key, value, _ranges, scaling, sliding_window, s_aux), None
     rows, positions = query.shape[2], key.shape[2]
     mask, beyond_window = None, sliding_window is not None and positions > sliding_window
     if beyond_window or (rows > 1 and positions > rows):
         mask = _mask(rows, positions, sliding_window, query.device)
+    if s_aux is not None:
+        return _attend_with_sinks(query, key, value, mask, scaling, s_aux), None
     out = scaled_dot_product_attention(
         query, key, value, mask, scale=scaling, is_causal=mask is None and rows > 1, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor
+) -> Tensor:  # [1, rows, heads, value dim]
+    """Attend also to a position before all others, whose score is that of the head's sink, and whose value is zero.
+
+    Further dimensions make its score: the query holds the sink there, and the key is 1 at this position, 0 elsewhere.
+    """
+    rows, dim, value_dim = query.shape[2], query.shape[3], value.shape[3]
+    is_causal = mask is None and rows > 1
+    width = max(dim, value_dim) + _SINK_DIMENSIONS
+    exact = sinks.float() / scaling
+    rounded = exact.to(query.dtype)
+    query = pad(query, (0, width - dim, 1 if is_causal else 0, 0))  # the first of causal rows sees one position only
+    query[..., dim] = rounded[:, None]
+    query[..., dim + 1] = (exact - rounded.float()).to(query.dtype)[:, None]
+    key, value = pad(key, (0, width - dim, 1, 0)), pad(value, (0, width - value_dim, 1, 0))
+    key[:, :, 0, dim : dim + 2] = 1.0
+    if mask is not None:
+        mask = pad(mask, (1, 0), value=True)
+    out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, is_causal=is_causal, enable_gqa=True)
+    return out[:, :, -rows:, :value_dim].transpose(1, 2).contiguous()
 
 
 def _mask(rows: int, positions: int, window: int | None, device: torch.device) -> Tensor:

@@ -57,8 +57,12 @@ def decode_attention(
     ranges: Tensor,  # [3, sequences] int64
     scaling: float,
     window: int | None = None,
+    sinks: Tensor | None = None,  # [heads]
 ) -> Tensor:  # [1, rows, heads, value dim]
-    """Attend from each row to the positions of its sequence up to its own, or to the last `window` of them."""
+    """Attend from each row to the positions of its sequence up to its own, or to the last `window` of them.
+
+    `sinks`: score of a further position of each head, whose value is zero.
+    """
     _, heads, rows, dim = query.shape
     kv_heads, value_dim, sequences = keys.shape[1], values.shape[3], ranges.shape[1]
     pad, value_pad = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
@@ -81,7 +85,10 @@ def decode_attention(
         GROUP=heads // kv_heads, HEADS=heads, WINDOW=window or 0, SPLITS=splits, D=dim, DV=value_dim, D_PAD=pad,
         DV_PAD=value_pad, BLOCK_M=query_block, BLOCK_N=kv_block, num_warps=4, num_stages=stages,
     )  # fmt: skip
-    _combine_kernel[(rows * heads,)](sums, stats, out, rows * heads, DV=value_dim, DV_PAD=value_pad, SPLITS=splits)
+    _combine_kernel[(rows * heads,)](
+        sums, stats, sums if sinks is None else sinks, out, rows * heads, HEADS=heads, SINKS=sinks is not None,
+        DV=value_dim, DV_PAD=value_pad, SPLITS=splits,
+    )  # fmt: skip
     return out
 
 
@@ -107,7 +114,13 @@ def _shared_memory(pad: int, value_pad: int, itemsize: int, kv_block: int, query
 
 
 def decode_attention_plain(
-    query: Tensor, keys: Tensor, values: Tensor, ranges: Tensor, scaling: float, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ranges: Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """PyTorch reference of `decode_attention`, in float32."""
     heads, found = query.shape[1], []
@@ -122,7 +135,10 @@ def decode_attention_plain(
         if window is not None:
             visible &= position > last - window
         scores = (queries.float() @ key.transpose(-1, -2) * scaling).masked_fill(~visible, -math.inf)
-        found.append((scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, heads, len(last), 1)], dim=-1)
+        shares = scores.softmax(-1)[..., :end]
+        found.append((shares @ value).transpose(1, 2).to(query.dtype))
     return torch.cat(found, dim=1)
 
 
@@ -200,15 +216,23 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["queries"])
 def _combine_kernel(
-    sums, stats, out, queries, DV: tl.constexpr, DV_PAD: tl.constexpr, SPLITS: tl.constexpr
+    sums, stats, sinks, out, queries, HEADS: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     split, dv = tl.arange(0, SPLITS), tl.arange(0, DV_PAD)
     offset = split * queries + tl.program_id(0)
     weight = tl.load(stats + SPLITS * queries + offset)
     nonempty = weight > 0.0
     top = tl.where(nonempty, tl.load(stats + offset), -float("inf"))
-    share = tl.exp2(top - tl.max(top, axis=0))
+    highest = tl.max(top, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(0) % HEADS).to(tl.float32) * 1.4426950408889634  # log2(e)
+        highest = tl.maximum(highest, sink)
+    share = tl.exp2(top - highest)
     ptrs = sums + offset[:, None] * DV + dv[None, :]
     total = tl.sum(tl.load(ptrs, mask=nonempty[:, None] & (dv[None, :] < DV), other=0.0) * share[:, None], axis=0)
-    y = total / tl.sum(weight * share, axis=0)
+    weights = tl.sum(weight * share, axis=0)
+    if SINKS:
+        weights += tl.exp2(sink - highest)
+    y = total / weights
     tl.store(out + tl.program_id(0) * DV + dv, y.to(out.dtype.element_ty), mask=dv < DV)
