@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -73,12 +73,6 @@ class ExpertTile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread, for up to eight rows; fewer let more programs run at once
-
-    def launch_options(self, padded_rows: int) -> dict[str, int | None]:
-        """Return the options of a launch for so many rows."""
-        registers = self.max_registers if padded_rows <= 8 else None
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +93,12 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
     if not 1 <= rows <= MAX_KERNEL_ROWS:
         raise ValueError(f"expected 1 to {MAX_KERNEL_ROWS} rows, got {rows}")
     hidden, ffn, kind, dtype = shape
-    up: tuple[Any, ...]
-    down: tuple[Any, ...]
     if dtype.itemsize > 2:  # no tensor cores: small tiles, or registers spill
         up = down = (32, 64 if kind in FOUR_BITS else 32, 4, 3)
     elif rows > INVARIANT_ROWS:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
         up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
     elif kind in FOUR_BITS:
-        # a limit of registers costs few more instructions in bfloat16, and many in float16
-        registers = (144, 168) if dtype == torch.bfloat16 else (None, None)
-        up, down = (32, 256, 2, 3, registers[0]), (64, 256, 2, 3, registers[1])
+        up, down = (32, 256, 2, 3), (64, 256, 2, 3)
     elif kind not in _BFLOAT16_SUMS:
         up, down = (16, 256, 2, 3), (64, 128, 2, 4)
     elif hidden * ffn >= 1 << 24:  # this and the next: the fastest, over 1 and 5 rows, of a sweep on an H200
@@ -221,13 +211,13 @@ def run_expert_batch(
         hidden, index, table, *matrix.tensors, _bias(matrix), scratch.up, rows, **sizes, **matrix.constants,
         **_bias_constants(matrix), MASKED=matrix.ins % up.block_k != 0, ACTIVATION=gate.activation, ALPHA=gate.alpha,
         LIMIT=gate.limit, UP_OFFSET=gate.up_offset, INTERLEAVED=gate.interleaved, BLOCK_N=up.block_n,
-        BLOCK_K=up.block_k, **up.launch_options(padded),
+        BLOCK_K=up.block_k, num_warps=up.num_warps, num_stages=up.num_stages,
     )  # fmt: skip
     matrix = experts.down
     _down_kernel[triton.cdiv(experts.shape.hidden, down.block_n), rows * top_k, splits](
         scratch.up, index, weights, table, *matrix.tensors, _bias(matrix), scratch.partial_sums, rows, **sizes,
         **matrix.constants, **_bias_constants(matrix), MASKED=matrix.ins % (down.block_k * splits) != 0, SPLITS=splits,
-        BLOCK_N=down.block_n, BLOCK_K=down.block_k, **down.launch_options(padded),
+        BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps, num_stages=down.num_stages,
     )  # fmt: skip
 
 
