@@ -28,6 +28,10 @@ class EngineSequence:
     def build(self, model: str | None, draft: str | None, **options: Any) -> Iterator[LLM]:
         """Build an engine, and close it at the end; its experts are kept on a GPU."""
         store, self._store = self._store, None
+        gc.collect()  # an engine that was closed keeps the memory of its captured graphs until its caller drops it
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         try:
             llm = LLM(model, draft, store=store, **options)
         except BaseException:
@@ -39,10 +43,6 @@ class EngineSequence:
                 yield llm
             finally:
                 self._store = llm.engine.parts.runtime.take_store()
-        del llm
-        gc.collect()  # a closed engine keeps the memory of its captured graphs
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def forget(self) -> None:
         """Free the experts before an engine with others is built: both might not fit in host memory."""

@@ -42,7 +42,7 @@ class Speed(NamedTuple):
     tpot: float  # seconds per token, median of the rounds
     ttft: float  # seconds
     nbytes: float  # moved per token
-    hit_rate: float
+    hit_rate: float | None  # None: every expert is resident
     tokens: list[int]
 
 
@@ -81,8 +81,6 @@ def main() -> None:
 def measure(engines: EngineSequence, options: argparse.Namespace, memory: str, name: str) -> tuple[Speed, float | None]:
     """Build an engine and decode; also return bytes per second of the link, if there is a device."""
     started = time.perf_counter()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     with engines.build(
         options.model,
         options.draft,
@@ -126,10 +124,11 @@ def measure(engines: EngineSequence, options: argparse.Namespace, memory: str, n
 def report(memory: str, name: str, speed: Speed, first: Speed, link: float | None) -> None:
     """Print one line."""
     busy = f"{speed.nbytes / link / speed.tpot:5.0%}" if link is not None else f"{'':5}"
+    hits = "all" if speed.hit_rate is None else f"{speed.hit_rate:.0%}"
     print(
         f"{memory:>8} {name:16} {speed.load:6.1f} {speed.host:7.2f} {speed.device:6.2f} {speed.planned:6.2f} "
         f"{speed.slots:5} {1e3 * speed.tpot:8.2f} "
-        f"{first.tpot / speed.tpot:5.2f} {1e3 * speed.ttft:8.0f} {speed.nbytes / 1e6:8.1f} {speed.hit_rate:5.0%} "
+        f"{first.tpot / speed.tpot:5.2f} {1e3 * speed.ttft:8.0f} {speed.nbytes / 1e6:8.1f} {hits:>5} "
         f"{busy}  {'equal' if speed.tokens == first.tokens else 'differs'}",
         flush=True,
     )

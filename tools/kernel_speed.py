@@ -42,7 +42,7 @@ TRIES = 5
 FORMATS = (
     "bfloat16,bf16-packed,fp8-block128,fp8-channel,int8-channel,int8-g128,int4-g128,int4-g32,int4-asym-g128,mxfp4,nvfp4"
 )
-TILES = {  # rows of the matrix (`gate_up` has two for an output), inputs, warps, stages, and a limit of registers
+TILES = {  # rows of the matrix (`gate_up` has two for an output), inputs, warps, stages
     "dense": [
         (rows, inputs, warps, stages)
         for rows, warps in ((32, 4), (64, 4), (128, 8))
@@ -54,8 +54,8 @@ TILES = {  # rows of the matrix (`gate_up` has two for an output), inputs, warps
         for stages in ((2, 3, 4) if warps == 2 else (3,))
     ],
     "quantized": [
-        (32, 256, 2, 3), (32, 256, 2, 4), (32, 256, 1, 3), (64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 3),
-        (64, 256, 2, 3, 128), (64, 256, 2, 3, 144), (64, 256, 2, 4, 168), (128, 128, 2, 4),
+        (16, 256, 2, 3), (32, 128, 2, 4), (32, 256, 2, 3), (32, 256, 2, 4), (32, 256, 1, 3), (32, 512, 2, 3),
+        (64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 3), (128, 128, 2, 4),
     ],
 }  # fmt: skip
 SPLITS = (

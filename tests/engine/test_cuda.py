@@ -345,6 +345,7 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
             "cutoff": rng.choice(["auto", "all"]),
             "residency_check": rng.choice(["host", "device"]),
         }
+        fault_rate = 0.0  # while an engine is built
         with LLM(dtype="float32", device="cuda", progress=False, **options) as llm:  # type: ignore[arg-type]
             ends = min(until, time.monotonic() + 20)
             first = requests

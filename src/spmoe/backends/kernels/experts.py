@@ -97,8 +97,8 @@ def select_expert_tiles(rows: int, shape: ExpertShape, top_k: int) -> ExpertTile
         up = down = (32, 64 if kind in FOUR_BITS else 32, 4, 3)
     elif rows > INVARIANT_ROWS:  # more rows to hold: all stages must fit the 99 KiB of shared memory of a consumer GPU
         up = down = (32, 128, 4 if kind in _BFLOAT16_SUMS else 2, 3)
-    elif kind in FOUR_BITS:
-        up, down = (32, 256, 2, 3), (64, 256, 2, 3)
+    elif kind in FOUR_BITS:  # with two rows of gate and up, an e2m1 tile of 32 outputs leaves too few registers
+        up, down = (32 if kind == "int4" else 16, 256, 2, 3), (64, 256, 2, 3)
     elif kind not in _BFLOAT16_SUMS:
         up, down = (16, 256, 2, 3), (64, 128, 2, 4)
     elif hidden * ffn >= 1 << 24:  # this and the next: the fastest, over 1 and 5 rows, of a sweep on an H200
