@@ -1078,7 +1078,7 @@ def test_prompts_are_read_together_up_to_one_chunk(
 
 
 @pytest.mark.parametrize("reuses", [True, False])
-def test_prompts_with_a_common_prefix_are_read_one_after_the_other(
+def test_prompts_with_a_new_common_prefix_wait_for_the_first_one(
     mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, reuses: bool
 ) -> None:
     reads = noted_reads(monkeypatch)
@@ -1086,7 +1086,23 @@ def test_prompts_with_a_common_prefix_are_read_one_after_the_other(
     with build(mixtral_pair, prefill_chunk=256, enable_prefix_caching=reuses) as llm:
         found = run_together(llm, prompts)
         assert [one.stats.cached_tokens for one in found] == ([0, 40, 40] if reuses else [0, 0, 0])
-        assert reads == ([] if reuses else [[41, 41, 41]])
+        assert reads == ([[1, 1]] if reuses else [[41, 41, 41]])
+        model = reference(mixtral_pair.target)
+        assert tokens_of(found) == [greedy(model, prompt, COUNT) for prompt in prompts]
+        assert_idle(llm)
+
+
+def test_prompts_that_reuse_the_same_earlier_tokens_are_read_together(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system prompt was read before; only what follows it counts for a chunk."""
+    reads, system = noted_reads(monkeypatch), [(3 * place) % 250 for place in range(60)]
+    prompts = [system + [7 * number + place for place in range(5 + number)] for number in range(4)]
+    with build(mixtral_pair, prefill_chunk=32) as llm:
+        run_together(llm, [[*system, 1, 2]])
+        found = run_together(llm, prompts)
+        assert reads == [[5, 6, 7, 8]]
+        assert [one.stats.cached_tokens for one in found] == [60] * 4
         model = reference(mixtral_pair.target)
         assert tokens_of(found) == [greedy(model, prompt, COUNT) for prompt in prompts]
         assert_idle(llm)

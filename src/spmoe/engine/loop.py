@@ -15,7 +15,7 @@ from spmoe.errors import DraftError, reason
 from spmoe.experts.experts import Experts
 from spmoe.models.hidden_states import LayerObserver
 from spmoe.models.kv import KvState
-from spmoe.models.kv_pool import KvPool, kv_sizes
+from spmoe.models.kv_pool import KvPool, common_prefix, kv_sizes
 from spmoe.models.ragged import RaggedPart
 from spmoe.models.runner import EagerResult, ForwardResult
 from spmoe.models.target import Target
@@ -39,6 +39,8 @@ from spmoe.types import (
 from spmoe.verify.greedy import verify_greedy
 from spmoe.verify.logits import process_logits, token_logprobs
 from spmoe.verify.sampling import verify_sampled
+
+_SHARED_PREFIX = 32  # tokens that are worth reading one prompt after the other
 
 
 class PolicyObservers:
@@ -217,8 +219,17 @@ class Loop:
         """Return the number of prompt tokens that a sequence's next turn reads; 0 once its prompt was read."""
         if self.has_read(sequence):
             return 0
-        pending = (len(sequence.tokens) - (0 if kv is None else kv.length) for _, kv in self._kv_caches(sequence))
-        return min(max(pending), self.prefill_chunk)
+        tokens = sequence.tokens
+        found = (pool.num_reusable(tokens) if kv is None else kv.length for pool, kv in self._kv_caches(sequence))
+        return min(len(tokens) - min(found), self.prefill_chunk)
+
+    def begins_as_one_of(self, sequence: Sequence, others: abc.Sequence[Sequence]) -> bool:
+        """Return whether a prompt could reuse clearly more of one of these, once it is read, than of earlier ones."""
+        if not self.target.kv_pool.reuses_prefixes:
+            return False
+        tokens, kept = sequence.tokens, self.target.kv_pool.num_reusable(sequence.tokens)
+        enough = min(kept + _SHARED_PREFIX, len(tokens) - 1)
+        return any(kept < common_prefix(tokens, other.tokens) >= enough for other in others)
 
     def read_prompt(self, sequence: Sequence) -> bool:
         """Read a chunk of a prompt if more than one is left, by the target or the draft; return whether there was one.

@@ -20,7 +20,6 @@ from spmoe.errors import reason
 from spmoe.types import Sequence, Turn
 
 _MAX_FAILURES = 8  # in a row, of steps of several sequences; then sequences run in turns
-_SHARED_PREFIX = 32  # tokens from which on two prompts are read one after the other, and the later one reuses them
 
 
 @dataclass(slots=True)
@@ -193,7 +192,7 @@ class Scheduler:
     def _readers(self, entry: _Entry, unread: int) -> Iterator[_Entry]:
         """Admit and yield the next sequences that wait, as long as their prompts can be read together with this one.
 
-        Prompts that share a prefix are read one after the other, so that the later one need not read it.
+        Prompts with a common prefix that is new are read one after the other, so that the later one need not read it.
         """
         loop, found = self._engine.loop, [entry.sequence]
         if self._waiting and self._has_free_place and not entry.alone:
@@ -203,9 +202,7 @@ class Scheduler:
             count = loop.num_unread(one)
             if unread + count > loop.prefill_chunk or not loop.can_read_together([*found, one]):
                 return
-            if self._engine.config.enable_prefix_caching and any(_share_prefix(one, other) for other in found):
-                return
-            if not self._engine.reserve_kv(one):
+            if loop.begins_as_one_of(one, found) or not self._engine.reserve_kv(one):
                 return
             try:
                 self._engine.take_kv(one)
@@ -232,7 +229,3 @@ class Scheduler:
         turns = [Turn(one.sequence, one.max_new_tokens, repeats) for one in batch]
         for one, new in zip(batch, self._engine.step(turns), strict=True):
             one.new = new
-
-
-def _share_prefix(sequence: Sequence, other: Sequence) -> bool:
-    return sequence.tokens[:_SHARED_PREFIX] == other.tokens[:_SHARED_PREFIX]

@@ -36,7 +36,7 @@ class KvPool:
         self._config = config
         self._limit: int | None = None  # positions of all KV caches; None: not limited
         self._spare_limit = 0  # positions of KV caches that are kept for their contents, if there is no other limit
-        self._reuses_prefixes = False
+        self.reuses_prefixes = False
         self._used: list[KvState] = []
         self._used_positions = 0
         self._scratch: KvState | None = None
@@ -47,7 +47,7 @@ class KvPool:
         `expected`: positions to allocate, and to keep for finished sequences if there is no limit. Unless `at_once`,
         few are allocated first, and more as they are needed.
         """
-        self._limit, self._spare_limit, self._reuses_prefixes = limit, expected, reuse_prefixes
+        self._limit, self._spare_limit, self.reuses_prefixes = limit, expected, reuse_prefixes
         self.arena.plan((expected if at_once else min(expected, _FIRST_POSITIONS)) + SCRATCH_POSITIONS)
 
     @property
@@ -91,6 +91,10 @@ class KvPool:
         self._set_used([*self._used, kv])
         return kv
 
+    def num_reusable(self, tokens: list[int]) -> int:
+        """Return how many of the first tokens a KV cache that is taken now would have."""
+        return self._longest_prefix(tokens)[1]
+
     def reserve(self, kv: KvState, capacity: int, preferred: int) -> bool:
         """Give a running sequence's KV cache at least `capacity` positions; return whether there is place for them."""
         if capacity <= kv.capacity:
@@ -129,7 +133,7 @@ class KvPool:
         """Keep a finished sequence's KV cache for others, or free it."""
         kv.cut(len(kv.tokens))
         kv.tokens = kv.tokens[: kv.length]
-        if not self._reuses_prefixes or not kv.can_rewind or not kv.length or kv.is_swapped_out or kv.is_lost:
+        if not self.reuses_prefixes or not kv.can_rewind or not kv.length or kv.is_swapped_out or kv.is_lost:
             self.discard(kv)
             return
         self._set_used([one for one in self._used if one is not kv])
@@ -144,8 +148,8 @@ class KvPool:
     def _longest_prefix(self, tokens: list[int]) -> tuple[KvState | None, int]:
         """Return the KV cache that has the most of the first tokens, and how many; a kept one rather than another."""
         best, most = None, 0
-        for kv in [*reversed(self.spare), *self._used] if self._reuses_prefixes else []:
-            common = min(_common_prefix(tokens, kv.tokens), kv.length, len(tokens) - 1)
+        for kv in [*reversed(self.spare), *self._used] if self.reuses_prefixes else []:
+            common = min(common_prefix(tokens, kv.tokens), kv.length, len(tokens) - 1)
             if common > most and not kv.is_lost:
                 best, most = kv, common
         return best, most
@@ -187,5 +191,6 @@ class KvPool:
         self.spare = [kv for kv in self.spare if kv not in dropped]
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens two sequences have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
