@@ -128,6 +128,7 @@ def test_linear_tiles_do_not_depend_on_rows() -> None:
             assert not (tile.use_dot and dtype == torch.float32)
     with pytest.raises(ValueError, match="expected 1 to 64 rows, got 65"):
         select_linear_tile(65, 64, 64, torch.float32)
+    assert {dense._fma_groups(rows)[1] for rows in range(17, 65)} == {8}, "one kernel for all prompts"
 
 
 # ---- several linear layers in one launch

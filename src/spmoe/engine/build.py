@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
     from spmoe.backends.cuda_memory import HostStore
 
 
+log = logging.getLogger(__name__)
+
+
 def build(
     config: EngineConfig, store: HostStore | None = None, raise_if_cancelled: Callable[[], None] = lambda: None
 ) -> Engine:
@@ -99,7 +104,10 @@ def _build(
     wide_shape(config, device)  # raises an error before anything is loaded
     if checkpoint.random:
         _require_host_memory(config, device)
-    with _out_of_memory(f"the weights of {config.model} without its experts"):
+    with (
+        _timed("loaded the target without its experts"),
+        _out_of_memory(f"the weights of {config.model} without its experts"),
+    ):
         models = load_target(config, checkpoint, device, escapes)
     notices += random_weights_notices(models)
     target, spec = models.target, models.spec
@@ -113,7 +121,7 @@ def _build(
     drafter_class = _drafter_class(config, target, notices)
     _require_memory(config, models, drafter_class, draft_checkpoint, max_length)
     sources = DraftSources(drafter_name(config.resolved_draft)[1], draft_checkpoint, models, config.progress)
-    with _out_of_memory(f"the draft {config.resolved_draft}"):
+    with _timed("loaded the draft"), _out_of_memory(f"the draft {config.resolved_draft}"):
         draft = drafter_class.load_runner(sources)
     if (notice := drafter_class.notice(sources, draft)) is not None:
         notices.append(notice)
@@ -162,7 +170,8 @@ def _build(
         drafter = drafter_class.build(context)
         notices += _rounding_notice(config, models, drafter)
         k = config.max_draft_tokens if drafter.proposes else 0
-        notices += _prepare_runners(config, device, runtime, experts, target, draft, k, memory, max_length)
+        with _timed("compared captured and shared forwards"):
+            notices += _prepare_runners(config, device, runtime, experts, target, draft, k, memory, max_length)
         target.connect(experts, runtime.backend)
         resident = runtime.cuda is not None and all_resident(config, device, memory.slots, spec)
         parts = EngineParts(
@@ -179,6 +188,14 @@ def _build(
         runtime.close()
         threads.close()
         raise
+
+
+@contextmanager
+def _timed(done: str) -> Iterator[None]:
+    """Log how long the work inside has taken."""
+    started = time.monotonic()
+    yield
+    log.info("%s in %.1f s", done, time.monotonic() - started)
 
 
 @contextmanager

@@ -422,5 +422,8 @@ def _warm_up_tokens(rows: int) -> list[int]:
 
 
 def _warm_up_rows(chunk: int) -> list[int]:
-    """Return the rows of prompts that use all kernels of prompts: grouped ones, and a product per expert."""
-    return sorted({1, min(chunk, MAX_KERNEL_ROWS // 2 + 1), chunk})
+    """Return the rows of prompts that use all kernels of prompts: grouped ones, and a product per expert.
+
+    Grouped kernels are compiled for powers of two from 8 rows on.
+    """
+    return sorted({1, *(min(chunk, rows + 1) for rows in (8, 16, MAX_KERNEL_ROWS // 2)), chunk})

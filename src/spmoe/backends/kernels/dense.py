@@ -130,9 +130,12 @@ def _dot_groups(rows: int) -> tuple[int, int]:
 
 
 def _fma_groups(rows: int) -> tuple[int, int]:
-    """Divide rows among programs that use FMA; return the number of groups and the rows of each."""
+    """Divide rows among programs that use FMA; return the number of groups and the rows of each.
+
+    More rows than captured forwards of one sequence have share one kernel, so that no prompt compiles another.
+    """
     groups = triton.cdiv(rows, _FMA_ROWS)
-    return groups, triton.cdiv(rows, groups)
+    return groups, _FMA_ROWS if rows > _DOT_ROWS else triton.cdiv(rows, groups)
 
 
 def _clamp_block_k(tile: LinearTile, k: int, minimum: int) -> LinearTile:
