@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoints import longrope, mixtral, qwen3_next, seeded
 from spmoe.models.kv import KvArena, KvState
-from spmoe.models.kv_pool import KvPool, kv_sizes
+from spmoe.models.kv_pool import KvPool, common_prefix, kv_sizes
 from spmoe.models.runner import ModelRunner
 
 CONFIG = mixtral(num_hidden_layers=1).config
@@ -448,3 +448,13 @@ def test_prefixes_are_not_reused_if_positions_depend_on_the_length(rope: dict[st
         assert kv.length == 0
         runner.forward([1, 2, 3, 4], kv, 1)
         runner.release_kv(kv)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(length=st.integers(0, 1100), first=st.integers(0, 300), second=st.integers(0, 300))
+def test_common_prefix(length: int, first: int, second: int) -> None:
+    """Both sequences begin alike and go on with different tokens."""
+    shared = [7 * place % 50 for place in range(length)]
+    found = common_prefix(shared + [100] * first, shared + [101] * second)
+    assert found == length
+    assert common_prefix(shared, shared) == length

@@ -14,6 +14,7 @@ from spmoe.models.kv import KvArena, KvState
 SCRATCH_POSITIONS = 64  # of the range that warm-ups of captured forwards write to
 _FIRST_POSITIONS = 1024  # of an arena that is not allocated at once
 _GROWTH = 256  # positions that a sequence gets beyond the ones it needs, if there is place
+_COMPARED_TOKENS = 256  # at a time
 _FEW_TOKENS = 16  # of a kept KV cache, which are read again quickly; to keep them, no prefix is copied
 
 
@@ -193,4 +194,9 @@ class KvPool:
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many first tokens two sequences have in common."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    length = min(len(one), len(other))
+    for start in range(0, length, _COMPARED_TOKENS):  # slices are compared much faster than tokens
+        parts = [tokens[start : min(start + _COMPARED_TOKENS, length)] for tokens in (one, other)]
+        if parts[0] != parts[1]:
+            return start + next(i for i, (a, b) in enumerate(zip(*parts, strict=True)) if a != b)
+    return length
