@@ -50,10 +50,18 @@ def pytest_collection() -> Iterator[object]:
     return result
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="run every N-th of the selected tests, from the I-th on (I from 0)")
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files with slow tests first, so that no worker is left with one when the others have finished."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    if (shard := config.getoption("--shard")) is not None:
+        first, step = map(int, shard.split("/"))
+        items[:] = items[first::step]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,12 +36,24 @@ class Measurement(NamedTuple):
 
 
 MEASUREMENTS = (
-    Measurement("tests", 540, "python -m pytest -q -m gpu -x --durations 10"),
-    Measurement("kernels", 120, "python tools/kernel_speed.py --formats bfloat16,bf16-packed,int4-g128,mxfp4"),
+    Measurement("tests", 400, "python tools/gpu_tests.py --seconds 380"),
+    Measurement("kernels", 60, "python tools/kernel_speed.py --formats bf16-packed,int4-g128,mxfp4,nvfp4"),
     Measurement(
         "hits",
         150,
         f"python tools/hit_speed.py extras/fine --draft {DRAFT} --shape deepseek-v2-lite --expert-memory 25%,90%",
+    ),
+    Measurement(
+        "full-gpt-oss-120b",
+        90,
+        "python tools/format_speed.py gpt-oss-120b --load-format dummy --device cuda --formats mxfp4 "
+        "--expert-memory 24GiB,16GiB,8GiB --prompt-len 512 --tokens 32 --rounds 1",
+    ),
+    Measurement(
+        "full-qwen3-30b-a3b",
+        240,
+        "python tools/format_speed.py qwen3-30b-a3b --load-format dummy --device cuda --expert-memory "
+        "24GiB,16GiB,8GiB --prompt-len 512 --tokens 32 --rounds 1",
     ),
     Measurement(
         "hits-qwen3",
@@ -60,8 +72,9 @@ MEASUREMENTS = (
     ),
     Measurement(
         "formats",
-        400,
-        "python tools/format_speed.py --draft none --shape mixtral-8x7b --device cuda --expert-memory 25%",
+        200,
+        "python tools/format_speed.py mixtral-8x7b --load-format dummy --device cuda --expert-memory 25%,8GiB,24GiB "
+        "--rounds 1 --tokens 24",
     ),
     *(
         Measurement(
@@ -74,9 +87,9 @@ MEASUREMENTS = (
     ),
     Measurement(
         "batching",
-        300,
+        150,
         f"python tools/batching_speed.py {TARGETS['shipped']} --draft {DRAFT} --shape mixtral-8x7b --device cuda "
-        "--requests 1,2,4,8,16 --rounds 2 --tokens 48",
+        "--requests 1,2,4,8,16 --rounds 1 --tokens 48",
     ),
     Measurement(
         "cpu-experts",
