@@ -1138,6 +1138,58 @@ def test_prompts_that_cannot_be_read_together_are_read_alone(
         assert_idle(llm)
 
 
+def test_reading_together_ends_only_if_prompts_that_fail_together_succeed_alone(
+    mixtral_pair: Pair, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that succeed in between do not count."""
+    read_batch, failed = ModelRunner.read_batch, list[int]()
+
+    def failing(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        failed.append(len(parts))
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(ModelRunner, "read_batch", failing)
+    with build(mixtral_pair, prefill_chunk=64) as llm:
+        for _ in range(10):
+            assert tokens_of(run_together(llm, PROMPTS[:2])) == expected[:2]
+        assert failed == [2] * 8
+        assert llm.engine.target.batches
+        assert [notice for notice in llm.notices if "are read in turns, not together" in notice]
+        monkeypatch.setattr(ModelRunner, "read_batch", read_batch)
+        assert tokens_of(run_together(llm, PROMPTS[:4])) == expected[:4]
+        assert_idle(llm)
+
+
+def test_prompts_that_are_read_together_keep_to_what_may_be_read_between_two_steps(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt has a prefix of the first one, which is read in the same round; the third one would fit to it."""
+    chunk, lengths = 100, (60, 40, 60)
+    first, second, third = ([(7 * place + n) % 250 for place in range(length)] for n, length in enumerate(lengths))
+    prompts = [first, first[:34] + second[34:], third]
+    with build(mixtral_pair, None, num_speculative_tokens=0, prefill_chunk=chunk) as llm:
+        running = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=30))
+        generations = [llm.stream(prompt, GREEDY) for prompt in prompts]
+        steps, step = list[tuple[bool, int]](), Loop.step  # whether it reads, and tokens that it reads
+
+        def noted(self: Loop, turns: Sequence[Turn]) -> list[list[int]]:
+            unread = [] if self.has_read(turns[0].sequence) else [len(turn.sequence.tokens) for turn in turns]
+            if not steps:
+                for generation in generations:
+                    generation.start()
+            steps.append((bool(unread), sum(unread)))
+            return step(self, turns)
+
+        monkeypatch.setattr(Loop, "step", noted)
+        running.run()
+        model = reference(mixtral_pair.target)
+        assert tokens_of([one.run() for one in generations]) == [greedy(model, prompt, COUNT) for prompt in prompts]
+        assert_idle(llm)
+    assert [count for reads, count in steps if reads] == [len(PROMPTS[0]), 60, 40, 60]
+    between = [number for number, (reads, _) in enumerate(steps) if reads][-2:]
+    assert between[1] - between[0] > 1, "others have a step before the third prompt is read"
+
+
 # ---- statistics
 
 

@@ -208,6 +208,10 @@ class Engine:
         self.target.stop_batching(failure)
         self.note_batching()
 
+    def note_lone_reads(self, failure: str) -> None:
+        """Add a notice that prompts are read in turns from now on: forwards of several fail again and again."""
+        self._add_notice(f"prompts of {self.config.model} are read in turns, not together ({failure})")
+
     def release(self, sequence: Sequence) -> None:
         """Drop a request's state, however it ended."""
         self.loop.release(sequence)

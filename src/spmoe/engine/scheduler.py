@@ -19,7 +19,7 @@ from spmoe.engine.engine import Engine
 from spmoe.errors import reason
 from spmoe.types import Sequence, Turn
 
-_MAX_FAILURES = 8  # in a row, of steps of several sequences; then sequences run in turns
+_MAX_FAILURES = 8  # in a row, of steps of several sequences; then sequences run, or are read, in turns
 
 
 @dataclass(slots=True)
@@ -44,7 +44,8 @@ class Scheduler:
         self.preemptions = 0  # so far
         self._overtakes = 0  # in a row, of the first sequence that waits, by later ones that need less KV memory
         self._read = 0  # tokens of prompts since the last step of a sequence whose prompt was read
-        self._failures = 0  # in a row, of steps of several sequences that did not fail alone
+        # in a row, of steps of several sequences that did not fail alone; by whether they read prompts
+        self._failures = {False: 0, True: 0}
 
     @property
     def running(self) -> int:
@@ -147,7 +148,8 @@ class Scheduler:
             self._read = self._read + unread if unread else 0
             if unread and engine.read_prompt(sequence):
                 return False
-        others = self._readers(entry, unread) if unread else self._companions(entry)
+        reads = unread > 0
+        others = self._readers(entry, unread) if reads else self._companions(entry)
         companions = [*islice(others, engine.target.max_batch_rows - 1)]
         batch = [one for one in (entry, *companions) if self._make_place(one)]
         batch = [one for one in batch if one.sequence.id in self._running]  # not preempted for a later one
@@ -158,20 +160,22 @@ class Scheduler:
             lengths = [len(one.sequence.tokens) for one in batch]
             try:
                 self._run(batch)
-                self._failures = self._failures if unread else 0
+                self._failures[reads] = 0
                 return True
             except Exception as error:  # of one sequence, or of all: each one tries alone, and fails alone
                 engine.undo_step([one.sequence for one in batch], lengths)
                 for one in batch:
                     one.alone = True
-                self._failures += 1
-                if self._failures == _MAX_FAILURES:
+                self._failures[reads] += 1
+                if self._failures[reads] == _MAX_FAILURES and reads:
+                    engine.note_lone_reads(reason(error))
+                elif self._failures[reads] == _MAX_FAILURES:
                     engine.stop_batching(reason(error))
         try:
             self._run([entry])
         except Exception:
             if entry.alone:  # the failures were not due to others
-                self._failures = 0
+                self._failures[reads] = 0
             raise
         entry.alone = False
         return True
@@ -194,10 +198,13 @@ class Scheduler:
 
         Prompts with a common prefix that is new are read one after the other, so that the later one need not read it.
         """
+        if not self._waiting or entry.alone or self._failures[True] >= _MAX_FAILURES:
+            return
         loop, found = self._engine.loop, [entry.sequence]
-        if self._waiting and self._has_free_place and not entry.alone:
-            self._engine.take_kv(entry.sequence)  # so that place is counted for one after the other
-        while self._waiting and self._has_free_place and not entry.alone:
+        if any(loop.has_read(one.sequence) for one in self._running.values()):
+            unread = self._read  # since the last step of these
+        self._engine.take_kv(entry.sequence)  # so that place is counted for one after the other
+        while self._waiting and self._has_free_place:
             one = next(iter(self._waiting.values())).sequence
             count = loop.num_unread(one)
             if unread + count > loop.prefill_chunk or not loop.can_read_together([*found, one]):
