@@ -1163,7 +1163,7 @@ def test_reading_together_ends_only_if_prompts_that_fail_together_succeed_alone(
 def test_prompts_that_are_read_together_keep_to_what_may_be_read_between_two_steps(
     mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second prompt has a prefix of the first one, which is read in the same round; the third one would fit to it."""
+    """The second prompt has a prefix of the first one, and is read after it; the third one would fit to the second."""
     chunk, lengths = 100, (60, 40, 60)
     first, second, third = ([(7 * place + n) % 250 for place in range(length)] for n, length in enumerate(lengths))
     prompts = [first, first[:34] + second[34:], third]

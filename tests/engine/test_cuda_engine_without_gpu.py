@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -1108,6 +1109,57 @@ def test_prompts_that_are_read_together_have_the_bits_of_lone_ones(
         found = [generation.run().outputs[0] for generation in generations]
     assert max(read) == len(prompts)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert [one.cumulative_logprob for one in found] == [one.cumulative_logprob for one in alone]
+
+
+@pytest.mark.parametrize("lengths", [(20, 9, 30), (70, 20, 5, 90)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "ernie4_5_moe", "minimax_m2"])
+def test_dense_layers_of_prompts_that_are_read_together_have_the_bits_of_lone_ones(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, lengths: tuple[int, ...]
+) -> None:
+    """Also routers that no kernel reproduces: with a bias, or with arguments beside the hidden states."""
+    own, read_batch, read = torch.nn.functional.linear, ModelRunner.read_batch, list[int]()
+
+    def rounds_by_rows(x: Tensor, *args: Any) -> Tensor:
+        y, rows = own(x, *args), x.numel() // x.shape[-1]
+        kernel = sys._getframe(1).f_code.co_filename == dense.__file__
+        return y if kernel else (y.float() * (1 + rows % 61 * 1e-4)).to(y.dtype)
+
+    def by_row(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(x: Tensor, *args: Any, tile: Any = None) -> Any:
+            assert len(x) <= 64
+            rows = [plain(row[None], *args) for row in x]
+            return torch.cat(rows) if isinstance(rows[0], Tensor) else tuple(map(torch.cat, zip(*rows, strict=True)))
+
+        return kernel
+
+    def noted(self: ModelRunner, parts: Any, *args: Any) -> Any:
+        read.append(len(parts))
+        return read_batch(self, parts, *args)
+
+    linear = by_row(dense.small_batch_linear_plain)
+    monkeypatch.setattr(dense, "small_batch_linear", linear)
+    monkeypatch.setattr(
+        dense, "fused_linears", lambda x, ws, bs, tile: [linear(x, *one) for one in zip(ws, bs, strict=True)]
+    )
+    for name in ("gated_linear", "route"):
+        monkeypatch.setattr(dense, name, by_row(getattr(dense, f"{name}_plain")))
+    monkeypatch.setattr(dense, "rms_norm", dense.rms_norm_plain)
+    monkeypatch.setattr(rotary, "apply_rotary", rotary.apply_rotary_plain)
+    monkeypatch.setattr("spmoe.models.runner.fuse", fuse)
+    monkeypatch.setattr(torch.nn.functional, "linear", rounds_by_rows)
+    monkeypatch.setattr(ModelRunner, "read_batch", noted)
+    families.save(families.tiny_model(family), tmp_path)
+    prompts = [[2 + (7 * place + 31 * number) % 60 for place in range(n)] for number, n in enumerate(lengths)]
+    options: dict[str, Any] = {"dtype": "bfloat16", "prefill_chunk": 256, "enable_prefix_caching": False}
+    with LLM(str(tmp_path), None, progress=False, **options) as llm:
+        params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=1)
+        alone = [llm.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+        generations = [llm.stream(prompt, params) for prompt in prompts]
+        llm._thread.call(lambda: [generation.start() for generation in generations])
+        found = [generation.run().outputs[0] for generation in generations]
+        assert llm.engine.target.captures
+    assert read == [len(prompts)]
     assert [one.cumulative_logprob for one in found] == [one.cumulative_logprob for one in alone]
 
 

@@ -93,6 +93,32 @@ def test_only_the_logits_that_are_asked_for_are_returned(windowed: ModelRunner) 
         torch.testing.assert_close(part.logits, whole.logits[-count:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "captures", "together"),
+    [
+        ("cuda", torch.bfloat16, False, False),
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.float32, False, True),
+        ("cpu", torch.bfloat16, False, True),
+    ],
+)
+def test_many_rows_run_together_only_where_results_do_not_depend_on_their_number(
+    windowed: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    captures: bool,
+    together: bool,
+) -> None:
+    windowed.try_batching()
+    monkeypatch.setattr(type(windowed.model), "device", torch.device(device))
+    monkeypatch.setattr(type(windowed.model), "dtype", dtype)
+    monkeypatch.setattr(ModelRunner, "captures", captures)
+    assert windowed.batches
+    assert windowed.reads_together == together
+    assert windowed.max_batch_rows == (64 if together else 16)
+
+
 def test_sequences_rewind_between_rounds(windowed: ModelRunner) -> None:
     """Tokens that were rolled back leave no trace."""
     states, expected = new_states(windowed), new_states(windowed)

@@ -6,7 +6,7 @@ Each module is replaced only after the kernel reproduced its output on random in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, cast
@@ -48,6 +48,37 @@ def fuse(model: nn.Module) -> Callable[[], None]:
             del fused.pop().forward
 
     return undo
+
+
+def split_sequences(model: nn.Module) -> Callable[[], None]:
+    """Let layers that `fuse` has not replaced compute the rows of several sequences one sequence after the other.
+
+    These are linear layers, and routers with a matrix of their own. Return a function to undo it.
+    """
+    split: list[Any] = []
+    for module in model.modules():
+        others = [p for child in module.children() for p in child.parameters() if p.ndim > 1 and 1 not in p.shape]
+        has_matrix = any(p.ndim == 2 for p in module.parameters(recurse=False)) and not others
+        if has_matrix and not isinstance(module, nn.Embedding) and "forward" not in vars(module):
+            cast(Any, module).forward = _split_forward(module.forward)
+            split.append(module)
+
+    def undo() -> None:
+        while split:
+            del split.pop().forward
+
+    return undo
+
+
+def _split_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        others = any(isinstance(one, Tensor) and one.ndim > 1 for one in (*args, *kwargs.values()))
+        parts = _by_sequence(x) if isinstance(x, Tensor) and not others else [x]
+        if len(parts) == 1:
+            return own(x, *args, **kwargs)
+        return _joined([own(part, *args, **kwargs) for part in parts])
+
+    return forward
 
 
 def _fused_forward(module: Any, rotary: RotaryKernels) -> Callable[..., Any] | None:
@@ -280,13 +311,18 @@ def _with_fallback(
         if len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
             return own(*args, **kwargs)
         (x,) = args
-        if x.numel() > max_rows * x.shape[-1] and x.ndim > 1:
-            rows = row_segments(x.numel() // x.shape[-1])
-            if len(rows) > 1 and x.shape[-2] == sum(rows):
-                return _joined([few(part, segment or fused) for part in torch.split(x, rows, dim=-2)])
-        return few(x, fused)
+        parts = _by_sequence(x) if x.numel() > max_rows * x.shape[-1] else [x]
+        return few(x, fused) if len(parts) == 1 else _joined([few(part, segment or fused) for part in parts])
 
     return forward
+
+
+def _by_sequence(x: Tensor) -> Sequence[Tensor]:
+    """Split the rows of several sequences; return the tensor alone if it does not hold the rows of all of them."""
+    if x.ndim < 2:
+        return [x]
+    rows = row_segments(x.numel() // x.shape[-1])
+    return torch.split(x, rows, dim=-2) if len(rows) > 1 and x.shape[-2] == sum(rows) else [x]
 
 
 def _joined(results: list[Any]) -> Any:

@@ -171,7 +171,8 @@ def run_ragged(model: Any, parts: Sequence[RaggedPart], *, joins: bool) -> list[
     kept = [row for end, part in zip(ends, parts, strict=True) for row in range(end - part.num_logits, end)]
     positions = [start + count for start, count in zip(starts, rows, strict=True)]
     layers = zip(*(part.kv.cache.layers for part in parts), strict=True)
-    with _ragged_attention(model, _Forward(rows, positions, joins)), segmented(rows):
+    segments = rows if model.dtype.itemsize <= 2 else []  # float32 is exact enough to compute all rows at once
+    with _ragged_attention(model, _Forward(rows, positions, joins)), segmented(segments):
         output = model(
             input_ids=torch.tensor([ids], device=device),
             past_key_values=Cache(layers=[_RaggedLayer(list(layer)) for layer in layers]),

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmoe.backends.base import INVARIANT_ROWS
 from spmoe.experts.run_ahead import ReadTokens
 from spmoe.models import attention
-from spmoe.models.fusion import fuse
+from spmoe.models.fusion import fuse, split_sequences
 from spmoe.models.hidden_states import HiddenStateHooks, LayerObserver, OnChunk, OnHiddenStates
 from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind, position_arguments
@@ -91,16 +91,21 @@ class ModelRunner:
 
         Products with cached keys of all sequences, joined, would round by the number of rows.
         """
-        return self.batches and not self._joins_kv and self.inspection.resumes
+        return self.batches and self._is_invariant and not self._joins_kv and self.inspection.resumes
 
     @property
     def max_batch_rows(self) -> int:
-        """Most rows of several sequences in one forward, such that no sequence's text depends on the others.
+        """Most rows of several sequences in one forward, such that no sequence's text depends on the others."""
+        return BATCH_ROWS[-1] if self._is_invariant else INVARIANT_ROWS
 
-        Kernels are batch-invariant in captured forwards. In eager ones, 16-bit types round by the number of rows.
+    @property
+    def _is_invariant(self) -> bool:
+        """Whether no sequence's text depends on the number of rows in a forward.
+
+        Models whose forwards are captured have batch-invariant kernels, and read sequence by sequence. Without these,
+        products in 16-bit types round by the number of rows. CPUs in 16-bit types make no promise.
         """
-        invariant = self.captures or self.model.device.type == "cpu" or self.model.dtype == torch.float32
-        return BATCH_ROWS[-1] if invariant else INVARIANT_ROWS
+        return self.captures or self.model.device.type == "cpu" or self.model.dtype == torch.float32
 
     @property
     def resident_bytes(self) -> int:
@@ -333,7 +338,7 @@ class ModelRunner:
             return "it keeps other state than keys and values"
         tokens = [[i % self.vocab_size for i in range(5)], [5 % self.vocab_size, 6 % self.vocab_size]]
         before, expected = self.model.config._attn_implementation, self._try(tokens)
-        undo = [fuse(self.model)]
+        undo = [fuse(self.model), split_sequences(self.model)]
         try:
             from spmoe.models.decode_graphs import DecodeGraphs
 
