@@ -17,6 +17,7 @@ from spmoe.backends.cpu_experts import CpuExperts
 from spmoe.engine.llm import Generation
 from spmoe.engine.outputs import RequestOutput
 from spmoe.models import families
+from spmoe.models.decode_graphs import DecodeGraphs
 from spmoe.observe.ledger import Counters
 
 PROMPT = list(b"def f(x):")
@@ -148,6 +149,31 @@ def test_requests_together_have_the_text_of_lone_ones(cuda: FakeCuda, mixtral_pa
     assert [one.token_ids for one in completions] == [greedy(model, prompt, COUNT) for prompt in prompts]
     check_paths(_sum(completions), share)
     assert steps == sum(one.stats.counters.steps for one in completions)
+
+
+@pytest.mark.parametrize("check", ["host", "device"])
+def test_steps_of_many_rows_add_results_of_the_cpu_in_every_pass(
+    cuda: FakeCuda, mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """Experts of captured forwards run in passes of 16 rows."""
+    cuda.cpu_share = 1.0
+    forward_batch, rows = DecodeGraphs.forward_batch, list[int]()
+
+    def noted(self: DecodeGraphs, parts: Any, observer: Any) -> Any:
+        rows.append(sum(len(part.tokens) for part in parts))
+        return forward_batch(self, parts, observer)
+
+    monkeypatch.setattr(DecodeGraphs, "forward_batch", noted)
+    prompts = [[number, *PROMPT[number % 5 :]] for number in range(12)]
+    options = {"max_num_seqs": 12, "expert_memory": "60%", "prefetch": "on-demand", "residency_check": check}
+    with build(mixtral_pair.target, mixtral_pair.good, 3, **options) as llm:
+        completions = llm.generate(prompts, GREEDY)
+        residency = llm.engine.parts.runtime.residency
+        assert (getattr(residency, "followed", 0) > 0) == (check == "device")
+    model = reference(mixtral_pair.target)
+    assert [one.token_ids for one in completions] == [greedy(model, prompt, COUNT) for prompt in prompts]
+    assert max(rows) == 48
+    assert _sum(completions).cpu_experts > 0
 
 
 def _sum(completions: list[RequestOutput]) -> Counters:
