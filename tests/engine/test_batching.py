@@ -28,6 +28,7 @@ from spmoe.engine.async_llm import AsyncLLM
 from spmoe.engine.engine import Engine
 from spmoe.engine.llm import Generation, combined_output
 from spmoe.engine.loop import Loop
+from spmoe.engine.threads import IntraOpThreads
 from spmoe.errors import DraftError, TransferError, UsageError
 from spmoe.experts.store import ExpertFile
 from spmoe.models.kv import KvState
@@ -1064,6 +1065,22 @@ def test_short_prompts_that_wait_are_read_together(
                 assert_idle(llm)
     assert reads == [list(LENGTHS[:6])]
     assert loads[1] < 0.5 * loads[0]
+
+
+def test_short_prompts_together_are_read_with_the_threads_of_a_long_one(
+    mixtral_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_force, rows = IntraOpThreads.in_force, list[int]()
+
+    def noted(self: IntraOpThreads, count: int) -> Any:
+        rows.append(count)
+        return in_force(self, count)
+
+    with build(mixtral_pair, None, prefill_chunk=64, num_speculative_tokens=0) as llm:
+        monkeypatch.setattr(IntraOpThreads, "in_force", noted)
+        run_together(llm, PROMPTS[:6])
+    assert max(rows) == sum(LENGTHS[:6])
+    assert min(rows) == 1
 
 
 def test_prompts_are_read_together_up_to_one_chunk(

@@ -148,9 +148,9 @@ class Engine:
             raise SpmoeError(
                 f"the engine failed ({reason(self.failure)}) and could not be restored; build another one"
             ) from self.failure
-        unread = [len(sequence.tokens) for sequence in sequences if not self.loop.has_read(sequence)]
+        unread = sum(len(sequence.tokens) for sequence in sequences if not self.loop.has_read(sequence))
         try:
-            with self.parts.threads.in_force(max(unread, default=1)):
+            with self.parts.threads.in_force(max(1, unread)):
                 yield
             self._note_cpu_failure()
         except SpmoeError:
