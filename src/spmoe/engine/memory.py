@@ -23,6 +23,7 @@ from spmoe.formats.expert import ExpertFormat
 from spmoe.formats.layout import torch_dtype
 from spmoe.models.kv_pool import SCRATCH_POSITIONS
 from spmoe.models.loaded import quantized_experts
+from spmoe.models.ragged import batch_rows_up_to
 from spmoe.models.rotary import table_bytes
 from spmoe.models.runner import ModelRunner
 from spmoe.predict.governor import usual_draft_tokens
@@ -90,6 +91,7 @@ def divide_memory(
     models = {runner.model for runner in runners}
     tables = 0 if config.enforce_eager else sum(table_bytes(m, max_length, dtype or m.dtype) for m in models)
     buffers = _activation_bytes(config, spec, top_k) + _dense_matrix_bytes(runners[0], spec)
+    buffers += _captured_logits_bytes(config, runners[0], dtype)
     workspace = WORKSPACE_BYTES + buffers + tables
     if available is None:
         loaded = sum(size for runner, size in zip(runners, weights, strict=True) if runner.model.device == device)
@@ -305,6 +307,14 @@ def _dense_matrix_bytes(target: ModelRunner, spec: StoreSpec) -> int:
         return 0
     shapes = [shape for layer in target.inspection.moe for shape in expert_shapes(layer.experts).values()]
     return torch_dtype(spec.layout.dtype).itemsize * max(math.prod(shape) for shape in shapes)
+
+
+def _captured_logits_bytes(config: EngineConfig, target: ModelRunner, dtype: torch.dtype | None) -> int:
+    """Return the bytes of the logits that captured forwards of several sequences keep."""
+    if config.enforce_eager or config.max_num_seqs == 1:
+        return 0
+    most = config.max_num_seqs * (config.max_draft_tokens + 1)
+    return sum(batch_rows_up_to(most)) * target.vocab_size * (dtype or target.model.dtype).itemsize
 
 
 def _activation_bytes(config: EngineConfig, spec: StoreSpec, top_k: int) -> int:

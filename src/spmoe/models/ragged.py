@@ -35,6 +35,11 @@ _PREFIX = "spmoe-ragged-"  # of attention implementations, before the name of th
 _SHARED_ARGUMENTS = {"position_ids", "cache_position", "s_aux"}  # tensors that attention may get beside its inputs
 
 
+def batch_rows_up_to(most: int) -> list[int]:
+    """Return the numbers of rows that are captured for steps of several sequences with up to so many rows."""
+    return [rows for rows, fewer in zip(BATCH_ROWS, (1, *BATCH_ROWS), strict=False) if fewer < most]
+
+
 class RaggedPart(NamedTuple):
     """The part of one sequence in a forward."""
 

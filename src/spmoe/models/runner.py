@@ -22,7 +22,7 @@ from spmoe.models.inspection import Inspection, inspect_model
 from spmoe.models.kv import KvState, can_rewind, position_arguments
 from spmoe.models.kv_pool import KvPool
 from spmoe.models.longrope import LongRope, rope_for_length
-from spmoe.models.ragged import BATCH_ROWS, RaggedPart, positions_depend_on_others, run_ragged
+from spmoe.models.ragged import BATCH_ROWS, RaggedPart, batch_rows_up_to, positions_depend_on_others, run_ragged
 from spmoe.models.rotary import use_tables
 from spmoe.verify.greedy import RowArgmax, argmax_rows, read_argmax
 
@@ -320,9 +320,8 @@ class ModelRunner:
     def prepare_batches(self, most_rows: int, observer: LayerObserver | None) -> None:
         """Capture the forwards of several sequences with up to so many rows."""
         if self._graphs is not None and self.batches:
-            for rows, fewer in zip(BATCH_ROWS, (1, *BATCH_ROWS), strict=False):
-                if fewer < most_rows:
-                    self._graphs.prepare_batch(rows, observer)
+            for rows in batch_rows_up_to(most_rows):
+                self._graphs.prepare_batch(rows, observer)
 
     def prepare_greedy(self, rows: int, observers: Sequence[LayerObserver | None], choices: int) -> None:
         """Capture the forwards of a greedy draft."""
