@@ -18,26 +18,26 @@ from spmoe.types import PROMPT_ROWS
 MAX_KERNEL_ROWS = 64  # rows that a grouped kernel takes at once
 INVARIANT_ROWS = 16  # up to which a row's result in a grouped kernel does not depend on the other rows
 
-_segments: ContextVar[Sequence[int]] = ContextVar("segments", default=())
+_sequence_rows: ContextVar[Sequence[int]] = ContextVar("sequence_rows", default=())
 
 
 @contextmanager
-def segmented(rows: Sequence[int]) -> Iterator[None]:
+def rows_of_sequences(rows: Sequence[int]) -> Iterator[None]:
     """State that a forward inside has so many rows of each of several sequences, one after the other."""
-    token = _segments.set(rows)
+    token = _sequence_rows.set(rows)
     try:
         yield
     finally:
-        _segments.reset(token)
+        _sequence_rows.reset(token)
 
 
-def row_segments(rows: int) -> list[int]:
+def rows_by_sequence(rows: int) -> list[int]:
     """Return the rows of each sequence in an input of the forward that runs, if it has the rows of all of them.
 
-    Products of many rows round by their number. Computed segment by segment, they give each sequence the result that it
+    Products of many rows round by their number. Computed sequence by sequence, they give each one the result that it
     has alone.
     """
-    return [*found] if sum(found := _segments.get()) == rows and len(found) > 1 else [rows]
+    return [*found] if sum(found := _sequence_rows.get()) == rows and len(found) > 1 else [rows]
 
 
 _MAX_KERNEL_PASSES = 8  # of MAX_KERNEL_ROWS rows each

@@ -22,7 +22,7 @@ from spmoe.backends.base import (
     kernel_gate,
     kernel_row_limit,
     routed_experts,
-    row_segments,
+    rows_by_sequence,
 )
 from spmoe.backends.cpu import CpuBackend, ExpertSum, expert_shapes
 from spmoe.backends.cpu_experts import CapturedCpuLayer, CpuExperts, CpuRows
@@ -355,13 +355,13 @@ class CudaExperts:
     def run(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if self._kernels is None:
             self._kernels = self._backend.inspect(experts)
-        segments = row_segments(len(index))
-        if len(segments) == 1 or len(index) <= INVARIANT_ROWS or self._backend.recorder.phase is not Phase.EAGER:
+        counts = rows_by_sequence(len(index))
+        if len(counts) == 1 or len(index) <= INVARIANT_ROWS or self._backend.recorder.phase is not Phase.EAGER:
             return self._run_rows(self._kernels, experts, hidden, index, weights)
         if self._backend.all_resident:
-            parts = zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True)
+            parts = zip(*(torch.split(t, counts) for t in (hidden, index, weights)), strict=True)
             return torch.cat([self._run_rows(self._kernels, experts, *part) for part in parts])
-        return self._run_segments(self._kernels, experts, hidden, index, weights, segments)
+        return self._run_by_sequence(self._kernels, experts, hidden, index, weights, counts)
 
     def _run_rows(
         self, kernels: LayerKernels, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
@@ -424,18 +424,18 @@ class CudaExperts:
             reduce_experts(scratch, out[part])
         return out
 
-    def _run_segments(
+    def _run_by_sequence(
         self,
         kernels: LayerKernels,
         experts: nn.Module,
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
-        segments: list[int],
+        counts: list[int],
     ) -> Tensor:
         """Run the rows of several sequences, each as it would run alone. Experts are moved once for all of them."""
         backend, sums, start = self._backend, list[tuple[int, int, GroupedSum | ExpertSum]](), 0
-        for part in zip(*(torch.split(t, segments) for t in (hidden, index, weights)), strict=True):
+        for part in zip(*(torch.split(t, counts) for t in (hidden, index, weights)), strict=True):
             stop = start + len(part[0])
             if kernels.grouped is not None and len(part[0]) <= kernels.row_limit:
                 sums.append((start, stop, GroupedSum(backend.batch_slots, *kernels.grouped, *part)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 
-from spmoe.backends.base import kernel_activation, row_segments
+from spmoe.backends.base import kernel_activation, rows_by_sequence
 from spmoe.models.fused_qkv import FusedProjections, parallel_linears
 from spmoe.models.rotary import RotaryKernels
 
@@ -118,7 +118,7 @@ def _fused_projections(module: nn.Module) -> list[tuple[Any, Callable[..., Any]]
     except Exception:  # the kernel does not run on this device
         return []
     return [
-        (layer, _with_fallback(layer, _MAX_ROWS, group.forward_of(number), segment=partial(group.single, number)))
+        (layer, _with_fallback(layer, _MAX_ROWS, group.forward_of(number), one_sequence=partial(group.single, number)))
         for number, layer in enumerate(layers)
     ]
 
@@ -292,12 +292,12 @@ def _with_fallback(
     fused: Forward,
     weight_of: Callable[[], Tensor] | None = None,
     flat: bool = False,
-    segment: Forward | None = None,
+    one_sequence: Forward | None = None,
 ) -> Callable[..., Any]:
     """Return a forward that uses the kernel for plain tensors of few rows, else the module's own forward.
 
     The kernel was verified only for inputs of the weight's dtype and device; `flat` requires [rows, k]. Many rows of
-    several sequences are computed one sequence after the other, with `segment` in place of `fused`.
+    several sequences are computed one sequence after the other, with `one_sequence` in place of `fused`.
     """
     own, weight_of = module.forward, weight_of or (lambda: cast(Tensor, module.weight))
 
@@ -312,7 +312,7 @@ def _with_fallback(
             return own(*args, **kwargs)
         (x,) = args
         parts = _by_sequence(x) if x.numel() > max_rows * x.shape[-1] else [x]
-        return few(x, fused) if len(parts) == 1 else _joined([few(part, segment or fused) for part in parts])
+        return few(x, fused) if len(parts) == 1 else _joined([few(part, one_sequence or fused) for part in parts])
 
     return forward
 
@@ -321,7 +321,7 @@ def _by_sequence(x: Tensor) -> Sequence[Tensor]:
     """Split the rows of several sequences; return the tensor alone if it does not hold the rows of all of them."""
     if x.ndim < 2:
         return [x]
-    rows = row_segments(x.numel() // x.shape[-1])
+    rows = rows_by_sequence(x.numel() // x.shape[-1])
     return torch.split(x, rows, dim=-2) if len(rows) > 1 and x.shape[-2] == sum(rows) else [x]
 
 

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spmoe.backends.base import segmented
+from spmoe.backends.base import rows_of_sequences
 from spmoe.models.kv import KvState
 from spmoe.models.longrope import rotary_modules
 
@@ -176,8 +176,8 @@ def run_ragged(model: Any, parts: Sequence[RaggedPart], *, joins: bool) -> list[
     kept = [row for end, part in zip(ends, parts, strict=True) for row in range(end - part.num_logits, end)]
     positions = [start + count for start, count in zip(starts, rows, strict=True)]
     layers = zip(*(part.kv.cache.layers for part in parts), strict=True)
-    segments = rows if model.dtype.itemsize <= 2 else []  # float32 is exact enough to compute all rows at once
-    with _ragged_attention(model, _Forward(rows, positions, joins)), segmented(segments):
+    split = rows if model.dtype.itemsize <= 2 else []  # float32 is exact enough to compute all rows at once
+    with _ragged_attention(model, _Forward(rows, positions, joins)), rows_of_sequences(split):
         output = model(
             input_ids=torch.tensor([ids], device=device),
             past_key_values=Cache(layers=[_RaggedLayer(list(layer)) for layer in layers]),
