@@ -111,7 +111,7 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             cpu = CpuExperts(store, models.expert_format, CudaRowStream(fake.recorder), fake.copy_budget)
             cpu_path = CpuPath(cpu_thread(config.cpu_experts), PathChooser(fake.cpu_share))
         transfer = CudaTransfer(fake.device, CudaBlobAddresses(store, slots), chunk=1000)
-        residency = None
+        residency = None  # also for `auto`: tests of the host's path outnumber those of the device's, which ask for it
         if config.residency_check == "device" and count < models.spec.count:
             fake.recorder = FollowedRecorder(fake.device)
             residency = JoinedResidency(models.spec.experts, count, torch.device("cpu"), transfer, fake.recorder)

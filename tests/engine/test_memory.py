@@ -158,6 +158,16 @@ def test_packed_experts_have_room_for_one_dense_matrix(models: Models) -> None:
     assert dense_plan.slots < 256 == packed_plan.slots
 
 
+@pytest.mark.parametrize(("k", "rows"), [(0, 2 + 4 + 8), (1, 2 + 4 + 8 + 16), ("auto", 2 + 4 + 8 + 16 + 32 + 48 + 64)])
+def test_logits_of_captured_batches_are_planned_for(models: Models, k: Any, rows: int) -> None:
+    alone, together, eager = (
+        plan(models, 200, num_speculative_tokens=k, **options).workspace
+        for options in ({"max_num_seqs": 1}, {}, {"enforce_eager": True})
+    )
+    assert together - alone == rows * models.target.vocab_size * 2
+    assert eager < alone, "neither logits nor rotary tables"
+
+
 def test_device_memory_is_no_option_of_the_cpu(models: Models) -> None:
     def on_cpu(**options: Any) -> MemoryPlan:
         config = EngineConfig.make(model="mixtral", **options)

@@ -223,16 +223,16 @@ def make_residency(
     }
     asked = config.residency_check == "device"
     if given := [name for name, is_given in others.items() if is_given]:
-        notices += [f"--residency-check device has no effect with {given[0]}"] if asked else []
+        if asked:
+            notices.append(f"--residency-check device has no effect with {given[0]}")
         return None
     from spmoe.backends.residency import CudaResidency
 
     residency = CudaResidency(models.spec.experts, slot_count, models.device, transfer)
     if (failure := residency.try_out()) is not None:
         log.info("the device cannot look experts up (%s); the host does", failure)
-        notices += (
-            [f"--residency-check device does not work here ({failure}); the host checks instead"] if asked else []
-        )
+        if asked:
+            notices.append(f"--residency-check device does not work here ({failure}); the host checks instead")
         return None
     return residency
 
