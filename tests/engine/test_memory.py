@@ -165,7 +165,7 @@ def test_logits_of_captured_batches_are_planned_for(models: Models, k: Any, rows
         for options in ({"max_num_seqs": 1}, {}, {"enforce_eager": True})
     )
     assert together - alone == rows * models.target.vocab_size * 2
-    assert eager < alone, "neither logits nor rotary tables"
+    assert eager <= alone, "nothing is captured, so no logits are kept"
 
 
 def test_device_memory_is_no_option_of_the_cpu(models: Models) -> None:
